@@ -1,0 +1,180 @@
+"""The public operation: checks its arguments, picks an implementation, and runs it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deadreckon.blockwise import attend_blockwise
+from deadreckon.factors import Factors, Householder, Power, Rotation, Score, Transport
+from deadreckon.reference import attend_reference
+
+Implementation = Literal["auto", "reference", "blockwise", "triton"]
+
+IMPLEMENTATIONS = {
+    "reference": "the literal O(T²) definition, any device and dtype; what everything else is tested against",
+    "blockwise": "plain PyTorch over stock attention kernels, any device and dtype, memory linear in T",
+}
+"""Name -> what it is. ``auto`` picks ``blockwise`` on every device."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    transport: Transport | None = None,
+    log_gate: Tensor | None = None,
+    score: Score = "softmax",
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    impl: Implementation = "auto",
+) -> Tensor:
+    """Causal attention whose positions are reckoned from content.
+
+        o_i = (1/Z_i) Σ_{j≤i} κ(scale · k_jᵀ T_ji q_i) · Π_{s=j+1..i} f_s · U_ji v_j
+
+    Args:
+        q: (B, T, Hq, D) queries; Hq a multiple of H (query head h reads key head h // (Hq / H)).
+        k: (B, T, H, D) keys.
+        v: (B, T, H, E) values; E may differ from D.
+        transport: T, what a route does to a key: ``None``, :class:`Rotation` (and U, with ``values=True``) or
+            :class:`Householder`.
+        log_gate: log f ≤ 0, added after scaling: (B, T, Hq) or (B, T, H) per token, or (Hq,) or (H,) constants.
+            With stick-breaking the gate multiplies the finished weight.
+        score: κ and Z: ``"softmax"``, ``"stick-breaking"`` (σ, no Z, a token does not see itself) or :class:`Power`.
+        scale: factor of the logits, ``D ** -0.5`` by default.
+        cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1.
+        impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``, or
+            ``"auto"``, which picks ``"blockwise"`` on every device.
+
+    Returns:
+        (B, T, Hq, E), in the dtype of q.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    _check_inputs(q, k, v)
+    _check_transport(transport, q, k, v)
+    _check_score(score)
+    gates = _check_gate(log_gate, q, k)
+    documents = _check_documents(cu_seqlens, q)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number or None, got {scale!r}")
+    factors = Factors(transport, gates, score)
+    # Autocast would run the sums of phases, gates and frames in half precision.
+    with torch.autocast(q.device.type, enabled=False):
+        if impl == "reference":
+            return attend_reference(q, k, v, factors, scale, documents)
+        if impl in ("auto", "blockwise"):
+            return attend_blockwise(q, k, v, factors, scale, documents)
+    if impl == "triton":
+        raise ValueError("impl: this version has no Triton kernels; use 'auto', 'blockwise' or 'reference'")
+    raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
+
+
+def _shape(x: Tensor) -> str:
+    return "(" + ", ".join(map(str, x.shape)) + ")"
+
+
+def _check_tensor(name: str, x: object, like: Tensor | None = None) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name}: expected a floating-point tensor, got dtype {x.dtype}")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name}: expected it on q's device {like.device}, got {x.device}")
+    return x
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x, None if name == "q" else q)
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions (B, T, heads, channels), got shape {_shape(x)}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
+        if 0 in x.shape:
+            raise ValueError(f"{name}: expected every dimension to be at least 1, got shape {_shape(x)}")
+    batch, length, query_heads, width = q.shape
+    heads = k.shape[2]
+    if k.shape != (batch, length, heads, width):
+        raise ValueError(f"k: expected (B, T, H, D) = ({batch}, {length}, H, {width}) to match q, got {_shape(k)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected (B, T, H, E) = ({batch}, {length}, {heads}, E) to match k, got {_shape(v)}")
+    if query_heads % heads:
+        raise ValueError(f"q: expected a multiple of k's {heads} heads, got {query_heads} query heads")
+
+
+def _check_transport(transport: object, q: Tensor, k: Tensor, v: Tensor) -> None:
+    batch, length, query_heads, width = q.shape
+    heads = k.shape[2]
+    if isinstance(transport, Rotation):
+        angles = _check_tensor("transport.angles", transport.angles, q)
+        if width % 2:
+            raise ValueError(f"transport: Rotation turns pairs of channels and needs an even D, got D = {width}")
+        allowed = sorted({1, heads, query_heads})
+        if angles.dim() != 4 or angles.shape[2] not in allowed or angles.shape != (batch, length, angles.shape[2], width // 2):
+            raise ValueError(
+                f"transport.angles: expected (B, T, Hr, D/2) = ({batch}, {length}, Hr, {width // 2}) with Hr in {allowed}, "
+                f"got {_shape(angles)}"
+            )
+        if transport.values and v.shape[3] != width:
+            raise ValueError(f"transport.values: turning values needs E = D = {width}, got v with E = {v.shape[3]}")
+    elif isinstance(transport, Householder):
+        w, beta = _check_tensor("transport.w", transport.w, q), _check_tensor("transport.beta", transport.beta, q)
+        if w.shape != k.shape:
+            raise ValueError(f"transport.w: expected (B, T, H, D) = {_shape(k)} to match k, got {_shape(w)}")
+        if beta.shape != k.shape[:3]:
+            raise ValueError(f"transport.beta: expected (B, T, H) = ({batch}, {length}, {heads}), got {_shape(beta)}")
+    elif transport is not None:
+        raise ValueError(f"transport: expected None, Rotation or Householder, got {type(transport).__name__}")
+
+
+def _check_gate(log_gate: object, q: Tensor, k: Tensor) -> Tensor | None:
+    """Returns the gate as (B, T, H or Hq), constants expanded."""
+    if log_gate is None:
+        return None
+    gate = _check_tensor("log_gate", log_gate, q)
+    batch, length, query_heads, _ = q.shape
+    heads = k.shape[2]
+    if gate.dim() == 1 and gate.shape[0] in (heads, query_heads):
+        return gate.expand(batch, length, -1)
+    if gate.dim() == 3 and gate.shape[:2] == (batch, length) and gate.shape[2] in (heads, query_heads):
+        return gate
+    raise ValueError(
+        f"log_gate: expected ({batch}, {length}, Hq or H) or (Hq or H,) with Hq = {query_heads}, H = {heads}, "
+        f"got {_shape(gate)}"
+    )
+
+
+def _check_score(score: object) -> None:
+    if isinstance(score, Power):
+        if score.form in ("chunked", "recurrent"):
+            raise ValueError(f"score.form: this version has 'attention' only, got {score.form!r}")
+    elif score not in ("softmax", "stick-breaking"):
+        raise ValueError(f"score: expected 'softmax', 'stick-breaking' or Power(p), got {score!r}")
+
+
+def _check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
+    """Returns the boundaries as Python integers."""
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        came = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens: expected an int32 tensor, got {came}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: expected shape (N + 1,) with N of 1 or more, got {_shape(cu_seqlens)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
+    bounds: list[int] = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != q.shape[1]:
+        raise ValueError(f"cu_seqlens: expected it to run from 0 to T = {q.shape[1]}, got {bounds[0]} to {bounds[-1]}")
+    if any(later < earlier for earlier, later in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"cu_seqlens: expected sorted boundaries, got {bounds if len(bounds) < 12 else 'unsorted ones'}")
+    return bounds

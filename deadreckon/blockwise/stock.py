@@ -1,0 +1,77 @@
+"""The stock kernels: dense softmax attention that returns its log-sum-exp and, going back, takes a global one.
+
+`aten::_scaled_dot_product_*_attention` and their backwards are PyTorch's private names, the same from 2.11 to 2.13; they
+are used nowhere else. A backward call that is given the output and log-sum-exp of the *whole* row returns the exact
+gradients of its block, as in ring attention.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+Backend = Literal["cpu", "cudnn", "flash", "efficient"]
+
+
+def backend_for(x: Tensor) -> Backend | None:
+    """Which kernel serves this device and dtype; None for float64 on a GPU and devices that have no kernel."""
+    if x.device.type == "cpu":
+        return "cpu"
+    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
+        capability = torch.cuda.get_device_capability(x.device)
+        return "cudnn" if capability >= (9, 0) and torch.backends.cuda.cudnn_sdp_enabled() else "flash"
+    if x.device.type == "cuda" and x.dtype == torch.float32:
+        return "efficient"
+    return None
+
+
+def width_for(backend: Backend, *widths: int) -> int:
+    """The common head width the kernel wants of q, k and v."""
+    multiple = 1 if backend == "cpu" else 8
+    return -(-max(widths) // multiple) * multiple
+
+
+def dense_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(scale · q kᵀ) v without a mask, and its log-sum-exp: (N, n, R, W) × (N, n, S, W) -> (N, n, R, W), (N, n, R)."""
+    if backend == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+    if backend == "cudnn":
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)[:2]
+        return out, lse.view(q.shape[:3])
+    if backend == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[:2]
+    if backend == "efficient":
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, False, scale=scale)[:2]
+        return out, lse[..., : q.shape[2]]
+    raise AssertionError(f"no stock kernel named {backend}")
+
+
+def dense_backward(
+    backend: Backend, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, where out and lse belong to whole rows of which this block is a part."""
+    if backend == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, False, scale=scale
+        )
+    rows, keys = q.shape[2], k.shape[2]
+    lse = lse.contiguous()
+    if backend == "cudnn":
+        nothing, seed = q.new_empty(0), torch.zeros((), dtype=torch.int64, device=q.device)
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, nothing, nothing, nothing, rows, keys, 0.0, False, scale=scale
+        )  # fmt: skip
+    if backend == "flash":
+        nothing, seed = None, torch.zeros(2, dtype=torch.uint64, device=q.device)
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, nothing, nothing, rows, keys, 0.0, False, seed, seed.new_zeros(()), scale=scale
+        )
+    if backend == "efficient":
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        return aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], False, scale=scale
+        )[:3]
+    raise AssertionError(f"no stock kernel named {backend}")

@@ -1,0 +1,440 @@
+"""The route tree: attention along accumulated routes as a few dense attention calls.
+
+Take a block of tokens with midpoint m. Carry the queries of its right half back to m and the keys of its left half on
+to m: between the two halves nothing is left to accumulate, and right × left is dense attention without a mask. So the
+causal triangle is leaves on the diagonal (`leaf.py`) and, above them, one batch of dense blocks a level, twice as large
+from level to level. Gates ride along: with c the running sum of log gates, a route's gate is (c_i − c_m) + (c_m − c_j),
+a shift of the query's row and a bias of the key, both local to the block.
+
+Going up a level costs a D × D product for half of the tokens. With P the product of all steps of a block,
+
+    queries of the right half ← P_left · q̃,   keys of the left half ← P_rightᵀ · k̃,   P ← P_left P_right
+
+Nothing is inverted (a step with β = 1 is singular). The backward pass computes leaves and frames again rather than keep
+them, then descends from the widest blocks to the leaves.
+
+Layout: N = B·H, and the G queries that share a key head are G more rows of the same token, so grouped heads need no
+copies of keys: q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from deadreckon.blockwise.leaf import Leaf, householder_leaf, plain_logits
+from deadreckon.blockwise.precision import exact, work
+from deadreckon.blockwise.scores import EvenPower, Softmax, StickBreaking, Tiled
+from deadreckon.blockwise.stock import Backend, backend_for, dense_backward, dense_forward, width_for
+from deadreckon.factors import Householder, Power, Score
+
+LEAF = 64
+TILE = 1 << 20  # logits held at a time where no stock kernel serves
+
+
+def attend_tree(
+    q: Tensor, k: Tensor, v: Tensor, householder: Householder | None, log_gate: Tensor | None, score: Score, scale: float
+) -> Tensor:
+    """Attention of (B, T, Hq, D), (B, T, H, D), (B, T, H, E) along the routes of householder and log_gate."""
+    batch, length, query_heads, _ = q.shape
+    heads = k.shape[2]
+    dtype = q.dtype
+    if q.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+        q, k, v = q.float(), k.float(), v.float()  # as fast, and exact
+    leaf = min(LEAF, -(-length // 8) * 8)
+    padding = -length % leaf
+
+    def by_head(x: Tensor) -> Tensor:  # (B, T, H·G, ...) -> (B·H, T, G, ...), T padded to whole leaves
+        x = x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
+        return pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
+
+    w = beta = gates = None
+    if householder is not None:
+        w, beta = (by_head(x.to(work(q.dtype))).squeeze(2) for x in (householder.w, householder.beta))
+    if log_gate is not None:
+        gates = by_head(log_gate).to(exact(q.device)).clamp(min=-1e4)  # exp(-1e4) is 0; a sum of -inf would be no number
+    q, k, v = by_head(q), by_head(k).squeeze(2), by_head(v).squeeze(2)
+    if isinstance(score, Power):
+        # The weights are divided by their sum, so the lengths of q and k are free: make powers neither over- nor underflow.
+        longest = k.detach().norm(dim=-1).amax(-1)[:, None, None]
+        k = k / longest.clamp(min=torch.finfo(k.dtype).tiny)
+        q = q / q.detach().norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        scale = 1.0 if scale else 0.0
+    output = _Tree.apply(q, k, v, w, beta, gates, score, scale, leaf)
+    output = output[:, :length].unflatten(0, (batch, heads)).transpose(1, 2)  # (B, T, H, G, E)
+    return output.reshape(batch, length, query_heads, -1).to(dtype)
+
+
+class _Run(NamedTuple):
+    """Equal pairs of blocks, one after the other: `count` times (left, right) tokens from `start`."""
+
+    start: int
+    count: int
+    left: int
+    right: int
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of x (N, T, ...): its left halves (N, count, left, ...) and right halves (N, count, right, ...)."""
+        size = self.left + self.right
+        blocks = x[:, self.start : self.start + self.count * size].unflatten(1, (self.count, size))
+        return blocks[:, :, : self.left], blocks[:, :, self.left :]
+
+
+def _levels(length: int, leaf: int) -> Iterator[list[_Run]]:
+    """The pairs of each level, near to far: whole ones, and a ragged last one where the length is no power of two."""
+    size = leaf
+    while size < length:
+        count, rest = divmod(length, 2 * size)
+        runs = [_Run(0, count, size, size)] if count else []
+        if rest > size:
+            runs.append(_Run(2 * size * count, 1, size, rest - size))
+        yield runs
+        size *= 2
+
+
+class _Gate(NamedTuple):
+    """The gates of a run's routes, in two local parts that add up."""
+
+    shift: Tensor  # (N, n, right, 1 | G): from the middle to the query
+    bias: Tensor  # (N, n, left, 1 | G): from the key to the middle
+
+
+def _gate(sums: Tensor | None, run: _Run) -> _Gate | None:
+    if sums is None:
+        return None
+    left, right = run.halves(sums)
+    middle = left[:, :, -1:]
+    return _Gate(right - middle, middle - left)
+
+
+class _Tree(torch.autograd.Function):
+    """The tree with its gradients, written out so that a level is never kept longer than it is needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gates: Tensor | None,
+        score: Score, scale: float, leaf: int,
+    ) -> Tensor:  # fmt: skip
+        climb = _Climb(q, k, v, w, beta, gates, score, scale, leaf)
+        out, row = climb.ascend()
+        given = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, w, beta, gates, out if climb.score.careful else given, row)
+        ctx.settings = (score, scale, leaf)
+        return given
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, w, beta, gates, out, row = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            climb = _Climb(q, k, v, w, beta, gates, *ctx.settings)
+            return (*climb.descend(grad.contiguous(), out, row.clone()), None, None, None)
+
+
+class _Climb:
+    """One pass over the tree. `queries` and `keys` move up from frame to frame in place."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gates: Tensor | None,
+        score: Score, scale: float, leaf: int,
+    ) -> None:  # fmt: skip
+        self.stock: Backend | None = backend_for(q) if score == "softmax" else None
+        self.stock_dtype = q.dtype
+        self.queries, self.keys, self.values = (x.to(work(q.dtype)) for x in (q, k, v))
+        self.w, self.beta = w, beta
+        self.sums = None if gates is None else gates.cumsum(1)
+        self.scale, self.leaf, self.group = scale, leaf, q.shape[2]
+        self.levels = list(_levels(q.shape[1], leaf))
+        self.score: Tiled = {"softmax": Softmax, "stick-breaking": StickBreaking}[score]() if isinstance(score, str) else EvenPower(score.p)
+        self.leaf_dtype = exact(q.device) if self.score.careful else work(q.dtype)
+
+    # --- both ways -----------------------------------------------------------------------------------------------
+
+    def in_leaves(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, self.leaf))
+
+    def visible(self) -> Tensor:
+        """(S, 1, S): which keys of its leaf a query sees; with a stick, not its own."""
+        ones = torch.ones(self.leaf, self.leaf, dtype=torch.bool, device=self.keys.device)
+        return ones.tril(-1 if isinstance(self.score, StickBreaking) else 0).unsqueeze(1)
+
+    def leaf_gate(self) -> Tensor | None:
+        """(N, n, S, 1 | G, S) sums of log gates along the routes inside each leaf."""
+        if self.sums is None:
+            return None
+        sums = self.in_leaves(self.sums)
+        between = sums.unsqueeze(-1) - sums.mT.unsqueeze(2)
+        # What lies above the diagonal is no route: keep it from overflowing.
+        return between.clamp(max=0).to(self.leaf_dtype)
+
+    def leaf_forward(self, *inputs: Tensor) -> Leaf | tuple[Tensor]:
+        """Logits and, with Householder steps, frames of all leaves, from (q, k) or (q, k, w, beta) laid in leaves."""
+        return householder_leaf(*inputs) if len(inputs) == 4 else (plain_logits(*inputs),)
+
+    def leaf_inputs(self) -> list[Tensor]:
+        inputs = [self.queries, self.keys]
+        if self.w is not None and self.beta is not None:
+            inputs += [self.w, self.beta]
+        return [self.in_leaves(x) for x in inputs]
+
+    def tiles(self, run: _Run) -> Iterator[slice]:
+        """Query tokens of a run, so many at a time that a tile of logits stays small."""
+        size = max(16, TILE // (self.keys.shape[0] * run.count * run.left * self.group))
+        for start in range(0, run.right, size):
+            yield slice(start, start + size)
+
+    def tile_gate(self, gate: _Gate | None, tokens: slice) -> Tensor | None:
+        if gate is None:
+            return None
+        return (gate.shift[:, :, tokens].unsqueeze(-1) + gate.bias.mT.unsqueeze(2)).to(self.keys.dtype)
+
+    def rise(self, runs: list[_Run], products: Tensor, kept: list[list[tuple[Tensor, ...]]] | None = None) -> Tensor:
+        """Moves frames up a level, in place, and returns the products of the larger blocks."""
+        pairs = products.shape[1] // 2
+        left_products, right_products = products[:, 0 : 2 * pairs : 2], products[:, 1 : 2 * pairs : 2]
+        first, old = 0, []
+        for run in runs:
+            p_left, p_right = (p[:, first : first + run.count] for p in (left_products, right_products))
+            right, left = run.halves(self.queries)[1].flatten(2, 3), run.halves(self.keys)[0]
+            if kept is not None:
+                old.append((right.clone(), left.clone(), p_left, p_right))
+            run.halves(self.queries)[1].copy_((right @ p_left.mT).unflatten(2, (run.right, self.group)))
+            run.halves(self.keys)[0].copy_(left @ p_right)
+            first += run.count
+        if kept is not None:
+            kept.append(old)
+        return torch.cat([left_products @ right_products, products[:, 2 * pairs :]], dim=1)
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def ascend(self) -> tuple[Tensor, Tensor]:
+        """The output (N, T, G, E) and the statistic of each row (N, T, G)."""
+        out = self.queries.new_zeros(*self.queries.shape[:3], self.values.shape[2], dtype=self.leaf_dtype)
+        row = self.score.start(self.queries[..., 0])
+        leaf = self.leaf_forward(*self.leaf_inputs())
+        logits, values = (x.to(self.leaf_dtype) for x in (leaf[0], self.in_leaves(self.values)))
+        self.score.add(
+            self.scale * logits, self.leaf_gate(), self.visible(), values, self.in_leaves(out), self.in_leaves(row)
+        )
+        products = None
+        if isinstance(leaf, Leaf):
+            self.queries, self.keys = leaf.queries.flatten(1, 2), leaf.keys.flatten(1, 2)
+            products = leaf.products
+        for number, runs in enumerate(self.levels, start=1):
+            for run in runs:
+                self.add_run(run, out, row)
+            if products is not None and number < len(self.levels):
+                products = self.rise(runs, products)
+        return self.score.finish(out, row), row
+
+    def add_run(self, run: _Run, out: Tensor, row: Tensor) -> None:
+        q, k, v = run.halves(self.queries)[1], run.halves(self.keys)[0], run.halves(self.values)[0]
+        out, row, gate = run.halves(out)[1], run.halves(row)[1], _gate(self.sums, run)
+        if self.stock and isinstance(self.score, Softmax):
+            wide = _Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale)
+            tile_out, lse = dense_forward(self.stock, wide.q, wide.k, wide.v, self.scale)
+            tile_out = tile_out[..., : v.shape[-1]].unflatten(2, q.shape[2:4])
+            lse = lse.unflatten(2, q.shape[2:4])
+            self.score.merge(tile_out, lse if gate is None else lse + gate.shift.to(lse.dtype), out, row)
+            return
+        for tokens in self.tiles(run):
+            z = self.scale * plain_logits(q[:, :, tokens], k)
+            self.score.add(z, self.tile_gate(gate, tokens), None, v, out[:, :, tokens], row[:, :, tokens])
+
+    # --- backward ------------------------------------------------------------------------------------------------
+
+    def descend(self, grad: Tensor, out: Tensor, row: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k, v, w, beta and gates, given that of the output."""
+        inputs = [x.detach().requires_grad_() for x in self.leaf_inputs()]
+        with torch.enable_grad():
+            leaf = self.leaf_forward(*inputs)
+        kept: list[list[tuple[Tensor, ...]]] = []
+        if isinstance(leaf, Leaf):
+            self.queries = leaf.queries.detach().flatten(1, 2).clone()
+            self.keys = leaf.keys.detach().flatten(1, 2).clone()
+            products = leaf.products.detach()
+            for runs in self.levels[:-1]:
+                products = self.rise(runs, products, kept)
+
+        self.grad, self.out, self.row = grad, out, row
+        rows = (grad.to(self.leaf_dtype) * out.to(self.leaf_dtype)).sum(-1)
+        # d weight = grad · v − inner, the second part where rows are divided by their sum.
+        self.inner = rows if self.score.normalised else torch.zeros_like(rows)
+        self.far = torch.zeros_like(rows)
+        self.grad_q, self.grad_k = torch.zeros_like(self.queries), torch.zeros_like(self.keys)
+        self.grad_v = torch.zeros_like(self.values)
+        self.grad_gates = None if self.sums is None else torch.zeros_like(self.sums)
+        grad_products = None
+        for number in range(len(self.levels) - 1, -1, -1):
+            runs = self.levels[number]
+            if number < len(kept):
+                grad_products = self.fall(runs, kept[number], grad_products)
+                kept.pop()
+            for run in runs:
+                self.run_gradients(run)
+        outputs = [leaf[0]]
+        grads = [self.leaf_gradients(leaf[0].detach())]
+        if isinstance(leaf, Leaf):
+            outputs += [leaf.queries, leaf.keys]
+            grads += [self.in_leaves(self.grad_q), self.in_leaves(self.grad_k)]
+            if grad_products is not None:
+                outputs.append(leaf.products)
+                grads.append(grad_products)
+            found = torch.autograd.grad(outputs, inputs, grads)
+            grad_q, grad_k, grad_w, grad_beta = (x.flatten(1, 2) for x in found)
+        else:
+            found = torch.autograd.grad(outputs, inputs, grads)
+            grad_q, grad_k = self.grad_q + found[0].flatten(1, 2), self.grad_k + found[1].flatten(1, 2)
+            grad_w = grad_beta = None
+        as_given = self.stock_dtype
+        return grad_q.to(as_given), grad_k.to(as_given), self.grad_v.to(as_given), grad_w, grad_beta, self.grad_gates
+
+    def fall(self, runs: list[_Run], old: list[tuple[Tensor, ...]], grad_products: Tensor | None) -> Tensor:
+        """Undoes `rise`: gradients of frames and products of this level from those of the level above."""
+        grad_lefts, grad_rights, first = [], [], 0
+        for run, (right, left, p_left, p_right) in zip(runs, old, strict=True):
+            # Back in the frames of this level, where the dense blocks of this run are computed.
+            frame_q, frame_k = run.halves(self.queries)[1], run.halves(self.keys)[0]
+            frame_q.copy_(right.unflatten(2, frame_q.shape[2:4]))
+            frame_k.copy_(left)
+            grad_q, grad_k = run.halves(self.grad_q)[1], run.halves(self.grad_k)[0]
+            rows = grad_q.flatten(2, 3)
+            grad_left, grad_right = rows.mT @ right, left.mT @ grad_k
+            grad_q.copy_((rows @ p_left).unflatten(2, grad_q.shape[2:4]))
+            grad_k.copy_(grad_k @ p_right.mT)
+            if grad_products is not None:
+                above = grad_products[:, first : first + run.count]
+                grad_left += above @ p_right.mT
+                grad_right += p_left.mT @ above
+            first += run.count
+            grad_lefts.append(grad_left)
+            grad_rights.append(grad_right)
+        pairs = torch.stack([torch.cat(grad_lefts, 1), torch.cat(grad_rights, 1)], dim=2).flatten(1, 2)
+        if grad_products is None:  # the level above is the top, whose products nobody needs
+            blocks = -(-self.queries.shape[1] // runs[0].left)
+            lone = pairs.new_zeros(pairs.shape[0], blocks - pairs.shape[1], *pairs.shape[2:])
+        else:
+            lone = grad_products[:, first:]
+        return torch.cat([pairs, lone], dim=1)
+
+    def run_gradients(self, run: _Run) -> None:
+        q, k, v = run.halves(self.queries)[1], run.halves(self.keys)[0], run.halves(self.values)[0]
+        grad, out, row = (run.halves(x)[1] for x in (self.grad, self.out, self.row))
+        grad_q, grad_k, grad_v = (
+            run.halves(self.grad_q)[1], run.halves(self.grad_k)[0], run.halves(self.grad_v)[0]
+        )  # fmt: skip
+        gate = _gate(self.sums, run)
+        if self.stock:
+            wide = _Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale)
+            lse = row if gate is None else row - gate.shift.to(row.dtype)
+            wide_q, wide_k, wide_v = dense_backward(
+                self.stock, wide.like(grad), wide.q, wide.k, wide.v, wide.like(out), lse.flatten(2, 3), self.scale
+            )
+            grad_q += wide_q[..., : q.shape[-1]].unflatten(2, q.shape[2:4])
+            grad_k += wide_k[..., : k.shape[-1]]
+            grad_v += wide_v[..., : v.shape[-1]]
+            if gate is not None:
+                self.add_gate_gradients(run, *wide.gate_gradients(wide_q, wide_k))
+            return
+        inner, far = run.halves(self.inner)[1].to(k.dtype), run.halves(self.far)[1]
+        row_grads, column_grad = [], None
+        for tokens in self.tiles(run):
+            grad_tile = grad[:, :, tokens].to(k.dtype)
+            grad_weight = plain_logits(grad_tile, v) - inner[:, :, tokens].unsqueeze(-1)
+            z = self.scale * plain_logits(q[:, :, tokens], k)
+            grad_z, grad_gate, weights = self.score.gradients(
+                z, self.tile_gate(gate, tokens), None, grad_weight, row[:, :, tokens], far[:, :, tokens]
+            )
+            rows = self.scale * grad_z.flatten(2, 3)
+            grad_q[:, :, tokens] += (rows @ k).unflatten(2, grad_z.shape[2:4])
+            grad_k += rows.mT @ q[:, :, tokens].flatten(2, 3)
+            grad_v += weights.flatten(2, 3).mT @ grad_tile.flatten(2, 3)
+            if gate is not None:
+                row_grads.append(grad_gate.sum(-1))
+                column = grad_gate.sum(2).mT  # (N, n, S, G)
+                column_grad = column if column_grad is None else column_grad + column
+        if column_grad is not None:
+            self.add_gate_gradients(run, torch.cat(row_grads, dim=2), column_grad)
+
+    def add_gate_gradients(self, run: _Run, by_query: Tensor, by_key: Tensor) -> None:
+        """A gate at s is on the routes that cross it: from keys before s in the left half, to queries from s on."""
+        assert self.grad_gates is not None
+        if self.grad_gates.shape[2] == 1:
+            by_query, by_key = by_query.sum(-1, keepdim=True), by_key.sum(-1, keepdim=True)
+        by_query, by_key = by_query.to(self.grad_gates.dtype), by_key.to(self.grad_gates.dtype)
+        left, right = run.halves(self.grad_gates)
+        left[:, :, 1:] += by_key[:, :, :-1].cumsum(2)
+        right += by_query.flip(2).cumsum(2).flip(2)
+
+    def leaf_gradients(self, logits: Tensor) -> Tensor:
+        """d logits of the leaves; d values and d gates are added where they belong."""
+        values, grad = (self.in_leaves(x).to(self.leaf_dtype) for x in (self.values, self.grad))
+        inner, row, far = (self.in_leaves(x) for x in (self.inner, self.row, self.far))
+        grad_weight = plain_logits(grad, values) - inner.unsqueeze(-1)
+        grad_z, grad_gate, weights = self.score.gradients(
+            self.scale * logits.to(self.leaf_dtype), self.leaf_gate(), self.visible(), grad_weight, row, far
+        )
+        self.in_leaves(self.grad_v).add_(weights.flatten(2, 3).mT @ grad.flatten(2, 3))
+        if self.grad_gates is not None:
+            if self.grad_gates.shape[2] == 1:
+                grad_gate = grad_gate.sum(3, keepdim=True)
+            ends = (grad_gate.sum(-1) - grad_gate.sum(2).mT).to(self.grad_gates.dtype)
+            self.in_leaves(self.grad_gates).add_(ends.flip(2).cumsum(2).flip(2))
+        return (self.scale * grad_z).to(logits.dtype)
+
+
+class _Wide:
+    """A dense block as a stock kernel wants it: one head width, and gates as extra channels.
+
+    A key's bias is [q, unit] · [k, bias / (scale · unit)], in as many parts as its precision needs; with a bias for each
+    query of a group, each query picks its own. One more channel, zero in q and `unit` in k, brings the row sums of the
+    logits' gradient back in dq, as the bias channels bring the column sums in dk.
+    """
+
+    def __init__(
+        self, backend: Backend, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, gate: _Gate | None, scale: float
+    ) -> None:
+        self.gate, self.dtype = gate, dtype
+        self.channels, self.value_channels = k.shape[-1], v.shape[-1]
+        self.tokens_and_group = q.shape[2:4]
+        self.parts = 3 if dtype in (torch.bfloat16, torch.float16) else 1
+        self.kinds = 0 if gate is None else gate.bias.shape[-1]
+        extra = self.kinds * self.parts + 1 if gate is not None else 0
+        self.width = width_for(backend, self.channels + extra, self.value_channels)
+        self.q, self.k, self.v = self.like(q), self.like(k), self.like(v)
+        if gate is None:
+            return
+        # A power of two near 1 / scale: exact in every dtype, and keeps the bias in the range of half precision.
+        unit = 2.0 ** round(-torch.tensor(abs(scale)).log2().item())
+        self.unit = scale * unit
+        columns = slice(self.channels, self.channels + self.kinds * self.parts)
+        picks = torch.eye(self.kinds, dtype=dtype, device=q.device).repeat(1, self.parts) * unit  # (kinds, kinds·parts)
+        chosen = self.q.unflatten(2, self.tokens_and_group)[..., columns]
+        chosen.copy_(picks.expand(self.tokens_and_group[1], -1) if self.kinds == 1 else picks)
+        rest = gate.bias / self.unit
+        for part in range(self.parts):
+            rounded = rest.to(dtype)
+            start = self.channels + part * self.kinds
+            self.k[..., start : start + self.kinds] = rounded
+            rest = rest - rounded.to(rest.dtype)
+        self.k[..., columns.stop] = unit
+
+    def like(self, x: Tensor) -> Tensor:
+        """x with queries of a group as rows, in the kernel's dtype, padded with zeros to the kernel's width."""
+        x = x.flatten(2, 3) if x.dim() == 5 else x
+        if x.shape[-1] == self.width and x.dtype == self.dtype:
+            return x
+        wide = x.new_zeros(*x.shape[:-1], self.width, dtype=self.dtype)
+        wide[..., : x.shape[-1]] = x
+        return wide
+
+    def gate_gradients(self, wide_q: Tensor, wide_k: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and column sums of the logits' gradient: (N, n, tokens, G) and (N, n, S, 1 | G)."""
+        rows = wide_q[..., self.channels + self.kinds * self.parts].unflatten(2, self.tokens_and_group)
+        columns = wide_k[..., self.channels : self.channels + self.kinds]
+        return rows / self.unit, columns / self.unit

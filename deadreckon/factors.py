@@ -1,0 +1,72 @@
+"""The factors of the equation, as plain data: what a route does to a key, and how a logit becomes a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Each token turns everything behind it: block m, the pair (m, m + D/2), by ``angles[..., m]`` radians.
+
+    Rotations of one plane commute, so a route's rotation is the sum of its steps. With equal steps at every token this
+    is RoPE, in the pairing of Hugging Face's Llama.
+
+    Args:
+        angles: (B, T, Hr, D/2) step angles, Hr one of 1, H, Hq.
+        values: also carry the values along the route, turned back by its angle (needs E = D).
+    """
+
+    angles: Tensor
+    values: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Householder:
+    """Each token reflects everything behind it: H = I - beta w w^T, and the order of the route matters.
+
+    Args:
+        w: (B, T, H, D) directions, used as given (encodings normalise them).
+        beta: (B, T, H) strengths: 0 is the identity, 1 a projection, 2 (with a unit w) a reflection.
+    """
+
+    w: Tensor
+    beta: Tensor
+
+
+@dataclass(frozen=True)
+class Power:
+    """The weight of a logit is its p-th power, p even; the row is divided by its sum.
+
+    A row whose weights are all zero attends to nothing: its output is zero.
+
+    Args:
+        p: an even number, 2 or more.
+        form: ``"attention"`` is quadratic in T; ``"auto"`` picks the form by size.
+    """
+
+    p: int
+    form: Literal["auto", "attention", "chunked", "recurrent"] = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.p, int) or isinstance(self.p, bool) or self.p < 2 or self.p % 2:
+            raise ValueError(f"Power.p: expected an even integer of 2 or more, got {self.p!r}")
+        if self.form not in ("auto", "attention", "chunked", "recurrent"):
+            raise ValueError(
+                f"Power.form: expected 'auto', 'attention', 'chunked' or 'recurrent', got {self.form!r}"
+            )
+
+
+Transport = Rotation | Householder
+Score = Literal["softmax", "stick-breaking"] | Power
+
+
+class Factors(NamedTuple):
+    """What an encoding computes from its input: the keyword arguments of :func:`deadreckon.attend`."""
+
+    transport: Transport | None = None
+    log_gate: Tensor | None = None
+    score: Score = "softmax"
