@@ -132,8 +132,8 @@ class StickBreaking:
         return z, softplus(z)
 
     def _weights(self, z: Tensor, broken: Tensor, gate: Tensor | None, row: Tensor) -> Tensor:
-        left = row.unsqueeze(-1) - broken.flip(-1).cumsum(-1, dtype=row.dtype).flip(-1)
-        log_weights = z + left.to(z.dtype)
+        left = row.unsqueeze(-1).to(z.dtype) - broken.flip(-1).cumsum(-1).flip(-1)
+        log_weights = z + left
         return (log_weights if gate is None else log_weights + gate).exp()
 
     def add(self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, row: Tensor) -> None:

@@ -19,6 +19,7 @@ copies of keys: q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from deadreckon.blockwise.leaf import Leaf, householder_leaf, plain_logits
+from deadreckon.blockwise.leaf import HouseholderLeaf, plain_logits
 from deadreckon.blockwise.precision import exact, work
 from deadreckon.blockwise.scores import EvenPower, Softmax, StickBreaking, Tiled
 from deadreckon.blockwise.stock import Backend, backend_for, dense_backward, dense_forward, width_for
@@ -35,6 +36,8 @@ from deadreckon.factors import Householder, Power, Score
 
 LEAF = 64
 TILE = 1 << 20  # logits held at a time where no stock kernel serves
+REACH = 256  # query tokens that share a decision on which keys are in reach
+CACHED = 64  # matrices of a leaf that a CPU works on at a time
 
 
 def attend_tree(
@@ -155,32 +158,49 @@ class _Climb:
 
     # --- both ways -----------------------------------------------------------------------------------------------
 
-    def in_leaves(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, self.leaf))
+    def in_leaves(self, x: Tensor, part: slice = slice(None)) -> Tensor:
+        """x (N, T, ...) as (N, leaves, S, ...), or some of its leaves."""
+        return x.unflatten(1, (-1, self.leaf))[:, part]
+
+    def leaf_parts(self) -> Iterator[slice]:
+        """Leaves, so many at a time that on a CPU their matrices stay in its cache."""
+        count = self.keys.shape[1] // self.leaf
+        matrices = self.keys.shape[0] * self.group
+        size = max(1, CACHED // matrices) if self.keys.device.type == "cpu" else count
+        for start in range(0, count, size):
+            yield slice(start, start + size)
 
     def visible(self) -> Tensor:
         """(S, 1, S): which keys of its leaf a query sees; with a stick, not its own."""
         ones = torch.ones(self.leaf, self.leaf, dtype=torch.bool, device=self.keys.device)
         return ones.tril(-1 if isinstance(self.score, StickBreaking) else 0).unsqueeze(1)
 
-    def leaf_gate(self) -> Tensor | None:
+    def leaf_gate(self, part: slice) -> Tensor | None:
         """(N, n, S, 1 | G, S) sums of log gates along the routes inside each leaf."""
         if self.sums is None:
             return None
-        sums = self.in_leaves(self.sums)
+        sums = self.in_leaves(self.sums, part)
         between = sums.unsqueeze(-1) - sums.mT.unsqueeze(2)
         # What lies above the diagonal is no route: keep it from overflowing.
         return between.clamp(max=0).to(self.leaf_dtype)
 
-    def leaf_forward(self, *inputs: Tensor) -> Leaf | tuple[Tensor]:
-        """Logits and, with Householder steps, frames of all leaves, from (q, k) or (q, k, w, beta) laid in leaves."""
-        return householder_leaf(*inputs) if len(inputs) == 4 else (plain_logits(*inputs),)
+    def householder_leaf(self, part: slice) -> HouseholderLeaf | None:
+        if self.w is None or self.beta is None:
+            return None
+        return HouseholderLeaf(*(self.in_leaves(x, part) for x in (self.queries, self.keys, self.w, self.beta)))
 
-    def leaf_inputs(self) -> list[Tensor]:
-        inputs = [self.queries, self.keys]
-        if self.w is not None and self.beta is not None:
-            inputs += [self.w, self.beta]
-        return [self.in_leaves(x) for x in inputs]
+    def leaf_logits(self, leaf: HouseholderLeaf | None, part: slice) -> Tensor:
+        """(N, n, S, G, S) logits inside each leaf, scaled."""
+        if leaf:
+            return self.scale * leaf.logits.to(self.leaf_dtype)
+        q, k = (self.in_leaves(x, part) for x in (self.queries, self.keys))
+        return self.scale * plain_logits(q, k).to(self.leaf_dtype)
+
+    def enter_frames(self, leaves: list[HouseholderLeaf]) -> Tensor:
+        """Takes queries and keys from the input's frames to those of the leaves; returns the leaves' products."""
+        self.queries = torch.cat([leaf.queries for leaf in leaves], dim=1).flatten(1, 2)
+        self.keys = torch.cat([leaf.keys for leaf in leaves], dim=1).flatten(1, 2)
+        return torch.cat([leaf.products for leaf in leaves], dim=1)
 
     def tiles(self, run: _Run) -> Iterator[slice]:
         """Query tokens of a run, so many at a time that a tile of logits stays small."""
@@ -192,6 +212,37 @@ class _Climb:
         if gate is None:
             return None
         return (gate.shift[:, :, tokens].unsqueeze(-1) + gate.bias.mT.unsqueeze(2)).to(self.keys.dtype)
+
+    def reach(self, q: Tensor, k: Tensor, gate: _Gate | None, row: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Query tokens and the keys they can reach: what gates have shrunk below the output's precision is left out.
+
+        A weight is at most exp(scale ‖q‖ ‖k‖ + gates − row), row being the log-sum-exp of keys that are nearer (or of
+        all). Tokens that are left out together weigh less than an eighth of the rounding error. To look at the data
+        costs nothing on a CPU, where it also keeps the kernel from the slow arithmetic of denormal numbers.
+        """
+        whole = slice(0, k.shape[2])
+        if gate is None or k.device.type != "cpu":
+            yield slice(0, q.shape[2]), whole
+            return
+        negligible = math.log(torch.finfo(k.dtype).eps / 8 / self.keys.shape[1])
+        longest = abs(self.scale) * k.norm(dim=-1).amax(2)
+        bound = longest[:, :, None, None] * q.norm(dim=-1) + gate.shift - row
+        bound = bound if gate.bias.shape[-1] > 1 else bound.amax(-1, keepdim=True)
+        waiting: tuple[int, int, int] | None = None  # tokens from, to, and the first key of calls that can be one
+        for start in range(0, q.shape[2], REACH):
+            nearest = bound[:, :, start : start + REACH].amax(2, keepdim=True)
+            reached = (nearest + gate.bias >= negligible).flatten(0, 1).any(0).any(-1).nonzero()
+            if reached.numel() == 0:
+                continue
+            first, stop = int(reached[0]), min(start + REACH, q.shape[2])
+            if waiting and waiting[1:] == (start, first):
+                waiting = (waiting[0], stop, first)
+                continue
+            if waiting:
+                yield slice(*waiting[:2]), slice(waiting[2], whole.stop)
+            waiting = (start, stop, first)
+        if waiting:
+            yield slice(*waiting[:2]), slice(waiting[2], whole.stop)
 
     def rise(self, runs: list[_Run], products: Tensor, kept: list[list[tuple[Tensor, ...]]] | None = None) -> Tensor:
         """Moves frames up a level, in place, and returns the products of the larger blocks."""
@@ -216,15 +267,18 @@ class _Climb:
         """The output (N, T, G, E) and the statistic of each row (N, T, G)."""
         out = self.queries.new_zeros(*self.queries.shape[:3], self.values.shape[2], dtype=self.leaf_dtype)
         row = self.score.start(self.queries[..., 0])
-        leaf = self.leaf_forward(*self.leaf_inputs())
-        logits, values = (x.to(self.leaf_dtype) for x in (leaf[0], self.in_leaves(self.values)))
-        self.score.add(
-            self.scale * logits, self.leaf_gate(), self.visible(), values, self.in_leaves(out), self.in_leaves(row)
-        )
-        products = None
-        if isinstance(leaf, Leaf):
-            self.queries, self.keys = leaf.queries.flatten(1, 2), leaf.keys.flatten(1, 2)
-            products = leaf.products
+        leaves = []
+        for part in self.leaf_parts():
+            leaf = self.householder_leaf(part)
+            values = self.in_leaves(self.values, part).to(self.leaf_dtype)
+            self.score.add(
+                self.leaf_logits(leaf, part), self.leaf_gate(part), self.visible(), values,
+                self.in_leaves(out, part), self.in_leaves(row, part),
+            )  # fmt: skip
+            if leaf:
+                leaf.forget()
+                leaves.append(leaf)
+        products = self.enter_frames(leaves) if leaves else None
         for number, runs in enumerate(self.levels, start=1):
             for run in runs:
                 self.add_run(run, out, row)
@@ -236,11 +290,12 @@ class _Climb:
         q, k, v = run.halves(self.queries)[1], run.halves(self.keys)[0], run.halves(self.values)[0]
         out, row, gate = run.halves(out)[1], run.halves(row)[1], _gate(self.sums, run)
         if self.stock and isinstance(self.score, Softmax):
-            wide = _Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale)
-            tile_out, lse = dense_forward(self.stock, wide.q, wide.k, wide.v, self.scale)
-            tile_out = tile_out[..., : v.shape[-1]].unflatten(2, q.shape[2:4])
-            lse = lse.unflatten(2, q.shape[2:4])
-            self.score.merge(tile_out, lse if gate is None else lse + gate.shift.to(lse.dtype), out, row)
+            for tokens, keys in self.reach(q, k, gate, row):
+                wide = _Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale, tokens, keys)
+                tile_out, lse = dense_forward(self.stock, wide.q, wide.k, wide.v, self.scale)
+                tile_out, lse = (x.unflatten(2, wide.tokens_and_group) for x in (tile_out, lse))
+                lse = lse if gate is None else lse + gate.shift[:, :, tokens].to(lse.dtype)
+                self.score.merge(tile_out[..., : v.shape[-1]], lse, out[:, :, tokens], row[:, :, tokens])
             return
         for tokens in self.tiles(run):
             z = self.scale * plain_logits(q[:, :, tokens], k)
@@ -250,14 +305,11 @@ class _Climb:
 
     def descend(self, grad: Tensor, out: Tensor, row: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, w, beta and gates, given that of the output."""
-        inputs = [x.detach().requires_grad_() for x in self.leaf_inputs()]
-        with torch.enable_grad():
-            leaf = self.leaf_forward(*inputs)
+        q, k = self.queries, self.keys
+        leaves = [leaf for part in self.leaf_parts() if (leaf := self.householder_leaf(part))]
         kept: list[list[tuple[Tensor, ...]]] = []
-        if isinstance(leaf, Leaf):
-            self.queries = leaf.queries.detach().flatten(1, 2).clone()
-            self.keys = leaf.keys.detach().flatten(1, 2).clone()
-            products = leaf.products.detach()
+        if leaves:
+            products = self.enter_frames(leaves)
             for runs in self.levels[:-1]:
                 products = self.rise(runs, products, kept)
 
@@ -277,20 +329,23 @@ class _Climb:
                 kept.pop()
             for run in runs:
                 self.run_gradients(run)
-        outputs = [leaf[0]]
-        grads = [self.leaf_gradients(leaf[0].detach())]
-        if isinstance(leaf, Leaf):
-            outputs += [leaf.queries, leaf.keys]
-            grads += [self.in_leaves(self.grad_q), self.in_leaves(self.grad_k)]
-            if grad_products is not None:
-                outputs.append(leaf.products)
-                grads.append(grad_products)
-            found = torch.autograd.grad(outputs, inputs, grads)
-            grad_q, grad_k, grad_w, grad_beta = (x.flatten(1, 2) for x in found)
-        else:
-            found = torch.autograd.grad(outputs, inputs, grads)
-            grad_q, grad_k = self.grad_q + found[0].flatten(1, 2), self.grad_k + found[1].flatten(1, 2)
-            grad_w = grad_beta = None
+        grad_w, grad_beta = (None if x is None else torch.empty_like(x) for x in (self.w, self.beta))
+        self.queries, self.keys = q, k
+        for number, part in enumerate(self.leaf_parts()):
+            leaf = leaves[number] if leaves else None
+            grad_logits = self.leaf_gradients(leaf, part)
+            grad_q, grad_k = self.in_leaves(self.grad_q, part), self.in_leaves(self.grad_k, part)
+            if leaf and grad_w is not None and grad_beta is not None:
+                grad_p = None if grad_products is None else grad_products[:, part]
+                found = leaf.gradients(grad_logits, grad_q, grad_k, grad_p)
+                wanted = (grad_q, grad_k, self.in_leaves(grad_w, part), self.in_leaves(grad_beta, part))
+                for x, value in zip(wanted, found, strict=True):
+                    x.copy_(value)
+            else:
+                rows = grad_logits.flatten(2, 3)
+                grad_q += (rows @ self.in_leaves(k, part)).view_as(grad_q)
+                grad_k += rows.mT @ self.in_leaves(q, part).flatten(2, 3)
+        grad_q, grad_k = self.grad_q, self.grad_k
         as_given = self.stock_dtype
         return grad_q.to(as_given), grad_k.to(as_given), self.grad_v.to(as_given), grad_w, grad_beta, self.grad_gates
 
@@ -330,19 +385,27 @@ class _Climb:
         )  # fmt: skip
         gate = _gate(self.sums, run)
         if self.stock:
-            wide = _Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale)
-            lse = row if gate is None else row - gate.shift.to(row.dtype)
-            wide_q, wide_k, wide_v = dense_backward(
-                self.stock, wide.like(grad), wide.q, wide.k, wide.v, wide.like(out), lse.flatten(2, 3), self.scale
-            )
-            grad_q += wide_q[..., : q.shape[-1]].unflatten(2, q.shape[2:4])
-            grad_k += wide_k[..., : k.shape[-1]]
-            grad_v += wide_v[..., : v.shape[-1]]
-            if gate is not None:
-                self.add_gate_gradients(run, *wide.gate_gradients(wide_q, wide_k))
+            by_query, by_key = self.gate_gradients_for(q, k, gate)
+            for tokens, keys in self.reach(q, k, gate, row):
+                wide = _Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale, tokens, keys)
+                lse = row[:, :, tokens]
+                lse = lse if gate is None else lse - gate.shift[:, :, tokens].to(lse.dtype)
+                wide_q, wide_k, wide_v = dense_backward(
+                    self.stock, wide.like(grad[:, :, tokens]), wide.q, wide.k, wide.v, wide.like(out[:, :, tokens]),
+                    lse.flatten(2, 3), self.scale,
+                )  # fmt: skip
+                grad_q[:, :, tokens] += wide_q[..., : q.shape[-1]].unflatten(2, wide.tokens_and_group)
+                grad_k[:, :, keys] += wide_k[..., : k.shape[-1]]
+                grad_v[:, :, keys] += wide_v[..., : v.shape[-1]]
+                if by_query is not None and by_key is not None:
+                    rows, columns = wide.gate_gradients(wide_q, wide_k)
+                    by_query[:, :, tokens] += rows
+                    by_key[:, :, keys] += columns
+            if by_query is not None and by_key is not None:
+                self.add_gate_gradients(run, by_query, by_key)
             return
         inner, far = run.halves(self.inner)[1].to(k.dtype), run.halves(self.far)[1]
-        row_grads, column_grad = [], None
+        by_query, by_key = self.gate_gradients_for(q, k, gate)
         for tokens in self.tiles(run):
             grad_tile = grad[:, :, tokens].to(k.dtype)
             grad_weight = plain_logits(grad_tile, v) - inner[:, :, tokens].unsqueeze(-1)
@@ -354,38 +417,46 @@ class _Climb:
             grad_q[:, :, tokens] += (rows @ k).unflatten(2, grad_z.shape[2:4])
             grad_k += rows.mT @ q[:, :, tokens].flatten(2, 3)
             grad_v += weights.flatten(2, 3).mT @ grad_tile.flatten(2, 3)
-            if gate is not None:
-                row_grads.append(grad_gate.sum(-1))
+            if by_query is not None and by_key is not None:
+                by_query[:, :, tokens] = grad_gate.sum(-1)
                 column = grad_gate.sum(2).mT  # (N, n, S, G)
-                column_grad = column if column_grad is None else column_grad + column
-        if column_grad is not None:
-            self.add_gate_gradients(run, torch.cat(row_grads, dim=2), column_grad)
+                by_key += column if by_key.shape[-1] > 1 else column.sum(-1, keepdim=True)
+        if by_query is not None and by_key is not None:
+            self.add_gate_gradients(run, by_query, by_key)
+
+    def gate_gradients_for(
+        self, q: Tensor, k: Tensor, gate: _Gate | None
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Room for what the log-weights' gradients add up to: (N, n, right, G) by query, (N, n, left, 1 | G) by key."""
+        if gate is None:
+            return None, None
+        return q.new_zeros(q.shape[:4]), k.new_zeros(gate.bias.shape)
 
     def add_gate_gradients(self, run: _Run, by_query: Tensor, by_key: Tensor) -> None:
         """A gate at s is on the routes that cross it: from keys before s in the left half, to queries from s on."""
         assert self.grad_gates is not None
         if self.grad_gates.shape[2] == 1:
-            by_query, by_key = by_query.sum(-1, keepdim=True), by_key.sum(-1, keepdim=True)
+            by_query = by_query.sum(-1, keepdim=True)
         by_query, by_key = by_query.to(self.grad_gates.dtype), by_key.to(self.grad_gates.dtype)
         left, right = run.halves(self.grad_gates)
         left[:, :, 1:] += by_key[:, :, :-1].cumsum(2)
         right += by_query.flip(2).cumsum(2).flip(2)
 
-    def leaf_gradients(self, logits: Tensor) -> Tensor:
-        """d logits of the leaves; d values and d gates are added where they belong."""
-        values, grad = (self.in_leaves(x).to(self.leaf_dtype) for x in (self.values, self.grad))
-        inner, row, far = (self.in_leaves(x) for x in (self.inner, self.row, self.far))
+    def leaf_gradients(self, leaf: HouseholderLeaf | None, part: slice) -> Tensor:
+        """d logits of these leaves, before scaling; d values and d gates are added where they belong."""
+        values, grad = (self.in_leaves(x, part).to(self.leaf_dtype) for x in (self.values, self.grad))
+        inner, row, far = (self.in_leaves(x, part) for x in (self.inner, self.row, self.far))
         grad_weight = plain_logits(grad, values) - inner.unsqueeze(-1)
         grad_z, grad_gate, weights = self.score.gradients(
-            self.scale * logits.to(self.leaf_dtype), self.leaf_gate(), self.visible(), grad_weight, row, far
+            self.leaf_logits(leaf, part), self.leaf_gate(part), self.visible(), grad_weight, row, far
         )
-        self.in_leaves(self.grad_v).add_(weights.flatten(2, 3).mT @ grad.flatten(2, 3))
+        self.in_leaves(self.grad_v, part).add_(weights.flatten(2, 3).mT @ grad.flatten(2, 3))
         if self.grad_gates is not None:
             if self.grad_gates.shape[2] == 1:
                 grad_gate = grad_gate.sum(3, keepdim=True)
             ends = (grad_gate.sum(-1) - grad_gate.sum(2).mT).to(self.grad_gates.dtype)
-            self.in_leaves(self.grad_gates).add_(ends.flip(2).cumsum(2).flip(2))
-        return (self.scale * grad_z).to(logits.dtype)
+            self.in_leaves(self.grad_gates, part).add_(ends.flip(2).cumsum(2).flip(2))
+        return (self.scale * grad_z).to(self.keys.dtype)
 
 
 class _Wide:
@@ -397,9 +468,10 @@ class _Wide:
     """
 
     def __init__(
-        self, backend: Backend, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, gate: _Gate | None, scale: float
-    ) -> None:
-        self.gate, self.dtype = gate, dtype
+        self, backend: Backend, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, gate: _Gate | None, scale: float,
+        tokens: slice, keys: slice,
+    ) -> None:  # fmt: skip
+        q, k, v, self.dtype = q[:, :, tokens], k[:, :, keys], v[:, :, keys], dtype
         self.channels, self.value_channels = k.shape[-1], v.shape[-1]
         self.tokens_and_group = q.shape[2:4]
         self.parts = 3 if dtype in (torch.bfloat16, torch.float16) else 1
@@ -416,7 +488,7 @@ class _Wide:
         picks = torch.eye(self.kinds, dtype=dtype, device=q.device).repeat(1, self.parts) * unit  # (kinds, kinds·parts)
         chosen = self.q.unflatten(2, self.tokens_and_group)[..., columns]
         chosen.copy_(picks.expand(self.tokens_and_group[1], -1) if self.kinds == 1 else picks)
-        rest = gate.bias / self.unit
+        rest = gate.bias[:, :, keys] / self.unit
         for part in range(self.parts):
             rounded = rest.to(dtype)
             start = self.channels + part * self.kinds
