@@ -1,6 +1,69 @@
-"""Attention whose positions are reckoned from content."""
+"""Attention whose positions are reckoned from content.
 
-from deadreckon.attention import attend
-from deadreckon.factors import Factors, Householder, Power, Rotation
+    import deadreckon as dr
+    o = dr.attend(q, k, v, transport=dr.Householder(w, beta), log_gate=log_gate)
 
-__all__ = ["Factors", "Householder", "Power", "Rotation", "attend"]
+Public names are loaded when they are first used: `import deadreckon` needs torch alone, and models need transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deadreckon.attention import IMPLEMENTATIONS, attend
+    from deadreckon.encoding import Context, Encoding, Sizes
+    from deadreckon.encodings import ENCODINGS
+    from deadreckon.factors import Factors, Householder, Power, Rotation
+    from deadreckon.layer import AttentionLayer
+    from deadreckon.model import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "attend": "attention",
+    "IMPLEMENTATIONS": "attention",
+    "Rotation": "factors",
+    "Householder": "factors",
+    "Power": "factors",
+    "Factors": "factors",
+    "Encoding": "encoding",
+    "Sizes": "encoding",
+    "Context": "encoding",
+    "ENCODINGS": "encodings",
+    "AttentionLayer": "layer",
+    "DeadReckonConfig": "model",
+    "DeadReckonModel": "model",
+    "DeadReckonForCausalLM": "model",
+}
+"""Public name -> the module it lives in."""
+
+__all__ = [
+    "ENCODINGS",
+    "IMPLEMENTATIONS",
+    "AttentionLayer",
+    "Context",
+    "DeadReckonConfig",
+    "DeadReckonForCausalLM",
+    "DeadReckonModel",
+    "Encoding",
+    "Factors",
+    "Householder",
+    "Power",
+    "Rotation",
+    "Sizes",
+    "attend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'deadreckon' has no attribute {name!r}")
+    value = getattr(import_module(f"deadreckon.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

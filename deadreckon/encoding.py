@@ -1,0 +1,136 @@
+"""What an encoding is: a module that computes the factors of attention from a layer's input, and the parts they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, logsigmoid, normalize, pad
+
+from deadreckon.factors import Factors, Householder
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the layer that an encoding serves."""
+
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int | None = None
+    max_length: int = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What is known of the tokens beside their vectors.
+
+    Attributes:
+        positions: (T,) place of each token in its document.
+        token_ids: (B, T), for encodings that look tokens up.
+        cu_seqlens: boundaries of packed documents.
+    """
+
+    positions: Tensor
+    token_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Context:
+        """The context of x (B, T, d_model), whose documents begin where cu_seqlens says."""
+        positions = torch.arange(x.shape[1], device=x.device)
+        if cu_seqlens is not None:
+            starts = cu_seqlens.to(x.device, torch.int64)
+            positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+        return cls(positions, token_ids, cu_seqlens)
+
+
+class Encoding(nn.Module, ABC):
+    """One way to reckon positions. Subclasses are final; `ENCODINGS` names them all.
+
+    Args (of every subclass):
+        sizes: the layer's sizes. Options of an encoding follow as keywords.
+    """
+
+    def embed(self, x: Tensor, context: Context) -> Tensor:
+        """Called once on the embeddings, before the first layer, for encodings that are added there."""
+        return x
+
+    @abstractmethod
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        """The factors of attention over x (B, T, d_model)."""
+
+    def reset_parameters(self) -> None:
+        """Draws fresh parameters: PyTorch's defaults, unless an encoding says otherwise."""
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+
+
+def rope_angles(width: int, base: float, device: torch.device) -> Tensor:
+    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,)."""
+    steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+    return base ** (-steps / width)
+
+
+def every_token(angles: Tensor, x: Tensor) -> Tensor:
+    """The same step angles (D/2,) at every token of x (B, T, d_model), shared by heads: (B, T, 1, D/2), no copy."""
+    return angles.expand(x.shape[0], x.shape[1], 1, -1)
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution along time, one filter a channel: y_t = Σ_i weight_i · x_{t−i}, within its document."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.weight.shape[0] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        y = x * self.weight[0]
+        for lag in range(1, self.weight.shape[0]):
+            earlier = pad(x, (0, 0, lag, 0))[:, : x.shape[1]]
+            y = y + earlier * self.weight[lag] * (context.positions >= lag).unsqueeze(-1).to(x.dtype)
+        return y
+
+
+class ForgetGate(nn.Linear):
+    """log σ(u · x + b) for each head, in float32: (B, T, d_model) -> (B, T, heads)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return logsigmoid(linear(x, self.weight, self.bias).float())
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class HouseholderSteps(nn.Module):
+    """A direction and a strength for each token and key head, as PaTH computes them.
+
+    w = normalise(convolve(low-rank linear of x)), width 3; β = 2σ(u · x + b).
+    """
+
+    def __init__(self, sizes: Sizes, rank: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
+        self.down = nn.Linear(sizes.d_model, rank, bias=False)
+        self.up = nn.Linear(rank, self.heads * self.head_dim, bias=False)
+        self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
+        self.strength = nn.Linear(sizes.d_model, self.heads)
+
+    def reset_parameters(self) -> None:
+        for part in (self.down, self.up, self.convolution, self.strength):
+            part.reset_parameters()
+        nn.init.zeros_(self.strength.bias)
+
+    def forward(self, x: Tensor, context: Context) -> Householder:
+        w = self.convolution(self.up(self.down(x)), context).unflatten(-1, (self.heads, self.head_dim))
+        return Householder(w=normalize(w.float(), dim=-1), beta=2 * self.strength(x).float().sigmoid())

@@ -1,0 +1,36 @@
+"""Conformal symmetric power attention: a token scales all that lies behind it, and chooses how fast it turns.
+
+    weight = Π γ · (q_iᵀ R(Σ β θ) k_j)^p,   γ_t = σ(w · x_t),   β_t = 1 + tanh(u · x_t),   θ_m = 2π / N^{2m / D}
+
+over the tokens of the route, N the longest document. γ is each head's own; β is the layer's.
+
+Cost: that of attention, here. State: keys, values and gates, and the running angle.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from deadreckon.encoding import Context, Encoding, ForgetGate, Sizes, rope_angles
+from deadreckon.factors import Factors, Power, Rotation
+
+
+class ConformalSympow(Encoding):
+    """Kumar et al. 2025.
+
+    Args:
+        p: the power, even.
+    """
+
+    def __init__(self, sizes: Sizes, p: int = 2) -> None:
+        super().__init__()
+        self.head_dim, self.longest, self.score = sizes.head_dim, sizes.max_length, Power(p)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, bias=False)
+        self.pace = nn.Linear(sizes.d_model, 1, bias=False)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        angles = 2 * math.pi * rope_angles(self.head_dim, self.longest, x.device)
+        pace = 1 + self.pace(x).float().tanh()  # (B, T, 1)
+        return Factors(Rotation((pace * angles).unsqueeze(2)), self.gate(x), self.score)

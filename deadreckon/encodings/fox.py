@@ -1,0 +1,24 @@
+"""FoX, the Forgetting Transformer: a learned gate for each token and head scales all that lies behind it.
+
+    f_t = σ(u · x_t + b)
+
+Cost: one gate a token and head. State: keys, values and gates.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deadreckon.encoding import Context, Encoding, ForgetGate, Sizes
+from deadreckon.factors import Factors
+
+
+class FoX(Encoding):
+    """Lin et al. 2025, without the output gate and norms of its block. b starts at 0."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        return Factors(log_gate=self.gate(x))

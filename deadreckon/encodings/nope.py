@@ -1,0 +1,21 @@
+"""No position encoding: plain causal attention, whose only notion of order is the mask.
+
+Cost: none. State: keys and values.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deadreckon.encoding import Context, Encoding, Sizes
+from deadreckon.factors import Factors
+
+
+class NoPE(Encoding):
+    """All factors absent (Kazemnejad et al. 2023)."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        return Factors()

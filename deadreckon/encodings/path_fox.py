@@ -1,0 +1,29 @@
+"""PaTH-FoX: reflections and forget gates on the same route.
+
+    H_t = I − β_t w_t w_tᵀ  as in PaTH,   f_t = σ(u · x_t + b)  as in FoX
+
+Cost: that of PaTH and a gate. State: that of both.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deadreckon.encoding import Context, Encoding, ForgetGate, HouseholderSteps, Sizes
+from deadreckon.factors import Factors
+
+
+class PaTHFoX(Encoding):
+    """Yang et al. 2025, section 2.
+
+    Args:
+        rank: of the linear map that w is computed by.
+    """
+
+    def __init__(self, sizes: Sizes, rank: int = 32) -> None:
+        super().__init__()
+        self.steps = HouseholderSteps(sizes, rank)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        return Factors(self.steps(x, context), self.gate(x))

@@ -1,0 +1,38 @@
+"""Random rotations: step angles drawn anew in every forward pass, so that far routes are incoherent by construction.
+
+    step angle of pair m ~ uniform[−θ_m, θ_m],   θ the RoPE grid
+
+independent for each token, pair and layer, shared by heads. The control of "Why Do Accumulated Transformations
+Extrapolate?".
+
+Cost: that of RoPE and a draw. State: keys and values, but a sequence cannot be streamed twice alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deadreckon.encoding import Context, Encoding, Sizes, rope_angles
+from deadreckon.factors import Factors, Rotation
+
+
+class RandomRotation(Encoding):
+    """Queries and keys turn."""
+
+    values = False
+
+    def __init__(self, sizes: Sizes, base: float = 10000.0) -> None:
+        super().__init__()
+        self.head_dim, self.base = sizes.head_dim, base
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        widest = rope_angles(self.head_dim, self.base, x.device)
+        drawn = torch.rand(*x.shape[:2], 1, self.head_dim // 2, device=x.device) * 2 - 1
+        return Factors(Rotation(drawn * widest, self.values))
+
+
+class RandomRotationValues(RandomRotation):
+    """Queries, keys and values turn."""
+
+    values = True

@@ -1,0 +1,41 @@
+"""Sinusoids of randomised positions: T sorted indices drawn without replacement from 0..L_max−1, afresh each forward.
+
+A model so trained has met every distance up to L_max at any length (Ruoss et al. 2023). The draw is made in training and
+in evaluation alike, so that no two forward passes are equal unless the random seed is.
+
+Cost: a sort of L_max numbers. State: none that streams; each piece of a sequence would be drawn anew.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deadreckon.encoding import Context, Encoding, Sizes, rope_angles
+from deadreckon.factors import Factors
+
+
+class Randomized(Encoding):
+    """One draw for all rows of the batch; packed documents share it, each from its beginning.
+
+    Args:
+        positions: L_max.
+        gain: amplitude of the sinusoids; the default is as loud as embeddings of deviation 0.02 are.
+    """
+
+    def __init__(self, sizes: Sizes, positions: int = 2048, base: float = 10000.0, gain: float = 0.03) -> None:
+        super().__init__()
+        if sizes.d_model % 2:
+            raise ValueError(f"randomized: expected an even d_model, got {sizes.d_model}")
+        self.limit, self.base, self.gain = positions, base, gain
+
+    def embed(self, x: Tensor, context: Context) -> Tensor:
+        longest = int(context.positions.max()) + 1
+        if longest > self.limit:
+            raise ValueError(f"randomized: a sequence of {longest} tokens needs as many positions, got {self.limit}")
+        drawn = torch.randperm(self.limit, device=x.device)[:longest].sort().values
+        phase = drawn[context.positions].unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)
+        return x + (self.gain * torch.cat([phase.sin(), phase.cos()], dim=-1)).to(x.dtype)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        return Factors()

@@ -1,0 +1,23 @@
+"""RoPE whose values travel too: each is turned back by its route's angle before it is summed.
+
+Cost: four rotations. State: keys and values.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deadreckon.encoding import Context, Encoding, Sizes, every_token, rope_angles
+from deadreckon.factors import Factors, Rotation
+
+
+class RoPEValues(Encoding):
+    """The fixed-angle baseline with value transport of "Why Do Accumulated Transformations Extrapolate?"."""
+
+    def __init__(self, sizes: Sizes, base: float = 10000.0) -> None:
+        super().__init__()
+        self.head_dim, self.base = sizes.head_dim, base
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        angles = rope_angles(self.head_dim, self.base, x.device)
+        return Factors(Rotation(every_token(angles, x), values=True))

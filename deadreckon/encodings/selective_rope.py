@@ -1,0 +1,40 @@
+"""Selective RoPE: a token chooses the angles by which it turns what lies behind it.
+
+    step angles at t = τ ⊙ convolve(W₂ W₁ x̂)_t,   τ_m = base^(−2m / D),   x̂ = x, each head's share normalised
+
+with a causal convolution of width 4 along time, one filter a channel, angles for each key head and pair. τ, the
+temperature, is fixed.
+
+Cost: that of RoPE and a low-rank linear map. State: keys and values, the running angle, the convolution's tail.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from deadreckon.encoding import Context, Encoding, ShortConvolution, Sizes, rope_angles
+from deadreckon.factors import Factors, Rotation
+
+
+class SelectiveRoPE(Encoding):
+    """Movahedi et al. 2026, in the published default: no phase gate, no bias.
+
+    Args:
+        rank: of W₂ W₁.
+    """
+
+    def __init__(self, sizes: Sizes, rank: int = 16, base: float = 500000.0) -> None:
+        super().__init__()
+        self.sizes, self.base = sizes, base
+        pairs = sizes.n_kv_heads * (sizes.head_dim // 2)
+        self.down = nn.Linear(sizes.d_model, rank, bias=False)
+        self.up = nn.Linear(rank, pairs, bias=False)
+        self.convolution = ShortConvolution(pairs, width=4)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        heads = self.sizes.n_heads if self.sizes.d_model % self.sizes.n_heads == 0 else 1
+        share = normalize(x.unflatten(-1, (heads, -1)), dim=-1).flatten(-2)
+        chosen = self.convolution(self.up(self.down(share)), context)
+        chosen = chosen.unflatten(-1, (self.sizes.n_kv_heads, -1)).float()
+        return Factors(Rotation(chosen * rope_angles(self.sizes.head_dim, self.base, x.device)))

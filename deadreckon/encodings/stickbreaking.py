@@ -1,0 +1,23 @@
+"""Stick-breaking attention: from the nearest key to the farthest, each takes its share of what is left.
+
+    A_ij = σ(z_ij) Π_{j<s<i} (1 − σ(z_is)),   j < i
+
+Cost: that of softmax, in order. State: keys and values.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deadreckon.encoding import Context, Encoding, Sizes
+from deadreckon.factors import Factors
+
+
+class StickBreaking(Encoding):
+    """Tan et al. 2025."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        return Factors(score="stick-breaking")

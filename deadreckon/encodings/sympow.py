@@ -1,0 +1,33 @@
+"""Symmetric power attention: an even power in place of the exponential, with fixed rotations.
+
+    weight = (q_iᵀ R^{i−j} k_j)^p,   θ_m = 2π / N^{2m / D},   N the longest document
+
+A power is a dot product of symmetric tensor powers, so that a state of fixed size can hold all keys.
+
+Cost: that of attention, here. State: keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from deadreckon.encoding import Context, Encoding, Sizes, every_token, rope_angles
+from deadreckon.factors import Factors, Power, Rotation
+
+
+class Sympow(Encoding):
+    """Buckman et al. 2024, with the angles of Kumar et al. 2025.
+
+    Args:
+        p: the power, even.
+    """
+
+    def __init__(self, sizes: Sizes, p: int = 2) -> None:
+        super().__init__()
+        self.head_dim, self.longest, self.score = sizes.head_dim, sizes.max_length, Power(p)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        angles = 2 * math.pi * rope_angles(self.head_dim, self.longest, x.device)
+        return Factors(Rotation(every_token(angles, x)), score=self.score)

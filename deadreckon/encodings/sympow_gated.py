@@ -1,0 +1,32 @@
+"""Symmetric power attention that forgets: fixed rotations and a learned gate.
+
+    weight = Π γ · (q_iᵀ R^{i−j} k_j)^p,   γ_t = σ(w · x_t)
+
+Cost: that of attention, here. State: keys, values and gates.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from deadreckon.encoding import Context, Encoding, ForgetGate, Sizes, every_token, rope_angles
+from deadreckon.factors import Factors, Power, Rotation
+
+
+class SympowGated(Encoding):
+    """Kumar et al. 2025, section 3.1.
+
+    Args:
+        p: the power, even.
+    """
+
+    def __init__(self, sizes: Sizes, p: int = 2) -> None:
+        super().__init__()
+        self.head_dim, self.longest, self.score = sizes.head_dim, sizes.max_length, Power(p)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, bias=False)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        angles = 2 * math.pi * rope_angles(self.head_dim, self.longest, x.device)
+        return Factors(Rotation(every_token(angles, x)), self.gate(x), self.score)

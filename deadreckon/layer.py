@@ -1,0 +1,96 @@
+"""The attention layer: projections, query-key norm and grouped heads, once, for every encoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from deadreckon.attention import Implementation, attend
+from deadreckon.encoding import Context, Encoding, Sizes
+from deadreckon.encodings import ENCODINGS
+
+
+def make_encoding(name: str, sizes: Sizes, options: dict[str, Any] | None = None) -> Encoding:
+    """Builds the encoding of that name; options are the keywords of its class."""
+    if name not in ENCODINGS:
+        raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
+    try:
+        return ENCODINGS[name](sizes, **(options or {}))  # type: ignore[call-arg]
+    except TypeError as error:
+        raise ValueError(f"encoding_options: {name!r} does not take {options}: {error}") from error
+
+
+class AttentionLayer(nn.Module):
+    """Multi-head causal attention with the positions of one encoding.
+
+    Args:
+        d_model: width of the input and output.
+        n_heads: query heads.
+        encoding: a name in :data:`deadreckon.ENCODINGS`.
+        n_kv_heads: key and value heads, n_heads by default; must divide n_heads.
+        qk_norm: RMS-normalise queries and keys, each head with the same learned gain.
+        head_dim: d_model / n_heads by default.
+        vocab_size: for encodings that look tokens up.
+        max_length: the longest document, for encodings that scale their angles by it.
+        encoding_options: keywords of the encoding's class.
+        impl: passed on to :func:`deadreckon.attend`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        encoding: str = "rope",
+        n_kv_heads: int | None = None,
+        qk_norm: bool = False,
+        *,
+        head_dim: int | None = None,
+        vocab_size: int | None = None,
+        max_length: int = 2048,
+        encoding_options: dict[str, Any] | None = None,
+        impl: Implementation = "auto",
+    ) -> None:
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        for name, value in (("d_model", d_model), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+        if n_heads % n_kv_heads:
+            raise ValueError(f"n_kv_heads: expected a divisor of n_heads = {n_heads}, got {n_kv_heads}")
+        if head_dim is None and d_model % n_heads:
+            raise ValueError(f"d_model: expected a multiple of n_heads = {n_heads} (or head_dim), got {d_model}")
+        self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim or d_model // n_heads, vocab_size, max_length)
+        self.impl: Implementation = impl
+        self.q_proj = nn.Linear(d_model, n_heads * self.sizes.head_dim, bias=False)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * self.sizes.head_dim, bias=False)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * self.sizes.head_dim, bias=False)
+        self.o_proj = nn.Linear(n_heads * self.sizes.head_dim, d_model, bias=False)
+        self.q_norm = nn.RMSNorm(self.sizes.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.sizes.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.encoding = make_encoding(encoding, self.sizes, encoding_options)
+
+    def forward(self, x: Tensor, *, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Attends over x (B, T, d_model).
+
+        Args:
+            x: the input.
+            token_ids: (B, T), for encodings that look tokens up.
+            cu_seqlens: boundaries of packed sequences (B = 1).
+        """
+        if x.dim() != 3 or x.shape[-1] != self.sizes.d_model:
+            raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
+        if token_ids is not None and token_ids.shape != x.shape[:2]:
+            raise ValueError(f"token_ids: expected (B, T) = {tuple(x.shape[:2])}, got {tuple(token_ids.shape)}")
+        return self.attend(x, Context.of(x, token_ids, cu_seqlens))
+
+    def attend(self, x: Tensor, context: Context) -> Tensor:
+        """The layer itself, for callers that have the context already."""
+        width = self.sizes.head_dim
+        v = self.v_proj(x).unflatten(-1, (-1, width))
+        # Norms may answer in float32 under autocast.
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
+        factors = self.encoding(x, context)
+        output = attend(q, k, v, **factors._asdict(), cu_seqlens=context.cu_seqlens, impl=self.impl)
+        return self.o_proj(output.flatten(-2))

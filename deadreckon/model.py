@@ -1,0 +1,242 @@
+"""The decoder: a pre-norm causal language model for Hugging Face's tools, with any encoding in any layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+
+from deadreckon.encoding import Context, Encoding
+from deadreckon.encodings import ENCODINGS
+from deadreckon.layer import AttentionLayer
+
+
+class DeadReckonConfig(PreTrainedConfig):
+    """Everything that makes a :class:`DeadReckonForCausalLM`.
+
+    Args:
+        encoding: a name in :data:`deadreckon.ENCODINGS`, for every layer.
+        layer_encodings: one name a layer, instead.
+        encoding_options: keywords of the encodings, by name: ``{"path": {"rank": 16}}``.
+        qk_norm: RMS-normalise queries and keys.
+        intermediate_size: of the SwiGLU; 8/3 of hidden_size, rounded up to a multiple of 32, by default.
+        max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
+    """
+
+    model_type = "deadreckon"
+
+    vocab_size: int = 32000
+    hidden_size: int = 512
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    encoding: str = "path-fox"
+    layer_encodings: list[str] | None = None
+    encoding_options: dict[str, Any] | None = None
+    qk_norm: bool = False
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    use_cache: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-self.hidden_size * 8 // 3 // 32) * 32
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size: expected a multiple of num_attention_heads = {self.num_attention_heads} "
+                    f"(or head_dim), got {self.hidden_size}"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_encodings is not None and len(self.layer_encodings) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_encodings: expected {self.num_hidden_layers} names, one a layer, got {len(self.layer_encodings)}"
+            )
+        for name in self.encodings():
+            if name not in ENCODINGS:
+                raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
+        for name in self.encoding_options or {}:
+            if name not in self.encodings():
+                raise ValueError(
+                    f"encoding_options: expected names of encodings in use, {sorted(set(self.encodings()))}, got {name!r}"
+                )
+        super().__post_init__(**kwargs)
+
+    def encodings(self) -> list[str]:
+        """The name of each layer's encoding."""
+        return self.layer_encodings or [self.encoding] * self.num_hidden_layers
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) ⊙ up x)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """Attention and a SwiGLU, each behind a norm and beside a residual."""
+
+    def __init__(self, config: DeadReckonConfig, encoding: str) -> None:
+        super().__init__()
+        assert config.intermediate_size is not None
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = AttentionLayer(
+            config.hidden_size, config.num_attention_heads, encoding, config.num_key_value_heads, config.qk_norm,
+            head_dim=config.head_dim, vocab_size=config.vocab_size, max_length=config.max_position_embeddings,
+            encoding_options=(config.encoding_options or {}).get(encoding),
+        )  # fmt: skip
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.self_attn.attend(self.input_layernorm(x), context)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DeadReckonPreTrainedModel(PreTrainedModel):
+    """How weights begin and are stored."""
+
+    config_class = DeadReckonConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer"]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Encoding):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+
+class DeadReckonModel(DeadReckonPreTrainedModel):
+    """Embeddings, layers and the last norm."""
+
+    def __init__(self, config: DeadReckonConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(DecoderLayer(config, name) for name in config.encodings())
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> BaseModelOutput:
+        """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        real = _padding(attention_mask, x)
+        if real is not None:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens: packed sequences have no padding; expected no attention_mask beside it")
+            # Padded rows become packed documents: nothing that computes ever meets padding.
+            lengths = real.sum(1)
+            cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+            x = x[real].unsqueeze(0)
+            input_ids = None if input_ids is None else input_ids[real].unsqueeze(0)
+        context = Context.of(x, input_ids, cu_seqlens)
+        seen: set[type[Encoding]] = set()
+        for layer in self.layers:
+            encoding = layer.self_attn.encoding
+            if type(encoding) not in seen:  # what is added to the embeddings is added once
+                x = encoding.embed(x, context)
+                seen.add(type(encoding))
+        for layer in self.layers:
+            x = layer(x, context)
+        x = self.norm(x)
+        if real is not None:
+            x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
+        return BaseModelOutput(last_hidden_state=x)
+
+
+def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """Which tokens are real, (B, T), or None where all are."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"attention_mask: expected (B, T) = {tuple(x.shape[:2])} with 0 for padding, got {tuple(attention_mask.shape)}"
+        )
+    real = attention_mask.bool()
+    return None if bool(real.all()) else real
+
+
+class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
+    """A causal language model: ``from_pretrained``, ``save_pretrained``, ``generate``, ``Trainer``."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: DeadReckonConfig) -> None:
+        super().__init__(config)
+        self.model = DeadReckonModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+        use_cache: bool | None = None,
+    ) -> CausalLMOutput | tuple[Tensor, ...]:
+        """Logits of the next tokens and, given labels, the loss.
+
+        Args:
+            input_ids: (B, T) tokens.
+            attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states.
+            inputs_embeds: (B, T, hidden_size), in place of input_ids.
+            labels: (B, T), as input_ids (the shift is made here), −100 where there is nothing to learn.
+            cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
+            logits_to_keep: compute logits of so many last tokens only; 0 for all.
+            num_items_in_batch: what the summed loss is divided by, as the Trainer asks.
+            return_dict: False for a plain tuple.
+            use_cache: not used; every call computes the whole sequence.
+        """
+        hidden = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens).last_hidden_state
+        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+            )
+        output = CausalLMOutput(loss=loss, logits=logits)
+        return output.to_tuple() if return_dict is False else output
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """The whole sequence at every step: there is no cache yet."""
+        return {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask"), "logits_to_keep": 1}
+
+
+AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)
+AutoModelForCausalLM.register(DeadReckonConfig, DeadReckonForCausalLM, exist_ok=True)
