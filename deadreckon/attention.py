@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -119,10 +120,14 @@ def _check_transport(transport: object, q: Tensor, k: Tensor, v: Tensor) -> None
         if width % 2:
             raise ValueError(f"transport: Rotation turns pairs of channels and needs an even D, got D = {width}")
         allowed = sorted({1, heads, query_heads})
-        if angles.dim() != 4 or angles.shape[2] not in allowed or angles.shape != (batch, length, angles.shape[2], width // 2):
+        if (
+            angles.dim() != 4
+            or angles.shape[2] not in allowed
+            or angles.shape != (batch, length, angles.shape[2], width // 2)
+        ):
             raise ValueError(
-                f"transport.angles: expected (B, T, Hr, D/2) = ({batch}, {length}, Hr, {width // 2}) with Hr in {allowed}, "
-                f"got {_shape(angles)}"
+                f"transport.angles: expected (B, T, Hr, D/2) = ({batch}, {length}, Hr, {width // 2}) "
+                f"with Hr in {allowed}, got {_shape(angles)}"
             )
         if transport.values and v.shape[3] != width:
             raise ValueError(f"transport.values: turning values needs E = D = {width}, got v with E = {v.shape[3]}")
@@ -157,7 +162,7 @@ def _check_score(score: object) -> None:
     if isinstance(score, Power):
         if score.form in ("chunked", "recurrent"):
             raise ValueError(f"score.form: this version has 'attention' only, got {score.form!r}")
-    elif score not in ("softmax", "stick-breaking"):
+    elif not isinstance(score, str) or score not in ("softmax", "stick-breaking"):
         raise ValueError(f"score: expected 'softmax', 'stick-breaking' or Power(p), got {score!r}")
 
 
@@ -175,6 +180,8 @@ def _check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != q.shape[1]:
         raise ValueError(f"cu_seqlens: expected it to run from 0 to T = {q.shape[1]}, got {bounds[0]} to {bounds[-1]}")
-    if any(later < earlier for earlier, later in zip(bounds, bounds[1:], strict=False)):
-        raise ValueError(f"cu_seqlens: expected sorted boundaries, got {bounds if len(bounds) < 12 else 'unsorted ones'}")
+    if any(later < earlier for earlier, later in pairwise(bounds)):
+        raise ValueError(
+            f"cu_seqlens: expected sorted boundaries, got {bounds if len(bounds) < 12 else 'unsorted ones'}"
+        )
     return bounds

@@ -1,4 +1,4 @@
-"""What an encoding is: a module that computes the factors of attention from a layer's input, and the parts they share."""
+"""What an encoding is, a module that computes factors from a layer's input, and the parts that several share."""
 
 from __future__ import annotations
 

@@ -55,9 +55,7 @@ class Power:
         if not isinstance(self.p, int) or isinstance(self.p, bool) or self.p < 2 or self.p % 2:
             raise ValueError(f"Power.p: expected an even integer of 2 or more, got {self.p!r}")
         if self.form not in ("auto", "attention", "chunked", "recurrent"):
-            raise ValueError(
-                f"Power.form: expected 'auto', 'attention', 'chunked' or 'recurrent', got {self.form!r}"
-            )
+            raise ValueError(f"Power.form: expected 'auto', 'attention', 'chunked' or 'recurrent', got {self.form!r}")
 
 
 Transport = Rotation | Householder

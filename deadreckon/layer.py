@@ -16,7 +16,7 @@ def make_encoding(name: str, sizes: Sizes, options: dict[str, Any] | None = None
     if name not in ENCODINGS:
         raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
     try:
-        return ENCODINGS[name](sizes, **(options or {}))  # type: ignore[call-arg]
+        return ENCODINGS[name](sizes, **(options or {}))
     except TypeError as error:
         raise ValueError(f"encoding_options: {name!r} does not take {options}: {error}") from error
 

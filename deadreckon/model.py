@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,8 @@ class DeadReckonConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.layer_encodings is not None and len(self.layer_encodings) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_encodings: expected {self.num_hidden_layers} names, one a layer, got {len(self.layer_encodings)}"
+                f"layer_encodings: expected a name for each of {self.num_hidden_layers} layers, "
+                f"got {len(self.layer_encodings)}"
             )
         for name in self.encodings():
             if name not in ENCODINGS:
@@ -72,7 +73,8 @@ class DeadReckonConfig(PreTrainedConfig):
         for name in self.encoding_options or {}:
             if name not in self.encodings():
                 raise ValueError(
-                    f"encoding_options: expected names of encodings in use, {sorted(set(self.encodings()))}, got {name!r}"
+                    f"encoding_options: expected names of encodings in use, {sorted(set(self.encodings()))}, "
+                    f"got {name!r}"
                 )
         super().__post_init__(**kwargs)
 
@@ -120,7 +122,7 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
     config_class = DeadReckonConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DecoderLayer"]
+    _no_split_modules: ClassVar = ["DecoderLayer"]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Encoding):
@@ -161,12 +163,13 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = x[real].unsqueeze(0)
             input_ids = None if input_ids is None else input_ids[real].unsqueeze(0)
         context = Context.of(x, input_ids, cu_seqlens)
-        seen: set[type[Encoding]] = set()
+        encodings: dict[type[Encoding], Encoding] = {}
         for layer in self.layers:
-            encoding = layer.self_attn.encoding
-            if type(encoding) not in seen:  # what is added to the embeddings is added once
-                x = encoding.embed(x, context)
-                seen.add(type(encoding))
+            encoding = layer.get_submodule("self_attn.encoding")
+            assert isinstance(encoding, Encoding)
+            encodings.setdefault(type(encoding), encoding)
+        for encoding in encodings.values():  # what is added to the embeddings is added once
+            x = encoding.embed(x, context)
         for layer in self.layers:
             x = layer(x, context)
         x = self.norm(x)
@@ -181,7 +184,8 @@ def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
         return None
     if attention_mask.shape != x.shape[:2]:
         raise ValueError(
-            f"attention_mask: expected (B, T) = {tuple(x.shape[:2])} with 0 for padding, got {tuple(attention_mask.shape)}"
+            f"attention_mask: expected (B, T) = {tuple(x.shape[:2])} with 0 for padding, "
+            f"got {tuple(attention_mask.shape)}"
         )
     real = attention_mask.bool()
     return None if bool(real.all()) else real
@@ -190,7 +194,7 @@ def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
 class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
     """A causal language model: ``from_pretrained``, ``save_pretrained``, ``generate``, ``Trainer``."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)

@@ -53,5 +53,3 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return output.transpose(1, 2)[..., :value_width]
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from deadreckon.factors import Factors, Householder, Rotation
 def buckets(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
     """Groups of (start, end) whose lengths share a power of two: at most half of a group is padding."""
     groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for start, end in pairwise(cu_seqlens):
         if end > start:
             groups[(end - start - 1).bit_length()].append((start, end))
     return [groups[size] for size in sorted(groups)]

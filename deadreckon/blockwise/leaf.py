@@ -74,9 +74,7 @@ class HouseholderLeaf:
             grad_solved[..., :width] -= self.w @ grad_products.mT
             grad_w -= self.x @ grad_products
         # Through the solve: with R = M⁻ᵀ d[X, Y], the right-hand side receives R and M receives −R [X, Y]ᵀ.
-        back = torch.linalg.solve_triangular(
-            (self.beta * self.w_w).mT, grad_solved, upper=True, unitriangular=True
-        )
+        back = torch.linalg.solve_triangular((self.beta * self.w_w).mT, grad_solved, upper=True, unitriangular=True)
         grad_m = (back @ solved.mT).tril(-1).neg_()
         right = torch.cat([self.w, self.c], dim=-1)
         grad_beta = (back * right).sum(-1) + (grad_m * self.w_w).sum(-1)

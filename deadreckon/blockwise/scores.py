@@ -28,7 +28,6 @@ class Tiled(Protocol):
     def start(self, rows: Tensor) -> Tensor:
         """The statistic before any tile, shaped like rows (N, T, G)."""
 
-
     def add(self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, row: Tensor) -> None:
         """Folds a tile into out (N, n, tokens, G, E) and row (N, n, tokens, G), in place."""
 
@@ -116,7 +115,7 @@ class EvenPower:
 
 
 class StickBreaking:
-    """σ(z_j) Π_{nearer s} (1 − σ(z_s)), a token not seeing itself. The statistic is the log of what is left of the stick.
+    """σ(z_j) Π_{nearer s} (1 − σ(z_s)), a token not seeing itself. The statistic is the log of what is left.
 
     It is kept in float64: going back it is restored by undoing the steps, which must not lose the early, small ones.
     """

@@ -1,8 +1,8 @@
 """The stock kernels: dense softmax attention that returns its log-sum-exp and, going back, takes a global one.
 
-`aten::_scaled_dot_product_*_attention` and their backwards are PyTorch's private names, the same from 2.11 to 2.13; they
-are used nowhere else. A backward call that is given the output and log-sum-exp of the *whole* row returns the exact
-gradients of its block, as in ring attention.
+`aten::_scaled_dot_product_*_attention` and their backwards are PyTorch's private names, the same from 2.11 to 2.13;
+they are used nowhere else. A backward call that is given the output and log-sum-exp of the *whole* row returns the
+exact gradients of its block, as in ring attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def width_for(backend: Backend, *widths: int) -> int:
 
 
 def dense_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale · q kᵀ) v without a mask, and its log-sum-exp: (N, n, R, W) × (N, n, S, W) -> (N, n, R, W), (N, n, R)."""
+    """softmax(scale · q kᵀ) v without a mask, and its log-sum-exp.
+
+    q (N, n, R, W), k and v (N, n, S, W) -> (N, n, R, W), (N, n, R).
+    """
     if backend == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
     if backend == "cudnn":
@@ -60,14 +63,15 @@ def dense_backward(
     rows, keys = q.shape[2], k.shape[2]
     lse = lse.contiguous()
     if backend == "cudnn":
-        nothing, seed = q.new_empty(0), torch.zeros((), dtype=torch.int64, device=q.device)
+        empty, seed = q.new_empty(0), torch.zeros((), dtype=torch.int64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, nothing, nothing, nothing, rows, keys, 0.0, False, scale=scale
+            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, empty, empty, empty, rows, keys, 0.0, False,
+            scale=scale,
         )  # fmt: skip
     if backend == "flash":
-        nothing, seed = None, torch.zeros(2, dtype=torch.uint64, device=q.device)
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, nothing, nothing, rows, keys, 0.0, False, seed, seed.new_zeros(()), scale=scale
+            grad, q, k, v, out, lse, None, None, rows, keys, 0.0, False, seed, seed.new_zeros(()), scale=scale
         )
     if backend == "efficient":
         seed = torch.zeros((), dtype=torch.int64, device=q.device)

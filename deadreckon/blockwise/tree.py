@@ -19,29 +19,28 @@ copies of keys: q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from deadreckon.blockwise.leaf import HouseholderLeaf, plain_logits
+from deadreckon.blockwise.climb import Climb
 from deadreckon.blockwise.precision import exact, work
-from deadreckon.blockwise.scores import EvenPower, Softmax, StickBreaking, Tiled
-from deadreckon.blockwise.stock import Backend, backend_for, dense_backward, dense_forward, width_for
 from deadreckon.factors import Householder, Power, Score
 
 LEAF = 64
-TILE = 1 << 20  # logits held at a time where no stock kernel serves
-REACH = 256  # query tokens that share a decision on which keys are in reach
-CACHED = 64  # matrices of a leaf that a CPU works on at a time
 
 
 def attend_tree(
-    q: Tensor, k: Tensor, v: Tensor, householder: Householder | None, log_gate: Tensor | None, score: Score, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    householder: Householder | None,
+    log_gate: Tensor | None,
+    score: Score,
+    scale: float,
 ) -> Tensor:
     """Attention of (B, T, Hq, D), (B, T, H, D), (B, T, H, E) along the routes of householder and log_gate."""
     batch, length, query_heads, _ = q.shape
@@ -49,6 +48,8 @@ def attend_tree(
     dtype = q.dtype
     if q.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()  # as fast, and exact
+    if scale == 0:  # gates are carried beside the logits, in units of the scale
+        q, scale = torch.zeros_like(q), 1.0
     leaf = min(LEAF, -(-length // 8) * 8)
     padding = -length % leaf
 
@@ -60,59 +61,19 @@ def attend_tree(
     if householder is not None:
         w, beta = (by_head(x.to(work(q.dtype))).squeeze(2) for x in (householder.w, householder.beta))
     if log_gate is not None:
-        gates = by_head(log_gate).to(exact(q.device)).clamp(min=-1e4)  # exp(-1e4) is 0; a sum of -inf would be no number
+        gates = (
+            by_head(log_gate).to(exact(q.device)).clamp(min=-1e4)
+        )  # exp(-1e4) is 0; a sum of -inf would be no number
     q, k, v = by_head(q), by_head(k).squeeze(2), by_head(v).squeeze(2)
     if isinstance(score, Power):
-        # The weights are divided by their sum, so the lengths of q and k are free: make powers neither over- nor underflow.
+        # Weights are divided by their sum, so q and k may have any length: one that keeps powers in range.
         longest = k.detach().norm(dim=-1).amax(-1)[:, None, None]
         k = k / longest.clamp(min=torch.finfo(k.dtype).tiny)
         q = q / q.detach().norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
-        scale = 1.0 if scale else 0.0
+        scale = 1.0
     output = _Tree.apply(q, k, v, w, beta, gates, score, scale, leaf)
     output = output[:, :length].unflatten(0, (batch, heads)).transpose(1, 2)  # (B, T, H, G, E)
     return output.reshape(batch, length, query_heads, -1).to(dtype)
-
-
-class _Run(NamedTuple):
-    """Equal pairs of blocks, one after the other: `count` times (left, right) tokens from `start`."""
-
-    start: int
-    count: int
-    left: int
-    right: int
-
-    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of x (N, T, ...): its left halves (N, count, left, ...) and right halves (N, count, right, ...)."""
-        size = self.left + self.right
-        blocks = x[:, self.start : self.start + self.count * size].unflatten(1, (self.count, size))
-        return blocks[:, :, : self.left], blocks[:, :, self.left :]
-
-
-def _levels(length: int, leaf: int) -> Iterator[list[_Run]]:
-    """The pairs of each level, near to far: whole ones, and a ragged last one where the length is no power of two."""
-    size = leaf
-    while size < length:
-        count, rest = divmod(length, 2 * size)
-        runs = [_Run(0, count, size, size)] if count else []
-        if rest > size:
-            runs.append(_Run(2 * size * count, 1, size, rest - size))
-        yield runs
-        size *= 2
-
-
-class _Gate(NamedTuple):
-    """The gates of a run's routes, in two local parts that add up."""
-
-    shift: Tensor  # (N, n, right, 1 | G): from the middle to the query
-    bias: Tensor  # (N, n, left, 1 | G): from the key to the middle
-
-
-def _gate(sums: Tensor | None, run: _Run) -> _Gate | None:
-    if sums is None:
-        return None
-    left, right = run.halves(sums)
-    middle = left[:, :, -1:]
-    return _Gate(right - middle, middle - left)
 
 
 class _Tree(torch.autograd.Function):
@@ -123,7 +84,7 @@ class _Tree(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gates: Tensor | None,
         score: Score, scale: float, leaf: int,
     ) -> Tensor:  # fmt: skip
-        climb = _Climb(q, k, v, w, beta, gates, score, scale, leaf)
+        climb = Climb(q, k, v, w, beta, gates, score, scale, leaf)
         out, row = climb.ascend()
         given = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, w, beta, gates, out if climb.score.careful else given, row)
@@ -135,378 +96,5 @@ class _Tree(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, w, beta, gates, out, row = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            climb = _Climb(q, k, v, w, beta, gates, *ctx.settings)
+            climb = Climb(q, k, v, w, beta, gates, *ctx.settings)
             return (*climb.descend(grad.contiguous(), out, row.clone()), None, None, None)
-
-
-class _Climb:
-    """One pass over the tree. `queries` and `keys` move up from frame to frame in place."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gates: Tensor | None,
-        score: Score, scale: float, leaf: int,
-    ) -> None:  # fmt: skip
-        self.stock: Backend | None = backend_for(q) if score == "softmax" else None
-        self.stock_dtype = q.dtype
-        self.queries, self.keys, self.values = (x.to(work(q.dtype)) for x in (q, k, v))
-        self.w, self.beta = w, beta
-        self.sums = None if gates is None else gates.cumsum(1)
-        self.scale, self.leaf, self.group = scale, leaf, q.shape[2]
-        self.levels = list(_levels(q.shape[1], leaf))
-        self.score: Tiled = {"softmax": Softmax, "stick-breaking": StickBreaking}[score]() if isinstance(score, str) else EvenPower(score.p)
-        self.leaf_dtype = exact(q.device) if self.score.careful else work(q.dtype)
-
-    # --- both ways -----------------------------------------------------------------------------------------------
-
-    def in_leaves(self, x: Tensor, part: slice = slice(None)) -> Tensor:
-        """x (N, T, ...) as (N, leaves, S, ...), or some of its leaves."""
-        return x.unflatten(1, (-1, self.leaf))[:, part]
-
-    def leaf_parts(self) -> Iterator[slice]:
-        """Leaves, so many at a time that on a CPU their matrices stay in its cache."""
-        count = self.keys.shape[1] // self.leaf
-        matrices = self.keys.shape[0] * self.group
-        size = max(1, CACHED // matrices) if self.keys.device.type == "cpu" else count
-        for start in range(0, count, size):
-            yield slice(start, start + size)
-
-    def visible(self) -> Tensor:
-        """(S, 1, S): which keys of its leaf a query sees; with a stick, not its own."""
-        ones = torch.ones(self.leaf, self.leaf, dtype=torch.bool, device=self.keys.device)
-        return ones.tril(-1 if isinstance(self.score, StickBreaking) else 0).unsqueeze(1)
-
-    def leaf_gate(self, part: slice) -> Tensor | None:
-        """(N, n, S, 1 | G, S) sums of log gates along the routes inside each leaf."""
-        if self.sums is None:
-            return None
-        sums = self.in_leaves(self.sums, part)
-        between = sums.unsqueeze(-1) - sums.mT.unsqueeze(2)
-        # What lies above the diagonal is no route: keep it from overflowing.
-        return between.clamp(max=0).to(self.leaf_dtype)
-
-    def householder_leaf(self, part: slice) -> HouseholderLeaf | None:
-        if self.w is None or self.beta is None:
-            return None
-        return HouseholderLeaf(*(self.in_leaves(x, part) for x in (self.queries, self.keys, self.w, self.beta)))
-
-    def leaf_logits(self, leaf: HouseholderLeaf | None, part: slice) -> Tensor:
-        """(N, n, S, G, S) logits inside each leaf, scaled."""
-        if leaf:
-            return self.scale * leaf.logits.to(self.leaf_dtype)
-        q, k = (self.in_leaves(x, part) for x in (self.queries, self.keys))
-        return self.scale * plain_logits(q, k).to(self.leaf_dtype)
-
-    def enter_frames(self, leaves: list[HouseholderLeaf]) -> Tensor:
-        """Takes queries and keys from the input's frames to those of the leaves; returns the leaves' products."""
-        self.queries = torch.cat([leaf.queries for leaf in leaves], dim=1).flatten(1, 2)
-        self.keys = torch.cat([leaf.keys for leaf in leaves], dim=1).flatten(1, 2)
-        return torch.cat([leaf.products for leaf in leaves], dim=1)
-
-    def tiles(self, run: _Run) -> Iterator[slice]:
-        """Query tokens of a run, so many at a time that a tile of logits stays small."""
-        size = max(16, TILE // (self.keys.shape[0] * run.count * run.left * self.group))
-        for start in range(0, run.right, size):
-            yield slice(start, start + size)
-
-    def tile_gate(self, gate: _Gate | None, tokens: slice) -> Tensor | None:
-        if gate is None:
-            return None
-        return (gate.shift[:, :, tokens].unsqueeze(-1) + gate.bias.mT.unsqueeze(2)).to(self.keys.dtype)
-
-    def reach(self, q: Tensor, k: Tensor, gate: _Gate | None, row: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Query tokens and the keys they can reach: what gates have shrunk below the output's precision is left out.
-
-        A weight is at most exp(scale ‖q‖ ‖k‖ + gates − row), row being the log-sum-exp of keys that are nearer (or of
-        all). Tokens that are left out together weigh less than an eighth of the rounding error. To look at the data
-        costs nothing on a CPU, where it also keeps the kernel from the slow arithmetic of denormal numbers.
-        """
-        whole = slice(0, k.shape[2])
-        if gate is None or k.device.type != "cpu":
-            yield slice(0, q.shape[2]), whole
-            return
-        negligible = math.log(torch.finfo(k.dtype).eps / 8 / self.keys.shape[1])
-        longest = abs(self.scale) * k.norm(dim=-1).amax(2)
-        bound = longest[:, :, None, None] * q.norm(dim=-1) + gate.shift - row
-        bound = bound if gate.bias.shape[-1] > 1 else bound.amax(-1, keepdim=True)
-        waiting: tuple[int, int, int] | None = None  # tokens from, to, and the first key of calls that can be one
-        for start in range(0, q.shape[2], REACH):
-            nearest = bound[:, :, start : start + REACH].amax(2, keepdim=True)
-            reached = (nearest + gate.bias >= negligible).flatten(0, 1).any(0).any(-1).nonzero()
-            if reached.numel() == 0:
-                continue
-            first, stop = int(reached[0]), min(start + REACH, q.shape[2])
-            if waiting and waiting[1:] == (start, first):
-                waiting = (waiting[0], stop, first)
-                continue
-            if waiting:
-                yield slice(*waiting[:2]), slice(waiting[2], whole.stop)
-            waiting = (start, stop, first)
-        if waiting:
-            yield slice(*waiting[:2]), slice(waiting[2], whole.stop)
-
-    def rise(self, runs: list[_Run], products: Tensor, kept: list[list[tuple[Tensor, ...]]] | None = None) -> Tensor:
-        """Moves frames up a level, in place, and returns the products of the larger blocks."""
-        pairs = products.shape[1] // 2
-        left_products, right_products = products[:, 0 : 2 * pairs : 2], products[:, 1 : 2 * pairs : 2]
-        first, old = 0, []
-        for run in runs:
-            p_left, p_right = (p[:, first : first + run.count] for p in (left_products, right_products))
-            right, left = run.halves(self.queries)[1].flatten(2, 3), run.halves(self.keys)[0]
-            if kept is not None:
-                old.append((right.clone(), left.clone(), p_left, p_right))
-            run.halves(self.queries)[1].copy_((right @ p_left.mT).unflatten(2, (run.right, self.group)))
-            run.halves(self.keys)[0].copy_(left @ p_right)
-            first += run.count
-        if kept is not None:
-            kept.append(old)
-        return torch.cat([left_products @ right_products, products[:, 2 * pairs :]], dim=1)
-
-    # --- forward -------------------------------------------------------------------------------------------------
-
-    def ascend(self) -> tuple[Tensor, Tensor]:
-        """The output (N, T, G, E) and the statistic of each row (N, T, G)."""
-        out = self.queries.new_zeros(*self.queries.shape[:3], self.values.shape[2], dtype=self.leaf_dtype)
-        row = self.score.start(self.queries[..., 0])
-        leaves = []
-        for part in self.leaf_parts():
-            leaf = self.householder_leaf(part)
-            values = self.in_leaves(self.values, part).to(self.leaf_dtype)
-            self.score.add(
-                self.leaf_logits(leaf, part), self.leaf_gate(part), self.visible(), values,
-                self.in_leaves(out, part), self.in_leaves(row, part),
-            )  # fmt: skip
-            if leaf:
-                leaf.forget()
-                leaves.append(leaf)
-        products = self.enter_frames(leaves) if leaves else None
-        for number, runs in enumerate(self.levels, start=1):
-            for run in runs:
-                self.add_run(run, out, row)
-            if products is not None and number < len(self.levels):
-                products = self.rise(runs, products)
-        return self.score.finish(out, row), row
-
-    def add_run(self, run: _Run, out: Tensor, row: Tensor) -> None:
-        q, k, v = run.halves(self.queries)[1], run.halves(self.keys)[0], run.halves(self.values)[0]
-        out, row, gate = run.halves(out)[1], run.halves(row)[1], _gate(self.sums, run)
-        if self.stock and isinstance(self.score, Softmax):
-            for tokens, keys in self.reach(q, k, gate, row):
-                wide = _Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale, tokens, keys)
-                tile_out, lse = dense_forward(self.stock, wide.q, wide.k, wide.v, self.scale)
-                tile_out, lse = (x.unflatten(2, wide.tokens_and_group) for x in (tile_out, lse))
-                lse = lse if gate is None else lse + gate.shift[:, :, tokens].to(lse.dtype)
-                self.score.merge(tile_out[..., : v.shape[-1]], lse, out[:, :, tokens], row[:, :, tokens])
-            return
-        for tokens in self.tiles(run):
-            z = self.scale * plain_logits(q[:, :, tokens], k)
-            self.score.add(z, self.tile_gate(gate, tokens), None, v, out[:, :, tokens], row[:, :, tokens])
-
-    # --- backward ------------------------------------------------------------------------------------------------
-
-    def descend(self, grad: Tensor, out: Tensor, row: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v, w, beta and gates, given that of the output."""
-        q, k = self.queries, self.keys
-        leaves = [leaf for part in self.leaf_parts() if (leaf := self.householder_leaf(part))]
-        kept: list[list[tuple[Tensor, ...]]] = []
-        if leaves:
-            products = self.enter_frames(leaves)
-            for runs in self.levels[:-1]:
-                products = self.rise(runs, products, kept)
-
-        self.grad, self.out, self.row = grad, out, row
-        rows = (grad.to(self.leaf_dtype) * out.to(self.leaf_dtype)).sum(-1)
-        # d weight = grad · v − inner, the second part where rows are divided by their sum.
-        self.inner = rows if self.score.normalised else torch.zeros_like(rows)
-        self.far = torch.zeros_like(rows)
-        self.grad_q, self.grad_k = torch.zeros_like(self.queries), torch.zeros_like(self.keys)
-        self.grad_v = torch.zeros_like(self.values)
-        self.grad_gates = None if self.sums is None else torch.zeros_like(self.sums)
-        grad_products = None
-        for number in range(len(self.levels) - 1, -1, -1):
-            runs = self.levels[number]
-            if number < len(kept):
-                grad_products = self.fall(runs, kept[number], grad_products)
-                kept.pop()
-            for run in runs:
-                self.run_gradients(run)
-        grad_w, grad_beta = (None if x is None else torch.empty_like(x) for x in (self.w, self.beta))
-        self.queries, self.keys = q, k
-        for number, part in enumerate(self.leaf_parts()):
-            leaf = leaves[number] if leaves else None
-            grad_logits = self.leaf_gradients(leaf, part)
-            grad_q, grad_k = self.in_leaves(self.grad_q, part), self.in_leaves(self.grad_k, part)
-            if leaf and grad_w is not None and grad_beta is not None:
-                grad_p = None if grad_products is None else grad_products[:, part]
-                found = leaf.gradients(grad_logits, grad_q, grad_k, grad_p)
-                wanted = (grad_q, grad_k, self.in_leaves(grad_w, part), self.in_leaves(grad_beta, part))
-                for x, value in zip(wanted, found, strict=True):
-                    x.copy_(value)
-            else:
-                rows = grad_logits.flatten(2, 3)
-                grad_q += (rows @ self.in_leaves(k, part)).view_as(grad_q)
-                grad_k += rows.mT @ self.in_leaves(q, part).flatten(2, 3)
-        grad_q, grad_k = self.grad_q, self.grad_k
-        as_given = self.stock_dtype
-        return grad_q.to(as_given), grad_k.to(as_given), self.grad_v.to(as_given), grad_w, grad_beta, self.grad_gates
-
-    def fall(self, runs: list[_Run], old: list[tuple[Tensor, ...]], grad_products: Tensor | None) -> Tensor:
-        """Undoes `rise`: gradients of frames and products of this level from those of the level above."""
-        grad_lefts, grad_rights, first = [], [], 0
-        for run, (right, left, p_left, p_right) in zip(runs, old, strict=True):
-            # Back in the frames of this level, where the dense blocks of this run are computed.
-            frame_q, frame_k = run.halves(self.queries)[1], run.halves(self.keys)[0]
-            frame_q.copy_(right.unflatten(2, frame_q.shape[2:4]))
-            frame_k.copy_(left)
-            grad_q, grad_k = run.halves(self.grad_q)[1], run.halves(self.grad_k)[0]
-            rows = grad_q.flatten(2, 3)
-            grad_left, grad_right = rows.mT @ right, left.mT @ grad_k
-            grad_q.copy_((rows @ p_left).unflatten(2, grad_q.shape[2:4]))
-            grad_k.copy_(grad_k @ p_right.mT)
-            if grad_products is not None:
-                above = grad_products[:, first : first + run.count]
-                grad_left += above @ p_right.mT
-                grad_right += p_left.mT @ above
-            first += run.count
-            grad_lefts.append(grad_left)
-            grad_rights.append(grad_right)
-        pairs = torch.stack([torch.cat(grad_lefts, 1), torch.cat(grad_rights, 1)], dim=2).flatten(1, 2)
-        if grad_products is None:  # the level above is the top, whose products nobody needs
-            blocks = -(-self.queries.shape[1] // runs[0].left)
-            lone = pairs.new_zeros(pairs.shape[0], blocks - pairs.shape[1], *pairs.shape[2:])
-        else:
-            lone = grad_products[:, first:]
-        return torch.cat([pairs, lone], dim=1)
-
-    def run_gradients(self, run: _Run) -> None:
-        q, k, v = run.halves(self.queries)[1], run.halves(self.keys)[0], run.halves(self.values)[0]
-        grad, out, row = (run.halves(x)[1] for x in (self.grad, self.out, self.row))
-        grad_q, grad_k, grad_v = (
-            run.halves(self.grad_q)[1], run.halves(self.grad_k)[0], run.halves(self.grad_v)[0]
-        )  # fmt: skip
-        gate = _gate(self.sums, run)
-        if self.stock:
-            by_query, by_key = self.gate_gradients_for(q, k, gate)
-            for tokens, keys in self.reach(q, k, gate, row):
-                wide = _Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale, tokens, keys)
-                lse = row[:, :, tokens]
-                lse = lse if gate is None else lse - gate.shift[:, :, tokens].to(lse.dtype)
-                wide_q, wide_k, wide_v = dense_backward(
-                    self.stock, wide.like(grad[:, :, tokens]), wide.q, wide.k, wide.v, wide.like(out[:, :, tokens]),
-                    lse.flatten(2, 3), self.scale,
-                )  # fmt: skip
-                grad_q[:, :, tokens] += wide_q[..., : q.shape[-1]].unflatten(2, wide.tokens_and_group)
-                grad_k[:, :, keys] += wide_k[..., : k.shape[-1]]
-                grad_v[:, :, keys] += wide_v[..., : v.shape[-1]]
-                if by_query is not None and by_key is not None:
-                    rows, columns = wide.gate_gradients(wide_q, wide_k)
-                    by_query[:, :, tokens] += rows
-                    by_key[:, :, keys] += columns
-            if by_query is not None and by_key is not None:
-                self.add_gate_gradients(run, by_query, by_key)
-            return
-        inner, far = run.halves(self.inner)[1].to(k.dtype), run.halves(self.far)[1]
-        by_query, by_key = self.gate_gradients_for(q, k, gate)
-        for tokens in self.tiles(run):
-            grad_tile = grad[:, :, tokens].to(k.dtype)
-            grad_weight = plain_logits(grad_tile, v) - inner[:, :, tokens].unsqueeze(-1)
-            z = self.scale * plain_logits(q[:, :, tokens], k)
-            grad_z, grad_gate, weights = self.score.gradients(
-                z, self.tile_gate(gate, tokens), None, grad_weight, row[:, :, tokens], far[:, :, tokens]
-            )
-            rows = self.scale * grad_z.flatten(2, 3)
-            grad_q[:, :, tokens] += (rows @ k).unflatten(2, grad_z.shape[2:4])
-            grad_k += rows.mT @ q[:, :, tokens].flatten(2, 3)
-            grad_v += weights.flatten(2, 3).mT @ grad_tile.flatten(2, 3)
-            if by_query is not None and by_key is not None:
-                by_query[:, :, tokens] = grad_gate.sum(-1)
-                column = grad_gate.sum(2).mT  # (N, n, S, G)
-                by_key += column if by_key.shape[-1] > 1 else column.sum(-1, keepdim=True)
-        if by_query is not None and by_key is not None:
-            self.add_gate_gradients(run, by_query, by_key)
-
-    def gate_gradients_for(
-        self, q: Tensor, k: Tensor, gate: _Gate | None
-    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Room for what the log-weights' gradients add up to: (N, n, right, G) by query, (N, n, left, 1 | G) by key."""
-        if gate is None:
-            return None, None
-        return q.new_zeros(q.shape[:4]), k.new_zeros(gate.bias.shape)
-
-    def add_gate_gradients(self, run: _Run, by_query: Tensor, by_key: Tensor) -> None:
-        """A gate at s is on the routes that cross it: from keys before s in the left half, to queries from s on."""
-        assert self.grad_gates is not None
-        if self.grad_gates.shape[2] == 1:
-            by_query = by_query.sum(-1, keepdim=True)
-        by_query, by_key = by_query.to(self.grad_gates.dtype), by_key.to(self.grad_gates.dtype)
-        left, right = run.halves(self.grad_gates)
-        left[:, :, 1:] += by_key[:, :, :-1].cumsum(2)
-        right += by_query.flip(2).cumsum(2).flip(2)
-
-    def leaf_gradients(self, leaf: HouseholderLeaf | None, part: slice) -> Tensor:
-        """d logits of these leaves, before scaling; d values and d gates are added where they belong."""
-        values, grad = (self.in_leaves(x, part).to(self.leaf_dtype) for x in (self.values, self.grad))
-        inner, row, far = (self.in_leaves(x, part) for x in (self.inner, self.row, self.far))
-        grad_weight = plain_logits(grad, values) - inner.unsqueeze(-1)
-        grad_z, grad_gate, weights = self.score.gradients(
-            self.leaf_logits(leaf, part), self.leaf_gate(part), self.visible(), grad_weight, row, far
-        )
-        self.in_leaves(self.grad_v, part).add_(weights.flatten(2, 3).mT @ grad.flatten(2, 3))
-        if self.grad_gates is not None:
-            if self.grad_gates.shape[2] == 1:
-                grad_gate = grad_gate.sum(3, keepdim=True)
-            ends = (grad_gate.sum(-1) - grad_gate.sum(2).mT).to(self.grad_gates.dtype)
-            self.in_leaves(self.grad_gates, part).add_(ends.flip(2).cumsum(2).flip(2))
-        return (self.scale * grad_z).to(self.keys.dtype)
-
-
-class _Wide:
-    """A dense block as a stock kernel wants it: one head width, and gates as extra channels.
-
-    A key's bias is [q, unit] · [k, bias / (scale · unit)], in as many parts as its precision needs; with a bias for each
-    query of a group, each query picks its own. One more channel, zero in q and `unit` in k, brings the row sums of the
-    logits' gradient back in dq, as the bias channels bring the column sums in dk.
-    """
-
-    def __init__(
-        self, backend: Backend, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, gate: _Gate | None, scale: float,
-        tokens: slice, keys: slice,
-    ) -> None:  # fmt: skip
-        q, k, v, self.dtype = q[:, :, tokens], k[:, :, keys], v[:, :, keys], dtype
-        self.channels, self.value_channels = k.shape[-1], v.shape[-1]
-        self.tokens_and_group = q.shape[2:4]
-        self.parts = 3 if dtype in (torch.bfloat16, torch.float16) else 1
-        self.kinds = 0 if gate is None else gate.bias.shape[-1]
-        extra = self.kinds * self.parts + 1 if gate is not None else 0
-        self.width = width_for(backend, self.channels + extra, self.value_channels)
-        self.q, self.k, self.v = self.like(q), self.like(k), self.like(v)
-        if gate is None:
-            return
-        # A power of two near 1 / scale: exact in every dtype, and keeps the bias in the range of half precision.
-        unit = 2.0 ** round(-torch.tensor(abs(scale)).log2().item())
-        self.unit = scale * unit
-        columns = slice(self.channels, self.channels + self.kinds * self.parts)
-        picks = torch.eye(self.kinds, dtype=dtype, device=q.device).repeat(1, self.parts) * unit  # (kinds, kinds·parts)
-        chosen = self.q.unflatten(2, self.tokens_and_group)[..., columns]
-        chosen.copy_(picks.expand(self.tokens_and_group[1], -1) if self.kinds == 1 else picks)
-        rest = gate.bias[:, :, keys] / self.unit
-        for part in range(self.parts):
-            rounded = rest.to(dtype)
-            start = self.channels + part * self.kinds
-            self.k[..., start : start + self.kinds] = rounded
-            rest = rest - rounded.to(rest.dtype)
-        self.k[..., columns.stop] = unit
-
-    def like(self, x: Tensor) -> Tensor:
-        """x with queries of a group as rows, in the kernel's dtype, padded with zeros to the kernel's width."""
-        x = x.flatten(2, 3) if x.dim() == 5 else x
-        if x.shape[-1] == self.width and x.dtype == self.dtype:
-            return x
-        wide = x.new_zeros(*x.shape[:-1], self.width, dtype=self.dtype)
-        wide[..., : x.shape[-1]] = x
-        return wide
-
-    def gate_gradients(self, wide_q: Tensor, wide_k: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column sums of the logits' gradient: (N, n, tokens, G) and (N, n, S, 1 | G)."""
-        rows = wide_q[..., self.channels + self.kinds * self.parts].unflatten(2, self.tokens_and_group)
-        columns = wide_k[..., self.channels : self.channels + self.kinds]
-        return rows / self.unit, columns / self.unit

@@ -1,7 +1,7 @@
 """Sinusoids of randomised positions: T sorted indices drawn without replacement from 0..L_max−1, afresh each forward.
 
-A model so trained has met every distance up to L_max at any length (Ruoss et al. 2023). The draw is made in training and
-in evaluation alike, so that no two forward passes are equal unless the random seed is.
+A model so trained has met every distance up to L_max at any length (Ruoss et al. 2023). The draw is made in training
+and in evaluation alike, so that no two forward passes are equal unless the random seed is.
 
 Cost: a sort of L_max numbers. State: none that streams; each piece of a sequence would be drawn anew.
 """

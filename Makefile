@@ -1,0 +1,28 @@
+# `make demo` and `make test` set everything up in .venv on a bare machine with Python 3.10 or later.
+PYTHON ?= python3
+BIN := .venv/bin
+# The pinned CPU build keeps the set-up small; users install whichever torch they have a GPU for.
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test lint clean
+
+demo: .venv/ready
+	$(BIN)/deadreckon demo
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.venv/ready: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,90 @@
+"""The command line: `deadreckon demo | list | bench`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+
+def demo(
+    encodings: tuple[str, ...] = ("rope", "fox", "path"),
+    steps: int = 400,
+    length: int = 128,
+    seed: int = 0,
+    picture: Path = Path("flipflop.png"),
+    device: str = "cpu",
+) -> None:
+    """Train small transformers side by side on flip-flop, and see which of them remember.
+
+    Args:
+        encodings: names to compare (see `deadreckon list`).
+        steps: training steps of 32 sequences.
+        length: tokens of a training sequence.
+        seed: of weights and data.
+        picture: where to save the picture.
+        device: cpu, cuda, …
+    """
+    from rich.console import Console
+
+    from deadreckon.lab.demo import run_demo
+    from deadreckon.lab.training import Recipe
+
+    run_demo(Console(), encodings, Recipe(steps=steps, length=length, seed=seed), picture, device)
+
+
+def list_() -> None:
+    """List encodings and implementations, and what `impl="auto"` picks."""
+    from deadreckon.lab.listing import print_listing
+
+    print_listing()
+
+
+def bench(
+    device: Literal["cpu", "cuda"] = "cpu",
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
+    batch: int = 1,
+    heads: int = 4,
+    head_dim: int = 64,
+    rounds: int = 5,
+    save: Path | None = None,
+) -> None:
+    """Time every mechanism beside PyTorch's causal attention in one run, with peak memory, as ratios.
+
+    Each is checked against the float64 definition before anything is timed.
+
+    Args:
+        device: where to run; float32 on a CPU, bfloat16 on a GPU.
+        lengths: sequence lengths T.
+        batch: B.
+        heads: H.
+        head_dim: D.
+        rounds: timings of each case; the median counts.
+        save: also write the table as Markdown.
+    """
+    from deadreckon.lab.bench import run_bench
+
+    run_bench(device, lengths, batch, heads, head_dim, rounds, save)
+
+
+def main() -> None:
+    """The console command."""
+    try:
+        import tyro
+        from rich.console import Console
+    except ModuleNotFoundError as error:
+        sys.exit(f"The command line needs {error.name}: pip install 'deadreckon[lab]'")
+    commands = {"demo": demo, "list": list_, "bench": bench}
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            commands, prog="deadreckon", description="Attention whose positions are reckoned from content."
+        )
+    except ValueError as error:
+        Console(stderr=True).print(f"[red]error[/]: {error}", highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The demonstration: three small transformers learn to remember one bit. One of them can."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+import deadreckon as dr
+from deadreckon.lab.training import Recipe, Step, error_rate, train
+from deadreckon.tasks.flipflop import FlipFlop
+
+TITLES = {"rope": "RoPE", "fox": "FoX", "path": "PaTH", "path-fox": "PaTH-FoX", "alibi": "ALiBi", "nope": "NoPE"}
+
+
+@dataclass(frozen=True)
+class Test:
+    """One column of the result."""
+
+    title: str
+    ignore: float
+    times: int = 1  # the training length
+
+
+TESTS = (Test("as trained", 0.8), Test("sparse", 0.98), Test("dense", 0.1), Test("4× length", 0.8, 4))
+
+
+@dataclass
+class Contestant:
+    """One encoding in training, and what it reached."""
+
+    encoding: str
+    model: dr.DeadReckonForCausalLM
+    steps: list[Step] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)  # one a test
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.encoding, self.encoding)
+
+    def recent(self, span: int = 20) -> tuple[float, float]:
+        """Loss and error, averaged over the last steps."""
+        last = self.steps[-span:]
+        return sum(step.loss for step in last) / len(last), sum(step.error for step in last) / len(last)
+
+
+def make_model(encoding: str, vocab_size: int, seed: int) -> dr.DeadReckonForCausalLM:
+    """One layer, two heads, width 64: the model of the papers' flip-flop table."""
+    torch.manual_seed(seed)
+    config = dr.DeadReckonConfig(
+        encoding=encoding, vocab_size=vocab_size, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
+        initializer_range=0.1,
+    )  # fmt: skip
+    return dr.DeadReckonForCausalLM(config)
+
+
+def run_demo(
+    console: Console, encodings: tuple[str, ...], recipe: Recipe, picture: Path | None, device: str = "cpu"
+) -> list[Contestant]:
+    """Trains the encodings side by side on the same data, then scores, tabulates and draws them."""
+    task = FlipFlop()
+    contestants = [Contestant(name, make_model(name, task.vocab_size, recipe.seed).to(device)) for name in encodings]
+    console.print(
+        f"[bold]Flip-flop[/]: remember the last written bit. {len(contestants)} transformers of 1 layer, 2 heads and "
+        f"width 64, {recipe.steps} steps of {recipe.batch_size} × {recipe.length} tokens, seed {recipe.seed}."
+    )
+    began = time.perf_counter()
+    runs = [(contestant, train(contestant.model, task, recipe)) for contestant in contestants]
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        for number in range(1, recipe.steps + 1):
+            for contestant, steps in runs:
+                contestant.steps.append(next(steps))
+            live.update(_progress(contestants, recipe, time.perf_counter() - began))
+            if not console.is_terminal and (number % 100 == 0 or number == recipe.steps):
+                losses = ", ".join(f"{c.title} {c.recent()[0]:.3f}" for c in contestants)
+                console.print(f"step {number}/{recipe.steps}, {time.perf_counter() - began:.0f} s: loss {losses}")
+    with console.status("scoring on fresh sequences"):
+        for contestant in contestants:
+            contestant.errors = [
+                error_rate(contestant.model, FlipFlop(test.ignore), length=test.times * recipe.length) for test in TESTS
+            ]
+    console.print(_results(contestants, recipe))
+    if picture is not None:
+        from deadreckon.lab.pictures import flipflop_picture
+
+        flipflop_picture(contestants, TESTS, recipe, picture)
+        console.print(f"Picture: {picture}")
+    console.print(f"{time.perf_counter() - began:.0f} s on {device}, torch {torch.__version__}.")
+    return contestants
+
+
+def _progress(contestants: list[Contestant], recipe: Recipe, seconds: float) -> Table:
+    done = len(contestants[-1].steps)
+    left = seconds / done * (recipe.steps - done)
+    table = Table(title=f"step {done}/{recipe.steps}, {seconds:.0f} s, {left:.0f} s left", title_justify="left")
+    for heading in ("encoding", "", "loss", "read-bit error"):
+        table.add_column(heading, justify="left" if heading in ("encoding", "") else "right")
+    for contestant in contestants:
+        loss, error = contestant.recent()
+        bar = ProgressBar(total=recipe.steps, completed=len(contestant.steps), width=30)
+        table.add_row(contestant.title, bar, f"{loss:.3f}", f"{100 * error:.1f}%")
+    return table
+
+
+def _results(contestants: list[Contestant], recipe: Recipe) -> Table:
+    table = Table(title=f"Read-bit error, trained at length {recipe.length}", title_justify="left")
+    table.add_column("encoding")
+    for test in TESTS:
+        table.add_column(test.title, justify="right")
+    for contestant in contestants:
+        cells = [f"[{'green' if error <= 0.001 else 'red'}]{100 * error:.2f}%[/]" for error in contestant.errors]
+        table.add_row(contestant.title, *cells)
+    return table

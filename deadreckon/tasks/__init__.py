@@ -1,0 +1,1 @@
+"""Tasks whose answers can be scored at any length. One file each."""
