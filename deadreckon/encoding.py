@@ -80,6 +80,11 @@ def every_token(angles: Tensor, x: Tensor) -> Tensor:
     return angles.expand(x.shape[0], x.shape[1], 1, -1)
 
 
+def at_least_single(x: Tensor) -> Tensor:
+    """x in float32 if it is in half precision: gates and angles add up over long routes."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 class ShortConvolution(nn.Module):
     """A causal convolution along time, one filter a channel: y_t = Σ_i weight_i · x_{t−i}, within its document."""
 
@@ -101,10 +106,10 @@ class ShortConvolution(nn.Module):
 
 
 class ForgetGate(nn.Linear):
-    """log σ(u · x + b) for each head, in float32: (B, T, d_model) -> (B, T, heads)."""
+    """log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return logsigmoid(linear(x, self.weight, self.bias).float())
+        return logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -133,4 +138,4 @@ class HouseholderSteps(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Householder:
         w = self.convolution(self.up(self.down(x)), context).unflatten(-1, (self.heads, self.head_dim))
-        return Householder(w=normalize(w.float(), dim=-1), beta=2 * self.strength(x).float().sigmoid())
+        return Householder(normalize(at_least_single(w), dim=-1), 2 * at_least_single(self.strength(x)).sigmoid())

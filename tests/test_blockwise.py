@@ -34,7 +34,9 @@ AWKWARD = [
 
 def describe(case: Case) -> str:
     beta = "" if case.beta is None else f"-beta{case.beta}"
-    return f"{case.transport}-{case.gate}-{case.score}-T{case.length}-D{case.width}-s{case.scale}{beta}".replace(" ", "_")
+    return f"{case.transport}-{case.gate}-{case.score}-T{case.length}-D{case.width}-s{case.scale}{beta}".replace(
+        " ", "_"
+    )
 
 
 @pytest.mark.parametrize("case", COMBINATIONS + AWKWARD, ids=describe)

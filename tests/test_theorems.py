@@ -120,7 +120,8 @@ def test_one_layer_knows_when_swaps_are_the_identity(length: int, impl: Implemen
     output = swap_model(tokens, length, impl, dtype)
     # A lone start token gets all of both heads: the construction says nothing about the empty word.
     assert output[:, 0].abs().max() < 1e-6
-    assert torch.equal(output[:, 1:] > 0, identity[:, 1:]) and torch.equal(output[:, 1:] < 0, ~identity[:, 1:])
+    assert torch.equal(output[:, 1:] > 0, identity[:, 1:])
+    assert torch.equal(output[:, 1:] < 0, ~identity[:, 1:])
     # With logits of half the longest word the first head's weight is 1 or 0.
     margin = identity.to(dtype) - 1 / torch.arange(1, length + 2, dtype=dtype)
     torch.testing.assert_close(output, margin, rtol=0, atol=1e-6)
@@ -200,7 +201,8 @@ def read_errors(probabilities: Tensor, tokens: Tensor) -> float:
     """The share of bits after a read that are predicted wrongly."""
     reads = tokens[:, :-1] == READ
     answers, truth = probabilities[:, :-1].argmax(-1)[reads], tokens[:, 1:][reads]
-    assert set(truth.tolist()) == {ZERO, ONE} and len(truth) >= len(tokens)
+    assert set(truth.tolist()) == {ZERO, ONE}
+    assert len(truth) >= len(tokens)
     return (answers != truth).double().mean().item()
 
 

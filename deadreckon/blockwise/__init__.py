@@ -23,6 +23,8 @@ def attend_blockwise(
     if cu_seqlens is not None and len(cu_seqlens) > 2:
         return unpacked(attend_blockwise, q, k, v, factors, scale, cu_seqlens)
     transport, log_gate, score = factors
+    if scale <= 0:  # stock kernels mask before they scale, and gates are carried in units of the scale
+        q, scale = (-q, -scale) if scale else (0 * q, 1.0)
     phase = None
     if isinstance(transport, Rotation):
         phase = phases(transport.angles, q)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid
 
 from deadreckon.blockwise.precision import exact
 
@@ -128,7 +128,7 @@ class StickBreaking:
 
     def _steps(self, z: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
         z = z if visible is None else z.masked_fill(~visible, -torch.inf)
-        return z, softplus(z)
+        return z, -logsigmoid(-z)  # softplus gives up its tail beyond 20
 
     def _weights(self, z: Tensor, broken: Tensor, gate: Tensor | None, row: Tensor) -> Tensor:
         left = row.unsqueeze(-1).to(z.dtype) - broken.flip(-1).cumsum(-1).flip(-1)

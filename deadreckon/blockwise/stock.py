@@ -63,11 +63,12 @@ def dense_backward(
     rows, keys = q.shape[2], k.shape[2]
     lse = lse.contiguous()
     if backend == "cudnn":
-        empty, seed = q.new_empty(0), torch.zeros((), dtype=torch.int64, device=q.device)
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        # PyTorch finds cuDNN's plan by the layout of q, k and v: that of the rest must not vary.
+        grad, out = grad.contiguous(), out.contiguous()
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, empty, empty, empty, rows, keys, 0.0, False,
-            scale=scale,
-        )  # fmt: skip
+            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
+        )
     if backend == "flash":
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_flash_attention_backward(

@@ -46,10 +46,8 @@ def attend_tree(
     batch, length, query_heads, _ = q.shape
     heads = k.shape[2]
     dtype = q.dtype
-    if q.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-        q, k, v = q.float(), k.float(), v.float()  # as fast, and exact
-    if scale == 0:  # gates are carried beside the logits, in units of the scale
-        q, scale = torch.zeros_like(q), 1.0
+    if q.device.type == "cpu" or score != "softmax":  # where half precision gains nothing
+        q, k, v = (x.to(work(dtype)) for x in (q, k, v))
     leaf = min(LEAF, -(-length // 8) * 8)
     padding = -length % leaf
 

@@ -13,7 +13,7 @@ import math
 
 from torch import Tensor, nn
 
-from deadreckon.encoding import Context, Encoding, ForgetGate, Sizes, rope_angles
+from deadreckon.encoding import Context, Encoding, ForgetGate, Sizes, at_least_single, rope_angles
 from deadreckon.factors import Factors, Power, Rotation
 
 
@@ -32,5 +32,5 @@ class ConformalSympow(Encoding):
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         angles = 2 * math.pi * rope_angles(self.head_dim, self.longest, x.device)
-        pace = 1 + self.pace(x).float().tanh()  # (B, T, 1)
+        pace = 1 + at_least_single(self.pace(x)).tanh()  # (B, T, 1)
         return Factors(Rotation((pace * angles).unsqueeze(2)), self.gate(x), self.score)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deadreckon.encoding import Context, Encoding, Sizes, rope_angles
+from deadreckon.encoding import Context, Encoding, Sizes, at_least_single, rope_angles
 from deadreckon.factors import Factors, Rotation
 
 
@@ -35,7 +35,7 @@ class LearnedRotation(Encoding):
         if context.token_ids is None:
             raise ValueError("learned-rotation: expected token_ids beside x, angles are looked up by token; got None")
         widest = rope_angles(self.head_dim, self.base, x.device)
-        angles = self.table[context.token_ids].float() * widest
+        angles = at_least_single(self.table[context.token_ids]) * widest
         return Factors(Rotation(angles.unsqueeze(2), self.values))
 
 

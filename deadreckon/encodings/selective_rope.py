@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from deadreckon.encoding import Context, Encoding, ShortConvolution, Sizes, rope_angles
+from deadreckon.encoding import Context, Encoding, ShortConvolution, Sizes, at_least_single, rope_angles
 from deadreckon.factors import Factors, Rotation
 
 
@@ -36,5 +36,5 @@ class SelectiveRoPE(Encoding):
         heads = self.sizes.n_heads if self.sizes.d_model % self.sizes.n_heads == 0 else 1
         share = normalize(x.unflatten(-1, (heads, -1)), dim=-1).flatten(-2)
         chosen = self.convolution(self.up(self.down(share)), context)
-        chosen = chosen.unflatten(-1, (self.sizes.n_kv_heads, -1)).float()
+        chosen = at_least_single(chosen.unflatten(-1, (self.sizes.n_kv_heads, -1)))
         return Factors(Rotation(chosen * rope_angles(self.sizes.head_dim, self.base, x.device)))

@@ -77,7 +77,7 @@ def check(case: str, dtype: torch.dtype, device: str) -> None:
     )
     limits = [1e-5] + [1e-4] * len(used) if dtype == torch.float32 else [2e-2] + [4e-2] * len(used)
     for name, (a, b), limit in zip(["output", *used], pairs, limits, strict=True):
-        error = float((a.double() - b).norm() / b.norm())
+        error = float((a.double() - b).detach().norm() / b.detach().norm())
         if not error <= limit:
             raise RuntimeError(f"{case}: {name} is off by {error:.1e} (limit {limit:.0e}); nothing was timed")
 

@@ -1,0 +1,245 @@
+"""The contract of every encoding, and what each of them computes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.encodings.alibi import slopes
+
+RANDOM = ("randomized", "random-rotation", "random-rotation-values")  # drawn anew in each forward pass
+STEADY = [name for name in dr.ENCODINGS if name not in RANDOM]
+WIDTH, HEADS, KV_HEADS, VOCABULARY = 32, 4, 2, 11
+
+
+def make_layer(name: str, **keywords: object) -> dr.AttentionLayer:
+    torch.manual_seed(0)
+    arguments = {"n_kv_heads": KV_HEADS, "vocab_size": VOCABULARY, **keywords}
+    return dr.AttentionLayer(WIDTH, HEADS, name, **arguments).double()  # type: ignore[arg-type]
+
+
+def make_input(length: int, batch: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, length, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+
+
+def run(layer: dr.AttentionLayer, x: Tensor, ids: Tensor, **keywords: Tensor) -> Tensor:
+    torch.manual_seed(2)  # random encodings draw the same
+    return layer(x, token_ids=ids, **keywords)
+
+
+def factors(layer: dr.AttentionLayer, x: Tensor, ids: Tensor | None = None) -> dr.Factors:
+    return layer.encoding(x, dr.Context.of(x, ids))
+
+
+@pytest.mark.parametrize("name", dr.ENCODINGS)
+def test_causal(name: str) -> None:
+    layer, (x, ids) = make_layer(name), make_input(90)
+    changed, changed_ids = x.clone(), ids.clone()
+    changed[:, 70:] += 1
+    changed_ids[:, 70:] = (ids[:, 70:] + 1) % VOCABULARY
+    before, after = run(layer, x, ids), run(layer, changed, changed_ids)
+    torch.testing.assert_close(after[:, :70], before[:, :70], rtol=0, atol=1e-12)
+    assert not torch.allclose(after[:, 70:], before[:, 70:])
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_prefix_consistent(name: str) -> None:
+    layer, (x, ids) = make_layer(name), make_input(90)
+    torch.testing.assert_close(run(layer, x[:, :33], ids[:, :33]), run(layer, x, ids)[:, :33], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_packed_equals_separate(name: str) -> None:
+    layer, (x, ids) = make_layer(name), make_input(90, batch=1)
+    packed = run(layer, x, ids, cu_seqlens=torch.tensor([0, 1, 40, 90], dtype=torch.int32))
+    separate = [run(layer, x[:, a:b], ids[:, a:b]) for a, b in ((0, 1), (1, 40), (40, 90))]
+    torch.testing.assert_close(packed, torch.cat(separate, dim=1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", dr.ENCODINGS)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_blockwise_layer_equals_reference_layer(name: str, qk_norm: bool) -> None:
+    layer, (x, ids) = make_layer(name, qk_norm=qk_norm), make_input(80)
+    found = run(layer, x, ids)
+    layer.impl = "reference"
+    torch.testing.assert_close(found, run(layer, x, ids), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", dr.ENCODINGS)
+def test_every_parameter_learns_and_half_precision_runs(name: str) -> None:
+    layer, (x, ids) = make_layer(name), make_input(40)
+    run(layer, x, ids).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+    half = layer.bfloat16()
+    assert run(half, x.bfloat16(), ids).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(layer.float(), x.float(), ids).isfinite().all()
+
+
+@pytest.mark.parametrize("name", dr.ENCODINGS)
+def test_reset_parameters_is_a_fresh_draw(name: str) -> None:
+    layer = make_layer(name)
+    with torch.no_grad():
+        for parameter in layer.encoding.parameters():
+            parameter.fill_(7)
+    layer.encoding.reset_parameters()
+    assert all((p != 7).any() and p.isfinite().all() for p in layer.encoding.parameters())
+
+
+def test_layers_say_what_is_wrong() -> None:
+    for arguments, message in (
+        ((30, 4), "d_model: expected a multiple"),
+        ((32, 4, "rotary"), "encoding: expected one of nope"),
+        ((32, 4, "path", 3), "n_kv_heads: expected a divisor"),
+        ((32, 0), "n_heads: expected an integer"),
+        ((32, 4, "learned-rotation"), "learned-rotation: expected vocab_size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dr.AttentionLayer(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="encoding_options: 'path' does not take"):
+        dr.AttentionLayer(32, 4, "path", encoding_options={"depth": 3})
+    layer = dr.AttentionLayer(32, 4, "learned-rotation", vocab_size=5)
+    with pytest.raises(ValueError, match="expected token_ids"):
+        layer(torch.randn(1, 3, 32))
+    with pytest.raises(ValueError, match=r"x: expected \(B, T, d_model = 32\)"):
+        layer(torch.randn(1, 3, 16))
+    with pytest.raises(ValueError, match="token_ids: expected"):
+        layer(torch.randn(1, 3, 32), token_ids=torch.zeros(1, 4, dtype=torch.int64))
+    long = dr.AttentionLayer(32, 4, "randomized", encoding_options={"positions": 16})
+    with pytest.raises(ValueError, match="17 tokens needs as many positions, got 16"):
+        x = torch.randn(1, 17, 32)
+        long.encoding.embed(x, dr.Context.of(x))
+
+
+# What each computes ---------------------------------------------------------------------------------------------------
+
+
+def angles_of(found: dr.Factors) -> Tensor:
+    assert isinstance(found.transport, dr.Rotation)
+    return found.transport.angles
+
+
+def test_rope_is_llama() -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k, v = (torch.randn(1, 50, 2, 16, dtype=torch.float64) for _ in range(3))
+    layer = dr.AttentionLayer(32, 2, "rope")
+    theta = angles_of(factors(layer, torch.randn(1, 50, 32))).double()
+    expected_theta = 10000.0 ** -(torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(theta[0, 0, 0].float(), expected_theta)
+    phase = torch.arange(50)[:, None] * theta[0, 0]
+    cos, sin = (torch.cat([f, f], -1)[None] for f in (phase.cos(), phase.sin()))
+    q_turned, k_turned = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    expected = torch.nn.functional.scaled_dot_product_attention(q_turned, k_turned, v.transpose(1, 2), is_causal=True)
+    torch.testing.assert_close(dr.attend(q, k, v, transport=dr.Rotation(theta)), expected.transpose(1, 2))
+
+
+def test_alibi_slopes() -> None:
+    assert slopes(8) == [2.0**-n for n in range(1, 9)]
+    assert slopes(2) == [2.0**-4, 2.0**-8]
+    assert slopes(3) == [2.0**-4, 2.0**-8, 2.0**-2]
+    assert slopes(12)[:8] == slopes(8)
+    assert slopes(12)[8:] == [2.0 ** (-n / 2) for n in (1, 3, 5, 7)]
+
+
+def test_fox_gates() -> None:
+    layer, (x, _) = make_layer("fox"), make_input(10)
+    gate = layer.encoding.gate
+    expected = torch.nn.functional.linear(x, gate.weight, gate.bias).sigmoid().log()
+    torch.testing.assert_close(factors(layer, x).log_gate, expected)
+
+
+def test_path_steps() -> None:
+    layer, (x, _) = make_layer("path-fox"), make_input(20)
+    found = factors(layer, x)
+    assert isinstance(found.transport, dr.Householder)
+    assert found.log_gate is not None
+    w, beta = found.transport.w, found.transport.beta
+    assert w.shape == (2, 20, KV_HEADS, WIDTH // HEADS)
+    torch.testing.assert_close(w.norm(dim=-1), torch.ones(2, 20, KV_HEADS, dtype=torch.float64))
+    assert ((beta > 0) & (beta < 2)).all()
+    # The convolution reaches back two tokens, and no farther.
+    nudged = x.clone()
+    nudged[:, 5] += 1
+    moved = (factors(layer, nudged).transport.w - w).abs().amax((0, 2, 3)) > 0  # type: ignore[union-attr]
+    assert moved.nonzero().flatten().tolist() == [5, 6, 7]
+
+
+def test_random_rotations_are_drawn_in_their_range() -> None:
+    layer, (x, _) = make_layer("random-rotation"), make_input(400)
+    grid = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    first, second = angles_of(factors(layer, x)), angles_of(factors(layer, x))
+    assert first.shape == (2, 400, 1, 4)
+    assert not torch.equal(first, second)
+    assert (first.abs() <= grid).all()
+    assert (first.abs().amax((0, 1, 2)) > 0.97 * grid).all()
+    torch.testing.assert_close(first.mean((0, 1, 2)) / grid, torch.zeros(4), rtol=0, atol=0.1)
+    values = factors(make_layer("random-rotation-values"), x).transport
+    assert isinstance(values, dr.Rotation)
+    assert values.values
+
+
+def test_learned_rotations_belong_to_tokens() -> None:
+    layer, (x, ids) = make_layer("learned-rotation-values"), make_input(30)
+    found = factors(layer, x, ids)
+    assert isinstance(found.transport, dr.Rotation)
+    assert found.transport.values
+    angles = angles_of(found)[:, :, 0]
+    for token in range(VOCABULARY):
+        same = angles[ids == token]
+        assert (same == same[0]).all()
+
+
+def test_selective_rope_turns_by_a_convolution_of_the_normalised_input() -> None:
+    layer, (x, _) = make_layer("selective-rope"), make_input(12)
+    encoding = layer.encoding
+    share = x.unflatten(-1, (HEADS, -1))
+    share = (share / share.norm(dim=-1, keepdim=True)).flatten(-2)
+    chosen = share @ encoding.down.weight.T @ encoding.up.weight.T
+    taps = encoding.convolution.weight
+    expected = torch.zeros_like(chosen)
+    for t in range(12):
+        for lag in range(min(4, t + 1)):
+            expected[:, t] += taps[lag] * chosen[:, t - lag]
+    grid = 500000.0 ** -(torch.arange(0, 8, 2) / 8)
+    found = angles_of(factors(layer, x))
+    torch.testing.assert_close(found, (expected.unflatten(-1, (KV_HEADS, -1)) * grid))
+
+
+def test_conformal_sympow_scales_the_angles_of_sympow() -> None:
+    x, _ = make_input(10)
+    keywords = {"max_length": 100, "encoding_options": {"p": 4}}
+    fixed = factors(make_layer("sympow", **keywords), x)
+    grid = 2 * math.pi / 100 ** (torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(angles_of(fixed), grid.expand(2, 10, 1, 4))
+    assert fixed.score == dr.Power(4)
+    assert fixed.log_gate is None
+    layer = make_layer("conformal-sympow", **keywords)
+    found = factors(layer, x)
+    pace = 1 + (x @ layer.encoding.pace.weight.T).tanh()
+    torch.testing.assert_close(angles_of(found), (pace * grid).unsqueeze(2))
+    gated = factors(make_layer("sympow-gated", **keywords), x)
+    assert gated.log_gate is not None
+    assert (gated.log_gate < 0).all()
+
+
+def test_positions_added_to_embeddings() -> None:
+    x = torch.zeros(2, 30, WIDTH)
+    context = dr.Context.of(x[:1], cu_seqlens=torch.tensor([0, 20, 30]))
+    assert context.positions.tolist() == [*range(20), *range(10)]
+    encoding = make_layer("sinusoidal", encoding_options={"gain": 1.0}).encoding
+    added = encoding.embed(x, dr.Context.of(x))
+    torch.testing.assert_close(added[0, :, 0], torch.arange(30).float().sin())
+    torch.testing.assert_close(added[0, :, WIDTH // 2], torch.arange(30).float().cos())
+    drawn = make_layer("randomized", encoding_options={"gain": 1.0, "positions": 1000}).encoding
+    slowest = 10000.0 ** -((WIDTH - 2) / WIDTH)
+    places = drawn.embed(x, dr.Context.of(x))[0, :, WIDTH // 2 - 1].asin() / slowest
+    assert (places.diff() > 0.5).all()
+    assert -0.5 < places.min() < places.max() < 999.5
+    assert not torch.equal(drawn.embed(x, dr.Context.of(x)), drawn.embed(x, dr.Context.of(x)))

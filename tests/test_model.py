@@ -1,0 +1,164 @@
+"""The decoder as Hugging Face's tools see it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import deadreckon as dr
+
+VOCABULARY = 13
+RANDOM = ("randomized", "random-rotation", "random-rotation-values")
+
+
+def make_model(encoding: str = "path-fox", **keywords: Any) -> dr.DeadReckonForCausalLM:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes["initializer_range"] = 0.2  # loud enough that tokens matter
+    config = dr.DeadReckonConfig(encoding=encoding, vocab_size=VOCABULARY, **{**sizes, **keywords})
+    return dr.DeadReckonForCausalLM(config).eval()
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def logits(model: dr.DeadReckonForCausalLM, ids: Tensor, **keywords: Any) -> Tensor:
+    torch.manual_seed(4)
+    with torch.no_grad():
+        return model(ids, **keywords).logits
+
+
+@pytest.mark.parametrize("encoding", dr.ENCODINGS)
+def test_save_and_load(encoding: str, tmp_path: Path) -> None:
+    model, ids = make_model(encoding, qk_norm=True), tokens(2, 20)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, dr.DeadReckonForCausalLM)
+    assert AutoConfig.from_pretrained(tmp_path).encoding == encoding
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("encoding", [name for name in dr.ENCODINGS if name not in RANDOM])
+def test_padding_changes_nothing(encoding: str) -> None:
+    model, ids = make_model(encoding), tokens(3, 30)
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0  # left
+    mask[1, 25:] = 0  # right
+    padded = logits(model, ids, attention_mask=mask)
+    for row, kept in ((0, slice(11, 30)), (1, slice(0, 25)), (2, slice(0, 30))):
+        alone = logits(model, ids[row : row + 1, kept])
+        torch.testing.assert_close(padded[row, kept], alone[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(logits(model, ids, attention_mask=torch.ones_like(ids)), logits(model, ids))
+
+
+def test_packed_sequences() -> None:
+    model, ids = make_model(), tokens(1, 30)
+    packed = logits(model, ids, cu_seqlens=torch.tensor([0, 12, 30], dtype=torch.int32))
+    separate = torch.cat([logits(model, ids[:, :12]), logits(model, ids[:, 12:])], dim=1)
+    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="cu_seqlens: packed sequences have no padding"):
+        mask = torch.ones_like(ids).index_fill_(1, torch.tensor([0]), 0)
+        model(ids, attention_mask=mask, cu_seqlens=torch.tensor([0, 30], dtype=torch.int32))
+
+
+def test_loss_is_the_next_tokens_cross_entropy() -> None:
+    model, ids = make_model(), tokens(2, 20)
+    labels = ids.clone()
+    labels[:, :5] = -100
+    output = model(ids, labels=labels)
+    expected = torch.nn.functional.cross_entropy(output.logits[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten())
+    torch.testing.assert_close(output.loss, expected)
+    loss, scores = model(ids, labels=labels, return_dict=False)
+    torch.testing.assert_close((loss, scores), (output.loss, output.logits))
+    torch.testing.assert_close(model(ids, logits_to_keep=1).logits, output.logits[:, -1:])
+    embedded = model(inputs_embeds=model.get_input_embeddings()(ids))
+    torch.testing.assert_close(embedded.logits, output.logits)
+
+
+def test_generate_follows_the_logits() -> None:
+    model, ids = make_model(), tokens(2, 7)
+    expected = ids
+    for _ in range(6):
+        expected = torch.cat([expected, logits(model, expected)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    beams = model.generate(ids, max_new_tokens=6, do_sample=False, num_beams=3)
+    assert beams.shape == (2, 13)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    both = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    alone = model.generate(ids[:1, 3:], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(both[0, 3:], alone[0])
+
+
+@pytest.mark.parametrize("encoding", ["path-fox", "random-rotation", "conformal-sympow"])
+def test_gradient_checkpointing_gives_the_same_gradients(encoding: str) -> None:
+    model, ids = make_model(encoding).train(), tokens(2, 20)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(5)
+        model(ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    assert len(plain) == len(list(model.parameters()))
+    torch.testing.assert_close(gradients(), plain)
+
+
+def test_layers_may_differ() -> None:
+    names = ["rope", "path", "sinusoidal"]
+    model = make_model(num_hidden_layers=3, layer_encodings=names, encoding_options={"path": {"rank": 4}})
+    kinds = [type(layer.self_attn.encoding) for layer in model.model.layers]
+    assert kinds == [dr.ENCODINGS[name] for name in names]
+    assert model.model.layers[1].self_attn.encoding.steps.down.weight.shape[0] == 4
+    assert logits(model, tokens(1, 9)).isfinite().all()
+    # What is added to the embeddings is added, once, wherever its layer stands.
+    without = make_model(
+        num_hidden_layers=3, layer_encodings=["rope", "path", "nope"], encoding_options={"path": {"rank": 4}}
+    )
+    without.load_state_dict(model.state_dict())
+    assert not torch.allclose(logits(without, tokens(1, 9)), logits(model, tokens(1, 9)))
+
+
+def test_weights_begin_as_asked() -> None:
+    model = make_model("selective-rope", initializer_range=0.02, hidden_size=128)
+    assert 0.018 < model.model.layers[0].self_attn.q_proj.weight.std() < 0.022
+    convolution = model.model.layers[0].self_attn.encoding.convolution.weight  # an encoding keeps its own
+    assert 0.4 < convolution.abs().max() <= 0.5
+    tied = make_model(tie_word_embeddings=True)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoding": "rotary"}, "encoding: expected one of nope"),
+        ({"layer_encodings": ["rope"]}, "layer_encodings: expected a name for each of 2 layers, got 1"),
+        ({"encoding_options": {"rope": {}}}, "encoding_options: expected names of encodings in use"),
+        ({"hidden_size": 30}, "hidden_size: expected a multiple"),
+    ],
+)
+def test_bad_configurations(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_model(**changes)
+
+
+def test_bad_calls() -> None:
+    model, ids = make_model(), tokens(1, 5)
+    with pytest.raises(ValueError, match="input_ids: expected it or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="attention_mask: expected"):
+        model(ids, attention_mask=torch.ones(1, 6))

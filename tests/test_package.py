@@ -1,0 +1,68 @@
+"""The package from outside: what importing it costs and needs, and whether the README tells the truth."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import deadreckon as dr
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str) -> str:
+    """Runs code in a fresh interpreter and returns what it prints."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_brings_torch_alone() -> None:
+    code = (
+        "import sys, torch, deadreckon as dr; q = torch.randn(1, 5, 2, 4); dr.attend(q, q, q); dr.AttentionLayer; "
+        "unwanted = ('transformers', 'triton', 'safetensors', 'tyro', 'rich', 'matplotlib', 'deadreckon.lab', "
+        "'deadreckon.model', 'deadreckon.tasks'); "
+        "before = set(sys.modules); print([m for m in unwanted if m in before])"
+    )
+    only_torch = python("import sys, torch; print('triton' in sys.modules)")
+    assert only_torch == "False"
+    assert python(code) == "[]"
+
+
+def test_import_is_quick() -> None:
+    code = (
+        "import torch, time; began = time.perf_counter(); import deadreckon; deadreckon.attend; "
+        "print(time.perf_counter() - began)"
+    )
+    assert min(float(python(code)) for _ in range(3)) < 0.3
+
+
+def test_attend_works_without_transformers() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None; import torch, deadreckon as dr; "
+        "q = torch.randn(1, 5, 2, 4); layer = dr.AttentionLayer(8, 2, 'path'); "
+        "print(dr.attend(q, q, q).shape, layer(q.flatten(2)).shape)"
+    )
+    assert python(code) == "torch.Size([1, 5, 2, 4]) torch.Size([1, 5, 8])"
+
+
+def test_public_names_are_there() -> None:
+    assert set(dr.__all__) == set(dr._HOME)
+    for name in dr.__all__:
+        assert getattr(dr, name) is not None
+    assert set(dr.__all__) <= set(dir(dr))
+
+
+def test_readme_example_runs() -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert examples
+    assert len([line for line in examples[0].splitlines() if line.strip()]) <= 8
+    for example in examples:
+        python(example)
+
+
+def test_readme_names_every_encoding() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert all(f"`{name}`" in text for name in dr.ENCODINGS)
