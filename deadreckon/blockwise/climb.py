@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from deadreckon.blockwise.causal import CausalLeaves
 from deadreckon.blockwise.leaf import HouseholderLeaf, plain_logits
 from deadreckon.blockwise.precision import exact, work
 from deadreckon.blockwise.runs import Gate, Run, gate_of, levels
@@ -16,6 +17,7 @@ from deadreckon.blockwise.stock import Backend, backend_for, dense_backward, den
 from deadreckon.blockwise.wide import Wide
 from deadreckon.factors import Power, Score
 
+LEAF = 64  # tokens of a leaf that is computed by tiles
 TILE = 1 << 20  # logits held at a time where no stock kernel serves
 REACH = 256  # query tokens that share a decision on which keys are in reach
 CACHED = 64  # matrices of a leaf that a CPU works on at a time
@@ -44,6 +46,7 @@ class Climb:
         self.w, self.beta = w, beta
         self.sums = None if gates is None else gates.cumsum(1)
         self.scale, self.leaf, self.group = scale, leaf, q.shape[2]
+        self.causal = leaf > LEAF  # leaves that large are the stock kernel's
         self.levels = list(levels(q.shape[1], leaf))
         self.score: Tiled = score_of(score)
         self.leaf_dtype = exact(q.device) if self.score.careful else work(q.dtype)
@@ -51,14 +54,13 @@ class Climb:
     # --- both ways -----------------------------------------------------------------------------------------------
 
     def in_leaves(self, x: Tensor, part: slice = slice(None)) -> Tensor:
-        """x (N, T, ...) as (N, leaves, S, ...), or some of its leaves."""
-        return x.unflatten(1, (-1, self.leaf))[:, part]
+        """x (N, T, ...), or some of its leaves, as (1, leaves, S, ...): leaves of all heads in one row."""
+        return x.unflatten(1, (-1, self.leaf)).flatten(0, 1)[part].unsqueeze(0)
 
     def leaf_parts(self) -> Iterator[slice]:
         """Leaves, so many at a time that on a CPU their matrices stay in its cache."""
-        count = self.keys.shape[1] // self.leaf
-        matrices = self.keys.shape[0] * self.group
-        size = max(1, CACHED // matrices) if self.keys.device.type == "cpu" else count
+        count = self.keys.shape[0] * self.keys.shape[1] // self.leaf
+        size = max(1, CACHED // self.group) if self.keys.device.type == "cpu" else count
         for start in range(0, count, size):
             yield slice(start, start + size)
 
@@ -90,9 +92,16 @@ class Climb:
 
     def enter_frames(self, leaves: list[HouseholderLeaf]) -> Tensor:
         """Takes queries and keys from the input's frames to those of the leaves; returns the leaves' products."""
-        self.queries = torch.cat([leaf.queries for leaf in leaves], dim=1).flatten(1, 2)
-        self.keys = torch.cat([leaf.keys for leaf in leaves], dim=1).flatten(1, 2)
-        return torch.cat([leaf.products for leaf in leaves], dim=1)
+        self.queries = torch.cat([leaf.queries for leaf in leaves], dim=1).view_as(self.queries)
+        self.keys = torch.cat([leaf.keys for leaf in leaves], dim=1).view_as(self.keys)
+        products = torch.cat([leaf.products for leaf in leaves], dim=1)
+        return products.view(self.keys.shape[0], -1, *products.shape[2:])
+
+    def causal_leaves(self) -> CausalLeaves:
+        assert self.stock is not None
+        assert self.sums is not None
+        q, k, v, sums = (self.in_leaves(x)[0] for x in (self.queries, self.keys, self.values, self.sums))
+        return CausalLeaves(self.stock, q, k, v, sums, self.scale)
 
     def tiles(self, run: Run) -> Iterator[slice]:
         """Query tokens of a run, so many at a time that a tile of logits stays small."""
@@ -160,7 +169,11 @@ class Climb:
         out = self.queries.new_zeros(*self.queries.shape[:3], self.values.shape[2], dtype=self.leaf_dtype)
         row = self.score.start(self.queries[..., 0])
         leaves = []
-        for part in self.leaf_parts():
+        if self.causal:
+            found_out, found_row = self.causal_leaves().forward()
+            self.in_leaves(out)[0].copy_(found_out)
+            self.in_leaves(row)[0].copy_(found_row)
+        for part in () if self.causal else self.leaf_parts():
             leaf = self.householder_leaf(part)
             values = self.in_leaves(self.values, part).to(self.leaf_dtype)
             self.score.add(
@@ -223,12 +236,14 @@ class Climb:
                 self.run_gradients(run)
         grad_w, grad_beta = (None if x is None else torch.empty_like(x) for x in (self.w, self.beta))
         self.queries, self.keys = q, k
-        for number, part in enumerate(self.leaf_parts()):
+        if self.causal:
+            self.causal_leaf_gradients()
+        for number, part in enumerate(() if self.causal else self.leaf_parts()):
             leaf = leaves[number] if leaves else None
             grad_logits = self.leaf_gradients(leaf, part)
             grad_q, grad_k = self.in_leaves(self.grad_q, part), self.in_leaves(self.grad_k, part)
             if leaf and grad_w is not None and grad_beta is not None:
-                grad_p = None if grad_products is None else grad_products[:, part]
+                grad_p = None if grad_products is None else grad_products.flatten(0, 1)[part].unsqueeze(0)
                 found = leaf.gradients(grad_logits, grad_q, grad_k, grad_p)
                 wanted = (grad_q, grad_k, self.in_leaves(grad_w, part), self.in_leaves(grad_beta, part))
                 for x, value in zip(wanted, found, strict=True):
@@ -332,6 +347,22 @@ class Climb:
         left[:, :, 1:] += by_key[:, :, :-1].cumsum(2)
         right += by_query.flip(2).cumsum(2).flip(2)
 
+    def add_leaf_gate_gradients(self, ends: Tensor, part: slice = slice(None)) -> None:
+        """A gate at s is on the routes that end at s or later, less those that begin there too; ends (1, n, S, 1 | G)."""
+        assert self.grad_gates is not None
+        ends = ends.to(self.grad_gates.dtype).flip(2).cumsum(2).flip(2)
+        self.in_leaves(self.grad_gates, part).add_(ends)
+
+    def causal_leaf_gradients(self) -> None:
+        assert self.grad_gates is not None
+        grad, out, row = (self.in_leaves(x)[0] for x in (self.grad, self.out, self.row))
+        *found, ends = self.causal_leaves().gradients(grad, out, row)
+        for x, value in zip((self.grad_q, self.grad_k, self.grad_v), found, strict=True):
+            self.in_leaves(x)[0].add_(value)
+        if self.grad_gates.shape[2] == 1:
+            ends = ends.sum(-1, keepdim=True)
+        self.add_leaf_gate_gradients(ends.unsqueeze(0))
+
     def leaf_gradients(self, leaf: HouseholderLeaf | None, part: slice) -> Tensor:
         """d logits of these leaves, before scaling; d values and d gates are added where they belong."""
         values, grad = (self.in_leaves(x, part).to(self.leaf_dtype) for x in (self.values, self.grad))
@@ -344,6 +375,5 @@ class Climb:
         if self.grad_gates is not None:
             if self.grad_gates.shape[2] == 1:
                 grad_gate = grad_gate.sum(3, keepdim=True)
-            ends = (grad_gate.sum(-1) - grad_gate.sum(2).mT).to(self.grad_gates.dtype)
-            self.in_leaves(self.grad_gates, part).add_(ends.flip(2).cumsum(2).flip(2))
+            self.add_leaf_gate_gradients(grad_gate.sum(-1) - grad_gate.sum(2).mT, part)
         return (self.scale * grad_z).to(self.keys.dtype)

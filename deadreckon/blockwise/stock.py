@@ -34,31 +34,41 @@ def width_for(backend: Backend, *widths: int) -> int:
     return -(-max(widths) // multiple) * multiple
 
 
-def dense_forward(backend: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale · q kᵀ) v without a mask, and its log-sum-exp.
+def dense_forward(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale · q kᵀ) v, without a mask unless causal, and its log-sum-exp.
 
     q (N, n, R, W), k and v (N, n, S, W) -> (N, n, R, W), (N, n, R).
     """
     if backend == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     if backend == "cudnn":
-        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)[:2]
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
         return out, lse.view(q.shape[:3])
     if backend == "flash":
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[:2]
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
     if backend == "efficient":
-        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, False, scale=scale)[:2]
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
         return out, lse[..., : q.shape[2]]
     raise AssertionError(f"no stock kernel named {backend}")
 
 
 def dense_backward(
-    backend: Backend, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    backend: Backend,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, where out and lse belong to whole rows of which this block is a part."""
     if backend == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, False, scale=scale
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
     rows, keys = q.shape[2], k.shape[2]
     lse = lse.contiguous()
@@ -67,16 +77,16 @@ def dense_backward(
         # PyTorch finds cuDNN's plan by the layout of q, k and v: that of the rest must not vary.
         grad, out = grad.contiguous(), out.contiguous()
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
+            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, rows, keys, 0.0, causal, scale=scale
         )
     if backend == "flash":
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, rows, keys, 0.0, False, seed, seed.new_zeros(()), scale=scale
+            grad, q, k, v, out, lse, None, None, rows, keys, 0.0, causal, seed, seed.new_zeros(()), scale=scale
         )
     if backend == "efficient":
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         return aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], False, scale=scale
+            grad, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
         )[:3]
     raise AssertionError(f"no stock kernel named {backend}")

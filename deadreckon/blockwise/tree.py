@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from deadreckon.blockwise.climb import Climb
+from deadreckon.blockwise.causal import leaf_size
+from deadreckon.blockwise.climb import LEAF, Climb
 from deadreckon.blockwise.precision import exact, work
 from deadreckon.factors import Householder, Power, Score
-
-LEAF = 64
 
 
 def attend_tree(
@@ -49,6 +48,8 @@ def attend_tree(
     if q.device.type == "cpu" or score != "softmax":  # where half precision gains nothing
         q, k, v = (x.to(work(dtype)) for x in (q, k, v))
     leaf = min(LEAF, -(-length // 8) * 8)
+    if householder is None and log_gate is not None and score == "softmax" and q.device.type == "cpu":
+        leaf = max(leaf, leaf_size(log_gate.detach()) or 0)  # on a CPU it costs nothing to look at the gates
     padding = -length % leaf
 
     def by_head(x: Tensor) -> Tensor:  # (B, T, H·G, ...) -> (B·H, T, G, ...), T padded to whole leaves
@@ -59,9 +60,8 @@ def attend_tree(
     if householder is not None:
         w, beta = (by_head(x.to(work(q.dtype))).squeeze(2) for x in (householder.w, householder.beta))
     if log_gate is not None:
-        gates = (
-            by_head(log_gate).to(exact(q.device)).clamp(min=-1e4)
-        )  # exp(-1e4) is 0; a sum of -inf would be no number
+        # exp(-1e4) is 0 as well, and -inf - (-inf) would be no number.
+        gates = by_head(log_gate).to(exact(q.device)).clamp(min=-1e4)
     q, k, v = by_head(q), by_head(k).squeeze(2), by_head(v).squeeze(2)
     if isinstance(score, Power):
         # Weights are divided by their sum, so q and k may have any length: one that keeps powers in range.
