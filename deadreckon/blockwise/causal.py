@@ -1,6 +1,6 @@
 """Leaves without Householder steps, large ones: a causal call of the stock kernel, gates as two extra channels.
 
-With c the sum of log gates from the leaf's first token on, [q, c_i, 1] · [k, 1, −c_j] is the gated logit. The kernel
+With c the sum of log gates, counted from halfway down, [q, c_i, 1] · [k, 1, −c_j] is the gated logit. The kernel
 adds these channels up in the working precision, so c must stay small within a leaf: `leaf_size` sees to that. Leaves of
 strong gates are small and computed by tiles instead, where a route's gate is the difference of two float64 numbers.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from deadreckon.blockwise.stock import Backend, dense_backward, dense_forward, width_for
 
 SMALLEST, LARGEST = 128, 4096  # tokens of a causal leaf
-RANGE = 16.0  # the sum of log gates in as many tokens: rounding it costs 2 · 16 · 6e-8 of a weight
+RANGE = 32.0  # of the sum of log gates in a leaf, ± 32 at most: rounding that costs 32 · 6e-8 of a weight
 
 
 def leaf_size(gates: Tensor) -> int | None:
@@ -42,7 +42,8 @@ class CausalLeaves:
         self.width = width_for(backend, self.channels + 2, self.value_channels)
         unit = 2.0 ** round(-math.log2(scale))
         self.unit = scale * unit
-        local = ((sums - sums[:, :1]) / self.unit).mT  # (M, 1 | G, S)
+        middle = (sums[:, :1] + sums[:, -1:]) / 2
+        local = ((sums - middle) / self.unit).mT  # (M, 1 | G, S)
         group = (-1, q.shape[2], -1, -1)
         self.q = self.like(q)
         self.q[..., self.channels] = local
@@ -55,8 +56,9 @@ class CausalLeaves:
 
     def like(self, x: Tensor) -> Tensor:
         """(M, S, heads, channels) as the kernel wants it: heads first, padded to its width."""
-        wide = x.new_zeros(x.shape[0], x.shape[2], x.shape[1], self.width)
+        wide = x.new_empty(x.shape[0], x.shape[2], x.shape[1], self.width)
         wide[..., : x.shape[-1]] = x.transpose(1, 2)
+        wide[..., x.shape[-1] :] = 0
         return wide
 
     def forward(self) -> tuple[Tensor, Tensor]:

@@ -348,7 +348,7 @@ class Climb:
         right += by_query.flip(2).cumsum(2).flip(2)
 
     def add_leaf_gate_gradients(self, ends: Tensor, part: slice = slice(None)) -> None:
-        """A gate at s is on the routes that end at s or later, less those that begin there too; ends (1, n, S, 1 | G)."""
+        """A gate at s is on the routes that end at s or later, less those that also begin there."""
         assert self.grad_gates is not None
         ends = ends.to(self.grad_gates.dtype).flip(2).cumsum(2).flip(2)
         self.in_leaves(self.grad_gates, part).add_(ends)

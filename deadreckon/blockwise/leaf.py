@@ -2,16 +2,17 @@
 
 With W the leaf's directions, M = I + strictLower(diag(β) W Wᵀ), and rows for tokens, let
 
-    A = lower(Q Wᵀ)    C = strictLower(W Kᵀ)    X = M⁻¹ diag(β) W    Y = M⁻¹ diag(β) C
+    A = lower(Q Wᵀ)    C = strictLower(W Kᵀ)    [X, Y] = M⁻¹ diag(β) [W, C]
 
 Every product of Householder steps inside the leaf is I minus a piece of Xᵀ W, so that
 
-    logits = lower(Q Kᵀ) − A Y
     Q̃ = Q − A X          queries, carried back to the leaf's start
-    K̃ = K − Yᵀ W         keys, carried on to the leaf's end
+    logits = Q Kᵀ − A Y
     P = I − Xᵀ W         the whole leaf, first step leftmost
+    K̃ = K − Yᵀ W         keys, carried on to the leaf's end
 
-M has a unit diagonal, so the solve is safe for every β; nothing inverts a Householder step.
+M has a unit diagonal, so the solve is safe for every β; nothing inverts a Householder step. All inner products are one
+matrix, [Q; W] [W; K]ᵀ, and what uses X and Y uses both: a few large products are faster than many small ones.
 """
 
 from __future__ import annotations
@@ -36,61 +37,68 @@ class HouseholderLeaf:
 
     def __init__(self, q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> None:
         self.shape = q.shape[2:4]
-        self.q, self.k, self.w, self.beta = q.flatten(2, 3), k, w, beta.unsqueeze(-1)
-        self.w_w = w @ w.mT
-        self.a = self._lower(self.q @ w.mT)
-        self.c = (w @ k.mT).tril(-1)
-        solved = torch.linalg.solve_triangular(
-            self.beta * self.w_w, self.beta * torch.cat([w, self.c], dim=-1), upper=False, unitriangular=True
+        self.rows, self.size, self.width = self.shape.numel(), k.shape[2], k.shape[3]
+        self.w, self.beta = w, beta.unsqueeze(-1)
+        self.from_rows = torch.cat([q.flatten(2, 3), w], dim=2)  # [Q; W]
+        self.to_rows = torch.cat([w, k], dim=2)  # [W; K]
+        inner = self.from_rows @ self.to_rows.mT
+        (q_w, q_k), (self.w_w, w_k) = self._quarters(inner)
+        self.a = self._lower(q_w)
+        self.right = torch.cat([w, w_k.tril(-1)], dim=-1)  # [W, C]
+        self.solved = torch.linalg.solve_triangular(
+            self.beta * self.w_w, self.beta * self.right, upper=False, unitriangular=True
         )
-        self.x, self.y = solved.split([w.shape[-1], k.shape[2]], dim=-1)
-        self.logits = torch.baddbmm(*_flat(self.q @ k.mT, self.a, self.y), alpha=-1).view(*q.shape[:4], -1)
-        self.queries = torch.baddbmm(*_flat(self.q, self.a, self.x), alpha=-1).view(q.shape)
-        self.keys = torch.baddbmm(*_flat(k, self.y.mT, w), alpha=-1).view(k.shape)
-        self.products = -self.x.mT @ w
+        self.queries, self.logits = self._columns(self.a @ self.solved)
+        self.queries = (q.flatten(2, 3) - self.queries).unflatten(2, self.shape)
+        self.logits = (q_k - self.logits).unflatten(2, self.shape)
+        self.products, self.keys = (self.solved.mT @ w).neg_().split([self.width, self.size], dim=2)
         self.products.diagonal(dim1=-2, dim2=-1).add_(1)
+        self.keys = self.keys + k
 
-    def forget(self) -> None:
-        """Drops what only the gradients need."""
-        del self.q, self.k, self.w, self.beta, self.w_w, self.a, self.c, self.x, self.y, self.logits
+    def _quarters(self, x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The parts of a matrix shaped like [Q; W] [W; K]ᵀ."""
+        upper, lower = x.split([self.rows, self.size], dim=2)
+        first, second = (part.split([self.size, self.size], dim=3) for part in (upper, lower))
+        return (first[0], first[1]), (second[0], second[1])
+
+    def _columns(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts of x that belong to X and Y."""
+        first, second = x.split([self.width, self.size], dim=-1)
+        return first, second
 
     def _lower(self, rows: Tensor) -> Tensor:
         """Keeps the tokens that a query meets on its way to the leaf's start: its own and those before."""
         return rows.unflatten(2, self.shape).transpose(2, 3).tril().transpose(2, 3).flatten(2, 3)
+
+    def forget(self) -> None:
+        """Drops what only the gradients need."""
+        del self.w, self.beta, self.from_rows, self.to_rows, self.w_w, self.a, self.right, self.solved, self.logits
 
     def gradients(
         self, grad_logits: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_products: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """d q, d k, d w, d beta, from the gradients of what this leaf has computed."""
         grad_logits, grad_queries = grad_logits.flatten(2, 3), grad_queries.flatten(2, 3)
-        width = self.w.shape[-1]
-        grad_both = torch.cat([grad_queries, grad_logits], dim=-1)  # with [X, Y]: what multiplies A
-        solved = torch.cat([self.x, self.y], dim=-1)
-        grad_a = self._lower(grad_both @ solved.mT).neg_()
-        grad_solved = -(self.a.mT @ grad_both)
-        grad_solved[..., width:] -= self.w @ grad_keys.mT
-        grad_w = -self.y @ grad_keys
-        if grad_products is not None:
-            grad_solved[..., :width] -= self.w @ grad_products.mT
-            grad_w -= self.x @ grad_products
-        # Through the solve: with R = M⁻ᵀ d[X, Y], the right-hand side receives R and M receives −R [X, Y]ᵀ.
-        back = torch.linalg.solve_triangular((self.beta * self.w_w).mT, grad_solved, upper=True, unitriangular=True)
-        grad_m = (back @ solved.mT).tril(-1).neg_()
-        right = torch.cat([self.w, self.c], dim=-1)
-        grad_beta = (back * right).sum(-1) + (grad_m * self.w_w).sum(-1)
+        if grad_products is None:
+            grad_products = grad_keys.new_zeros(*grad_keys.shape[:2], self.width, self.width)
+        grad_from_a = torch.cat([grad_queries, grad_logits], dim=-1)  # what −A [X, Y] receives
+        grad_from_w = torch.cat([grad_products, grad_keys], dim=2)  # what −[X, Y]ᵀ W receives
+        grad_solved = self.a.mT @ grad_from_a
+        grad_solved += self.w @ grad_from_w.mT
+        # Through the solve: with R = M⁻ᵀ d[X, Y], its right-hand side receives R, and M receives −R [X, Y]ᵀ.
+        back = torch.linalg.solve_triangular(
+            (self.beta * self.w_w).mT, grad_solved, upper=True, unitriangular=True
+        ).neg_()
+        grad_m = (back @ self.solved.mT).tril(-1).neg_()
+        grad_beta = (back * self.right).sum(-1) + (grad_m * self.w_w).sum(-1)
         back *= self.beta
-        grad_c = back[..., width:].tril(-1)
-        grad_m *= self.beta
-        grad_w += back[..., :width]
-        grad_w += (grad_m + grad_m.mT) @ self.w
-        grad_w += grad_c @ self.k
-        grad_w += grad_a.mT @ self.q
-        grad_k = grad_keys + grad_c.mT @ self.w
-        grad_k += grad_logits.mT @ self.q
-        grad_q = grad_queries + grad_logits @ self.k
-        grad_q += grad_a @ self.w
-        return grad_q.unflatten(2, self.shape), grad_k, grad_w, grad_beta
-
-
-def _flat(*matrices: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.flatten(0, 1) for x in matrices)
+        grad_inner = grad_logits.new_empty(*grad_logits.shape[:2], self.rows + self.size, 2 * self.size)
+        (grad_q_w, grad_q_k), (grad_w_w, grad_w_k) = self._quarters(grad_inner)
+        grad_q_w.copy_(self._lower(grad_from_a @ self.solved.mT)).neg_()
+        grad_q_k.copy_(grad_logits)
+        torch.mul(grad_m, self.beta, out=grad_w_w)
+        grad_w_k.copy_(back[..., self.width :].tril(-1))
+        grad_q, grad_w = (grad_inner @ self.to_rows).split([self.rows, self.size], dim=2)
+        grad_w_too, grad_k = (grad_inner.mT @ self.from_rows).split([self.size, self.size], dim=2)
+        grad_w = grad_w + grad_w_too + back[..., : self.width] - self.solved @ grad_from_w
+        return (grad_q + grad_queries).unflatten(2, self.shape), grad_k + grad_keys, grad_w, grad_beta

@@ -53,8 +53,9 @@ class Wide:
         x = x.flatten(2, 3) if x.dim() == 5 else x
         if x.shape[-1] == self.width and x.dtype == self.dtype:
             return x
-        wide = x.new_zeros(*x.shape[:-1], self.width, dtype=self.dtype)
+        wide = x.new_empty(*x.shape[:-1], self.width, dtype=self.dtype)
         wide[..., : x.shape[-1]] = x
+        wide[..., x.shape[-1] :] = 0
         return wide
 
     def gate_gradients(self, wide_q: Tensor, wide_k: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory profiler's own chatter
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -149,10 +150,7 @@ def measure(length: int, batch: int, heads: int, width: int, rounds: int, device
             if number:  # the first round warms up
                 forwards.append(taken[0])
                 boths.append(taken[1])
-    return {
-        case: Figures(statistics.median(a), statistics.median(b), peak_bytes(partial(both, case), device))
-        for case, (a, b) in times.items()
-    }
+    return {case: Figures(min(a), min(b), peak_bytes(partial(both, case), device)) for case, (a, b) in times.items()}
 
 
 def run_bench(
@@ -174,9 +172,9 @@ def run_bench(
             found[length] = measure(length, batch, heads, width, rounds, device)
             progress.advance(bar)
     threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {threads} threads"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {threads} threads"
     shape = f"B {batch}, H {heads}, D {width}, {str(dtype).removeprefix('torch.')}"
-    about = f"{name}; torch {torch.__version__}; {shape}; median of {rounds}; all cases checked against float64 first"
+    about = f"{name}; torch {torch.__version__}; {shape}; best of {rounds}; all cases checked against float64 first"
     rows = [
         [str(length), case, *_cells(figures, cases[BASELINE])]
         for length, cases in found.items()
@@ -190,9 +188,19 @@ def run_bench(
         table.add_row(*row, end_section=row[1] == list(CASES)[-1])
     console.print(table)
     if save is not None:
-        lines = [f"{date.today()}, {about}.", "", _markdown(headings), _markdown(["---:"] * len(headings))]
+        flags = f"--device {device} --lengths {' '.join(map(str, lengths))} --batch {batch} --heads {heads}"
+        command = f"deadreckon bench {flags} --head-dim {width} --rounds {rounds}"
+        lines = [
+            f"# Attention on {name}",
+            "",
+            f"{date.today()}: {about}. Inputs drawn with seed 0.",
+            "",
+            f"    {command}",
+            "",
+        ]
+        lines += [_markdown(headings), _markdown(["---:"] * len(headings)), *map(_markdown, rows)]
         save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text("\n".join(lines + [_markdown(row) for row in rows]) + "\n")
+        save.write_text("\n".join(lines) + "\n")
         console.print(f"Saved: {save}")
     return found
 
@@ -203,6 +211,14 @@ def _cells(figures: Figures, base: Figures) -> list[str]:
         f"{1e3 * figures.both:.1f} ms", f"{figures.both / base.both:.2f}",
         f"{figures.memory / 2**20:.1f} MiB", f"{figures.memory / base.memory:.2f}",
     ]  # fmt: skip
+
+
+def _processor() -> str:
+    """What this machine calls its processor."""
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return " ".join([platform.machine(), *names[:1]])
 
 
 def _markdown(cells: list[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 def demo(
     encodings: tuple[str, ...] = ("rope", "fox", "path"),
-    steps: int = 400,
+    steps: int = 500,
     length: int = 128,
     seed: int = 0,
     picture: Path = Path("flipflop.png"),
@@ -59,7 +59,7 @@ def bench(
         batch: B.
         heads: H.
         head_dim: D.
-        rounds: timings of each case; the median counts.
+        rounds: timings of each case; the best counts, what the machine adds to it does not.
         save: also write the table as Markdown.
     """
     from deadreckon.lab.bench import run_bench

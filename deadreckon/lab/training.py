@@ -26,7 +26,7 @@ class Task(Protocol):
 class Recipe:
     """How to train: AdamW, a linear warm-up, then a linear decay to zero."""
 
-    steps: int = 400
+    steps: int = 500
     batch_size: int = 32
     length: int = 128
     learning_rate: float = 8e-3
