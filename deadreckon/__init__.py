@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from deadreckon.factors import Factors, Householder, Power, Rotation
     from deadreckon.layer import AttentionLayer
     from deadreckon.model import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
+    from deadreckon.state import LayerState
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOME = {
     "Context": "encoding",
     "ENCODINGS": "encodings",
     "AttentionLayer": "layer",
+    "LayerState": "state",
     "DeadReckonConfig": "model",
     "DeadReckonModel": "model",
     "DeadReckonForCausalLM": "model",
@@ -50,6 +52,7 @@ __all__ = [
     "Encoding",
     "Factors",
     "Householder",
+    "LayerState",
     "Power",
     "Rotation",
     "Sizes",

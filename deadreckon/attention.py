@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.blockwise import attend_blockwise
+from deadreckon.blockwise.stream import Past, attend_stream
 from deadreckon.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.reference import attend_reference
 
@@ -77,6 +78,26 @@ def attend(
     if impl == "triton":
         raise ValueError("impl: this version has no Triton kernels; use 'auto', 'blockwise' or 'reference'")
     raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
+
+
+def attend_next(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    transport: Transport | None = None,
+    log_gate: Tensor | None = None,
+    score: Score = "softmax",
+    scale: float | None = None,
+    past: Past,
+) -> Tensor:
+    """:func:`attend` of the next piece of a sequence, over itself and the past, which it moves on. No gradients."""
+    _check_inputs(q, k, v)
+    _check_transport(transport, q, k, v)
+    _check_score(score)
+    factors = Factors(transport, _check_gate(log_gate, q, k), score)
+    with torch.autocast(q.device.type, enabled=False):
+        return attend_stream(q, k, v, factors, q.shape[-1] ** -0.5 if scale is None else scale, past)
 
 
 def _shape(x: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,16 @@ class Context:
     """What is known of the tokens beside their vectors.
 
     Attributes:
-        positions: (T,) place of each token in its document.
+        positions: (B or 1, T) place of each token in its document.
         token_ids: (B, T), for encodings that look tokens up.
         cu_seqlens: boundaries of packed documents.
+        recent: where an encoding keeps the last inputs that it needs again, while a sequence comes in pieces.
     """
 
     positions: Tensor
     token_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    recent: dict[str, Tensor] | None = None
 
     @classmethod
     def of(cls, x: Tensor, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Context:
@@ -45,7 +47,15 @@ class Context:
         if cu_seqlens is not None:
             starts = cu_seqlens.to(x.device, torch.int64)
             positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-        return cls(positions, token_ids, cu_seqlens)
+        return cls(positions.unsqueeze(0), token_ids, cu_seqlens)
+
+    def after(self, length: int) -> Context:
+        """The context of a piece that so many tokens have gone before."""
+        return replace(self, positions=self.positions + length)
+
+    def remembering(self, recent: dict[str, Tensor]) -> Context:
+        """The same, with a place to keep recent inputs in."""
+        return replace(self, recent=recent)
 
 
 class Encoding(nn.Module, ABC):
@@ -98,9 +108,16 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        y = x * self.weight[0]
-        for lag in range(1, self.weight.shape[0]):
-            earlier = pad(x, (0, 0, lag, 0))[:, : x.shape[1]]
+        reach, length = self.weight.shape[0] - 1, x.shape[1]
+        if context.recent:
+            x = torch.cat([context.recent["convolution"], x], dim=1)
+        else:
+            x = pad(x, (0, 0, reach, 0))
+        if context.recent is not None:
+            context.recent["convolution"] = x[:, -reach:]
+        y = x[:, reach:] * self.weight[0]
+        for lag in range(1, reach + 1):
+            earlier = x[:, reach - lag : reach - lag + length]
             y = y + earlier * self.weight[lag] * (context.positions >= lag).unsqueeze(-1).to(x.dtype)
         return y
 

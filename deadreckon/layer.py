@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
-from deadreckon.attention import Implementation, attend
+from deadreckon.attention import Implementation, attend, attend_next
 from deadreckon.encoding import Context, Encoding, Sizes
 from deadreckon.encodings import ENCODINGS
+from deadreckon.state import LayerState
+
+RESET = -1e4  # a log gate that nothing passes
 
 
 def make_encoding(name: str, sizes: Sizes, options: dict[str, Any] | None = None) -> Encoding:
@@ -70,27 +74,79 @@ class AttentionLayer(nn.Module):
         self.k_norm = nn.RMSNorm(self.sizes.head_dim, eps=1e-6) if qk_norm else nn.Identity()
         self.encoding = make_encoding(encoding, self.sizes, encoding_options)
 
-    def forward(self, x: Tensor, *, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: Literal["none"] = "none",
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: LayerState | Literal["none"] | None = "none",
+    ) -> Tensor | tuple[Tensor, LayerState]:
         """Attends over x (B, T, d_model).
 
         Args:
-            x: the input.
+            x: the input, or the next piece of it.
             token_ids: (B, T), for encodings that look tokens up.
             cu_seqlens: boundaries of packed sequences (B = 1).
+            state: what the pieces before have left, None for the first piece. Any split of a sequence gives the same
+                outputs; they carry no gradients.
+
+        Returns:
+            The output, and the state beside it if one was asked for.
         """
         if x.dim() != 3 or x.shape[-1] != self.sizes.d_model:
             raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
         if token_ids is not None and token_ids.shape != x.shape[:2]:
             raise ValueError(f"token_ids: expected (B, T) = {tuple(x.shape[:2])}, got {tuple(token_ids.shape)}")
-        return self.attend(x, Context.of(x, token_ids, cu_seqlens))
+        context = Context.of(x, token_ids, cu_seqlens)
+        if state == "none":
+            return self.attend(x, context)
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected None beside a state")
+        state = LayerState() if state is None else state
+        if not isinstance(state, LayerState):
+            raise ValueError(f"state: expected a LayerState or None, got {type(state).__name__}")
+        return self.attend(x, context.after(state.length), state), state
 
-    def attend(self, x: Tensor, context: Context) -> Tensor:
-        """The layer itself, for callers that have the context already."""
+    def attend(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
+        """The layer itself, for callers that have the context already; moves the state on."""
+        if state is not None:
+            if state.length and state.batch != x.shape[0]:
+                raise ValueError(f"state: expected one of {x.shape[0]} sequences, like x, got one of {state.batch}")
+            context = context.remembering(state.recent)
+            state.batch, state.length = x.shape[0], state.length + x.shape[1]
+            with torch.no_grad():
+                return self._attend(x, context, state)
+        return self._attend(x, context, None)
+
+    def _attend(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:
         width = self.sizes.head_dim
         v = self.v_proj(x).unflatten(-1, (-1, width))
         # Norms may answer in float32 under autocast.
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
         factors = self.encoding(x, context)
-        output = attend(q, k, v, **factors._asdict(), cu_seqlens=context.cu_seqlens, impl=self.impl)
+        if state is None:
+            output = attend(q, k, v, **factors._asdict(), cu_seqlens=context.cu_seqlens, impl=self.impl)
+        else:
+            if state.padded:  # the first real token of a sequence forgets the padding before it
+                fresh = (context.positions == 0).unsqueeze(-1).expand(*x.shape[:2], self.sizes.n_heads)
+                gate = 0.0 if factors.log_gate is None else factors.log_gate
+                factors = factors._replace(log_gate=torch.where(fresh, RESET, gate))
+            output = attend_next(q, k, v, **factors._asdict(), past=state.past)
         return self.o_proj(output.flatten(-2))

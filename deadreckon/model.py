@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from deadreckon.cache import LAYER_TYPE, StateLayer
 from deadreckon.encoding import Context, Encoding
 from deadreckon.encodings import ENCODINGS
 from deadreckon.layer import AttentionLayer
+from deadreckon.state import LayerState
 
 
+@strict
 class DeadReckonConfig(PreTrainedConfig):
     """Everything that makes a :class:`DeadReckonForCausalLM`.
 
@@ -45,7 +51,7 @@ class DeadReckonConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    use_cache: bool = False
+    use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -82,6 +88,14 @@ class DeadReckonConfig(PreTrainedConfig):
         """The name of each layer's encoding."""
         return self.layer_encodings or [self.encoding] * self.num_hidden_layers
 
+    @property
+    def layer_types(self) -> list[str]:
+        """The cache that each layer needs, by the name under which transformers finds it."""
+        return [LAYER_TYPE] * self.num_hidden_layers
+
+    def validate_layer_type(self) -> None:
+        """Leaves out transformers' check, whose list of layer types is closed."""
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate x) ⊙ up x)."""
@@ -111,8 +125,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self.self_attn.attend(self.input_layernorm(x), context)
+    def forward(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
+        x = x + self.self_attn.attend(self.input_layernorm(x), context, state)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -148,11 +162,18 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> BaseModelOutput:
+        past_key_values: Cache | None = None,
+        use_cache: bool = False,
+    ) -> BaseModelOutputWithPast:
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is not None or use_cache:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected no cache beside it")
+            cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+            return self._continue(x, input_ids, attention_mask, cache)
         real = _padding(attention_mask, x)
         if real is not None:
             if cu_seqlens is not None:
@@ -163,6 +184,16 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = x[real].unsqueeze(0)
             input_ids = None if input_ids is None else input_ids[real].unsqueeze(0)
         context = Context.of(x, input_ids, cu_seqlens)
+        x = self._embed(x, context)
+        for layer in self.layers:
+            x = layer(x, context)
+        x = self.norm(x)
+        if real is not None:
+            x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
+        return BaseModelOutputWithPast(last_hidden_state=x)
+
+    def _embed(self, x: Tensor, context: Context) -> Tensor:
+        """Adds positions to the embeddings, for encodings that do so."""
         encodings: dict[type[Encoding], Encoding] = {}
         for layer in self.layers:
             encoding = layer.get_submodule("self_attn.encoding")
@@ -170,12 +201,46 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             encodings.setdefault(type(encoding), encoding)
         for encoding in encodings.values():  # what is added to the embeddings is added once
             x = encoding.embed(x, context)
-        for layer in self.layers:
-            x = layer(x, context)
-        x = self.norm(x)
-        if real is not None:
-            x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
-        return BaseModelOutput(last_hidden_state=x)
+        return x
+
+    def _continue(self, x: Tensor, ids: Tensor | None, mask: Tensor | None, cache: Cache) -> BaseModelOutputWithPast:
+        """The next piece of sequences whose past is in the cache."""
+        states = [_state(cache, number) for number in range(len(self.layers))]
+        seen = states[0].length
+        context = Context.of(x, ids).after(seen).remembering({})
+        padding = _left_padding(mask, x.shape[0], seen + x.shape[1])
+        if padding is not None:
+            context = replace(context, positions=context.positions - padding.unsqueeze(1))
+        for state in states:
+            state.padded = state.padded or padding is not None
+        x = self._embed(x, context)
+        for layer, state in zip(self.layers, states, strict=True):
+            x = layer(x, context, state)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)
+
+
+def _state(cache: Cache, number: int) -> LayerState:
+    """The state of a layer in a cache that transformers has built from our configuration."""
+    layer = cache.layers[number] if number < len(cache.layers) else None
+    if not isinstance(layer, StateLayer):
+        kind = type(layer).__name__
+        raise ValueError(f"past_key_values: expected DynamicCache(config=model.config), got a cache of {kind} layers")
+    return layer.state
+
+
+def _left_padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """How many tokens of padding stand before each sequence, (B,), or None where there is none."""
+    if mask is None:
+        return None
+    if mask.shape != (batch, length):
+        raise ValueError(
+            f"attention_mask: expected (B, past and new tokens) = ({batch}, {length}), got {tuple(mask.shape)}"
+        )
+    real = mask.bool()
+    padding = (~real).sum(1)
+    if not torch.equal(real, torch.arange(length, device=real.device) >= padding.unsqueeze(1)):
+        raise ValueError("attention_mask: with a cache, expected padding on the left only")
+    return padding if bool(padding.any()) else None
 
 
 def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
@@ -206,40 +271,40 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
-        use_cache: bool | None = None,
-    ) -> CausalLMOutput | tuple[Tensor, ...]:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next tokens and, given labels, the loss.
 
         Args:
             input_ids: (B, T) tokens.
-            attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states.
+            attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
+                (B, past and new tokens), padding on the left only.
+            past_key_values: a cache to go on from, ``DynamicCache(config=model.config)`` to begin with; no gradients.
             inputs_embeds: (B, T, hidden_size), in place of input_ids.
             labels: (B, T), as input_ids (the shift is made here), −100 where there is nothing to learn.
             cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
             logits_to_keep: compute logits of so many last tokens only; 0 for all.
             num_items_in_batch: what the summed loss is divided by, as the Trainer asks.
             return_dict: False for a plain tuple.
-            use_cache: not used; every call computes the whole sequence.
+            use_cache: make a cache if none is given, and return it.
         """
-        hidden = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens).last_hidden_state
+        found = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
+        hidden = found.last_hidden_state
         logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
             )
-        output = CausalLMOutput(loss=loss, logits=logits)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
         return output.to_tuple() if return_dict is False else output
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        """The whole sequence at every step: there is no cache yet."""
-        return {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask"), "logits_to_keep": 1}
 
 
 AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)

@@ -232,7 +232,7 @@ def test_conformal_sympow_scales_the_angles_of_sympow() -> None:
 def test_positions_added_to_embeddings() -> None:
     x = torch.zeros(2, 30, WIDTH)
     context = dr.Context.of(x[:1], cu_seqlens=torch.tensor([0, 20, 30]))
-    assert context.positions.tolist() == [*range(20), *range(10)]
+    assert context.positions.tolist() == [[*range(20), *range(10)]]
     encoding = make_layer("sinusoidal", encoding_options={"gain": 1.0}).encoding
     added = encoding.embed(x, dr.Context.of(x))
     torch.testing.assert_close(added[0, :, 0], torch.arange(30).float().sin())

@@ -30,7 +30,7 @@ def make_model(encoding: str = "path-fox", **keywords: Any) -> dr.DeadReckonForC
 
 
 def tokens(batch: int, length: int) -> Tensor:
-    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(3))
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
 def logits(model: dr.DeadReckonForCausalLM, ids: Tensor, **keywords: Any) -> Tensor:

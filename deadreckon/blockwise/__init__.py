@@ -27,7 +27,7 @@ def attend_blockwise(
         q, scale = (-q, -scale) if scale else (0 * q, 1.0)
     phase = None
     if isinstance(transport, Rotation):
-        phase = phases(transport.angles, q)
+        phase = phases(transport.angles)
         if phase.shape[2] == q.shape[2] and q.shape[2] != k.shape[2]:  # keys turn differently for each query head
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
             if log_gate is not None:

@@ -103,10 +103,10 @@ class Climb:
         q, k, v, sums = (self.in_leaves(x)[0] for x in (self.queries, self.keys, self.values, self.sums))
         return CausalLeaves(self.stock, q, k, v, sums, self.scale)
 
-    def tiles(self, run: Run) -> Iterator[slice]:
-        """Query tokens of a run, so many at a time that a tile of logits stays small."""
-        size = max(16, TILE // (self.keys.shape[0] * run.pairs * run.left * self.group))
-        for start in range(0, run.right, size):
+    def tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
+        """Query tokens of a block, so many at a time that a tile of logits stays small."""
+        size = max(16, TILE // (k.shape[:3].numel() * self.group))
+        for start in range(0, q.shape[2], size):
             yield slice(start, start + size)
 
     def tile_gate(self, gate: Gate | None, tokens: slice) -> Tensor | None:
@@ -164,8 +164,12 @@ class Climb:
 
     # --- forward -------------------------------------------------------------------------------------------------
 
-    def ascend(self) -> tuple[Tensor, Tensor]:
-        """The output (N, T, G, E) and the statistic of each row (N, T, G)."""
+    def ascend(self, to_top: bool = False) -> tuple[Tensor, Tensor]:
+        """What the score has gathered: outputs (N, T, G, E) and the statistic of each row (N, T, G), not finished.
+
+        With to_top, queries end in the frame of the first token, keys in that of the last, and `products` is the
+        whole way: what lies before and after can go on from there.
+        """
         out = self.queries.new_zeros(*self.queries.shape[:3], self.values.shape[2], dtype=self.leaf_dtype)
         row = self.score.start(self.queries[..., 0])
         leaves = []
@@ -187,13 +191,17 @@ class Climb:
         for number, runs in enumerate(self.levels, start=1):
             for run in runs:
                 self.add_run(run, out, row)
-            if products is not None and number < len(self.levels):
+            if products is not None and (to_top or number < len(self.levels)):
                 products = self.rise(runs, products)
-        return self.score.finish(out, row), row
+        self.products = products
+        return out, row
 
     def add_run(self, run: Run, out: Tensor, row: Tensor) -> None:
         q, k, v = run.halves(self.queries)[1], run.halves(self.keys)[0], run.halves(self.values)[0]
-        out, row, gate = run.halves(out)[1], run.halves(row)[1], gate_of(self.sums, run)
+        self.add_block(q, k, v, gate_of(self.sums, run), run.halves(out)[1], run.halves(row)[1])
+
+    def add_block(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate | None, out: Tensor, row: Tensor) -> None:
+        """Adds keys that all queries of a block see: q (N, n, tokens, G, D) × k (N, n, S, D), in one frame."""
         if self.stock and isinstance(self.score, Softmax):
             for tokens, keys in self.reach(q, k, gate, row):
                 wide = Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale, tokens, keys)
@@ -202,7 +210,7 @@ class Climb:
                 lse = lse if gate is None else lse + gate.shift[:, :, tokens].to(lse.dtype)
                 self.score.merge(tile_out[..., : v.shape[-1]], lse, out[:, :, tokens], row[:, :, tokens])
             return
-        for tokens in self.tiles(run):
+        for tokens in self.tiles(q, k):
             z = self.scale * plain_logits(q[:, :, tokens], k)
             self.score.add(z, self.tile_gate(gate, tokens), None, v, out[:, :, tokens], row[:, :, tokens])
 
@@ -313,7 +321,7 @@ class Climb:
             return
         inner, far = run.halves(self.inner)[1].to(k.dtype), run.halves(self.far)[1]
         by_query, by_key = self.gate_gradients_for(q, k, gate)
-        for tokens in self.tiles(run):
+        for tokens in self.tiles(q, k):
             grad_tile = grad[:, :, tokens].to(k.dtype)
             grad_weight = plain_logits(grad_tile, v) - inner[:, :, tokens].unsqueeze(-1)
             z = self.scale * plain_logits(q[:, :, tokens], k)

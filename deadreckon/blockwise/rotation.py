@@ -18,18 +18,19 @@ def _without_broadcast(x: Tensor) -> Tensor:
     return x
 
 
-def phases(angles: Tensor, like: Tensor) -> Tensor:
-    """Inclusive prefix sums of step angles modulo 2π, (B or 1, T, Hr, D/2).
+def phases(angles: Tensor, start: Tensor | None = None) -> Tensor:
+    """Inclusive prefix sums of step angles modulo 2π, (B or 1, T, Hr, D/2), from a phase to start at.
 
     Summed in float64: a route's angle is the difference of two phases, and must not lose digits to steps before it.
     """
     total = _without_broadcast(angles).to(exact(angles.device)).cumsum(1)
-    return torch.remainder(total, 2 * math.pi).to(work(like.dtype))
+    return torch.remainder(total if start is None else total + start, 2 * math.pi)
 
 
 def rotate(x: Tensor, phase: Tensor) -> Tensor:
     """Turns the pair (m, m + D/2) of x (B, T, heads, D) by phase (B or 1, T, Hr, D/2)."""
     heads, turns = x.shape[2], phase.shape[2]
+    phase = phase.to(work(x.dtype))
     if turns not in (1, heads):  # one phase for each group of heads
         phase = phase.repeat_interleave(heads // turns, dim=2)
     cos, sin = phase.cos(), phase.sin()

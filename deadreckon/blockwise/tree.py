@@ -84,6 +84,7 @@ class _Tree(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         climb = Climb(q, k, v, w, beta, gates, score, scale, leaf)
         out, row = climb.ascend()
+        out = climb.score.finish(out, row)
         given = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, w, beta, gates, out if climb.score.careful else given, row)
         ctx.settings = (score, scale, leaf)

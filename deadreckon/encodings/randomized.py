@@ -30,6 +30,8 @@ class Randomized(Encoding):
         self.limit, self.base, self.gain = positions, base, gain
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
+        if context.recent is not None:
+            raise ValueError("randomized: positions are drawn afresh for each forward pass; expected no state or cache")
         longest = int(context.positions.max()) + 1
         if longest > self.limit:
             raise ValueError(f"randomized: a sequence of {longest} tokens needs as many positions, got {self.limit}")

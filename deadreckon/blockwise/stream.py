@@ -1,0 +1,244 @@
+"""Attention while a sequence comes in pieces, any pieces: what lies behind is kept as segments.
+
+A segment holds keys in the frame of its own end, and the product of its steps. Queries of a new piece are carried back
+to the piece's start, look at the nearest segment, cross it (one D × D product), look at the next. Two neighbours become
+one when the older is no longer than the younger, as the digits of a binary counter carry: so a key is rewritten
+O(log T) times, in the working precision, and a query crosses O(log T) products. Between carries segments do not change,
+and continuations of one prefix share them.
+
+The last tokens, fewer than a leaf, wait as they came: their leaf is computed again with each piece. Without Householder
+steps nothing ever changes its frame, and there is one segment that grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from deadreckon.blockwise.climb import LEAF, Climb
+from deadreckon.blockwise.precision import exact, work
+from deadreckon.blockwise.rotation import phases, rotate
+from deadreckon.blockwise.runs import Gate
+from deadreckon.factors import Factors, Householder, Power, Rotation
+
+Fields = dict[str, Tensor]
+Change = Callable[[Tensor], Tensor]
+
+
+class Segment:
+    """Keys, values and running sums of log gates, (N, S, ...), with room to grow; and the product of its steps."""
+
+    def __init__(self, fields: Fields, product: Tensor | None = None) -> None:
+        self.storage = fields
+        self.length = next(iter(fields.values())).shape[1]
+        self.product = product
+        self.shared = False  # with another continuation: what is in it stays as it is
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.storage[name][:, : self.length]
+
+    @property
+    def sums(self) -> Tensor | None:
+        return self["sums"] if "sums" in self.storage else None
+
+    def append(self, fields: Fields) -> None:
+        """Adds tokens at the end; storage grows by half when it is full."""
+        added = next(iter(fields.values())).shape[1]
+        for name, new in fields.items():
+            held = self.storage[name]
+            if self.length + added > held.shape[1]:
+                room = max(self.length + added, self.length * 3 // 2, 64)
+                grown = held.new_empty(held.shape[0], room, *held.shape[2:])
+                grown[:, : self.length] = held[:, : self.length]
+                self.storage[name] = grown
+            self.storage[name][:, self.length : self.length + added] = new
+        self.length += added
+
+    def map(self, change: Change) -> Segment:
+        """A segment of its own, every tensor changed along its first dimension."""
+        fields = {name: change(self[name]) for name in self.storage}
+        return Segment(fields, None if self.product is None else change(self.product))
+
+    def bytes(self) -> int:
+        held = [*self.storage.values(), *([] if self.product is None else [self.product])]
+        return sum(x.numel() * x.element_size() for x in held)
+
+
+def joined(older: Segment, younger: Segment) -> Segment:
+    """One segment from two neighbours: the older keys cross the younger's steps."""
+    assert older.product is not None
+    assert younger.product is not None
+    keys = (older["k"].to(younger.product.dtype) @ younger.product).to(older["k"].dtype)
+    fields = {"k": torch.cat([keys, younger["k"]], dim=1), "v": torch.cat([older["v"], younger["v"]], dim=1)}
+    if older.sums is not None and younger.sums is not None:
+        fields["sums"] = torch.cat([older.sums, older.sums[:, -1:] + younger.sums], dim=1)
+    return Segment(fields, older.product @ younger.product)
+
+
+@dataclass
+class Past:
+    """All that attention needs of the tokens behind it.
+
+    Attributes:
+        segments: from the oldest to the youngest.
+        waiting: inputs of the last tokens, not yet a leaf (Householder steps only).
+        phase: the sum of step angles so far.
+        longest: what keys are divided by, with powers.
+    """
+
+    segments: list[Segment] = field(default_factory=list)
+    waiting: Fields | None = None
+    phase: Tensor | None = None
+    longest: Tensor | None = None
+
+    def fork(self) -> Past:
+        """Another continuation. Segments are shared from here on, not copied."""
+        for segment in self.segments:
+            segment.shared = True
+        return replace(self, segments=list(self.segments))
+
+    def map(self, batch: int, change: Change) -> Past:
+        """Every tensor changed along the batch, of which this holds `batch` rows: reordered, repeated, moved."""
+
+        def by_row(x: Tensor) -> Tensor:  # N = B · H
+            return change(x.unflatten(0, (batch, -1))).flatten(0, 1)
+
+        return Past(
+            [segment.map(by_row) for segment in self.segments],
+            None if self.waiting is None else {name: by_row(x) for name, x in self.waiting.items()},
+            self.phase if self.phase is None or self.phase.shape[0] == 1 else change(self.phase),
+            None if self.longest is None else by_row(self.longest),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Everything held, once."""
+        found = [x for segment in self.segments for x in segment.storage.values()]
+        found += [segment.product for segment in self.segments if segment.product is not None]
+        found += list((self.waiting or {}).values())
+        return found + [x for x in (self.phase, self.longest) if x is not None]
+
+
+@torch.no_grad()
+def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past) -> Tensor:
+    """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients."""
+    transport, log_gate, score = factors
+    batch, length, query_heads, _ = q.shape
+    if scale <= 0:
+        q, scale = (-q, -scale) if scale else (0 * q, 1.0)
+    phase = None
+    if isinstance(transport, Rotation):
+        phase = phases(transport.angles, past.phase)
+        past.phase = phase[:, -1:]
+        if phase.shape[2] == query_heads and query_heads != k.shape[2]:
+            k, v = (x.repeat_interleave(query_heads // x.shape[2], dim=2) for x in (k, v))
+            if log_gate is not None:
+                log_gate = log_gate.repeat_interleave(query_heads // log_gate.shape[2], dim=2)
+        q, k = rotate(q, phase), rotate(k, phase)
+        v = rotate(v, phase) if transport.values else v
+    heads, given = k.shape[2], q.dtype
+    if q.device.type == "cpu" or score != "softmax":
+        q, k, v = (x.to(work(given)) for x in (q, k, v))
+
+    def by_head(x: Tensor) -> Tensor:  # (B, L, H·G, ...) -> (B·H, L, G, ...)
+        return x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
+
+    fields: Fields = {"k": by_head(k).squeeze(2), "v": by_head(v).squeeze(2)}
+    queries = by_head(q)
+    if isinstance(score, Power):
+        if past.longest is None:
+            past.longest = fields["k"].norm(dim=-1).amax(-1)[:, None, None].clamp(min=torch.finfo(k.dtype).tiny)
+        fields["k"] = fields["k"] / past.longest
+        queries = queries / queries.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        scale = 1.0
+    if log_gate is not None:
+        fields["gates"] = by_head(log_gate).to(exact(q.device)).clamp(min=-1e4)
+    if isinstance(transport, Householder):
+        fields["w"], fields["beta"] = (by_head(x.to(work(given))).squeeze(2) for x in (transport.w, transport.beta))
+    outputs = []
+    for piece in _pieces(length, past, isinstance(transport, Householder)):
+        some = {name: x[:, piece] for name, x in fields.items()}
+        outputs.append(_attend_piece(queries[:, piece], some, score, scale, past))
+    output = torch.cat(outputs, dim=1).unflatten(0, (batch, heads)).transpose(1, 2)
+    output = output.reshape(batch, length, query_heads, -1).to(given)
+    if phase is not None and isinstance(transport, Rotation) and transport.values:
+        output = rotate(output, -phase)
+    return output
+
+
+def _pieces(length: int, past: Past, householder: bool) -> list[slice]:
+    """The new tokens that fill up whole leaves with those that wait, and the rest, which wait in turn."""
+    if not householder:
+        return [slice(0, length)]
+    waiting = 0 if past.waiting is None else past.waiting["k"].shape[1]
+    closed = max(0, (waiting + length) // LEAF * LEAF - waiting)
+    return [piece for piece in (slice(0, closed), slice(closed, length)) if piece.stop > piece.start]
+
+
+def _attend_piece(queries: Tensor, fields: Fields, score: object, scale: float, past: Past) -> Tensor:
+    """The output (N, L, G, E) of one piece; the past is moved on."""
+    length = queries.shape[1]
+    if past.waiting is not None:  # their keys are needed again, their outputs are not
+        fields = {name: torch.cat([past.waiting[name], x], dim=1) for name, x in fields.items()}
+        queries = pad(queries, (0, 0, 0, 0, fields["k"].shape[1] - length, 0))
+        past.waiting = None
+    total = queries.shape[1]
+    leaf = min(LEAF, -(-total // 8) * 8)
+
+    def whole(name: str) -> Tensor | None:  # padded to whole leaves
+        x = fields.get(name)
+        return None if x is None else pad(x, (0, 0) * (x.dim() - 2) + (0, -total % leaf))
+
+    q = pad(queries, (0, 0, 0, 0, 0, -total % leaf))
+    k, v = whole("k"), whole("v")
+    assert k is not None
+    assert v is not None
+    climb = Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)  # type: ignore[arg-type]
+    out, row = climb.ascend(to_top=True)
+    new = slice(total - length, total)
+    _look_back(climb, new, out, row, past)
+    _move_on(climb, fields, total, past)
+    return climb.score.finish(out, row)[:, new]
+
+
+def _look_back(climb: Climb, new: slice, out: Tensor, row: Tensor, past: Past) -> None:
+    """Adds the segments, from the youngest to the oldest, to the rows of new tokens."""
+    queries, out, row = (x[:, new].unsqueeze(1) for x in (climb.queries, out, row))
+    shift = None if climb.sums is None else climb.sums[:, new].unsqueeze(1)
+    for segment in reversed(past.segments):
+        keys, values = (segment[name].to(queries.dtype).unsqueeze(1) for name in ("k", "v"))
+        gate = None
+        if shift is not None and segment.sums is not None:
+            end = segment.sums[:, -1:]
+            gate = Gate(shift, (end - segment.sums).unsqueeze(1))
+            shift = shift + end.unsqueeze(1)
+        climb.add_block(queries, keys, values, gate, out, row)
+        if segment.product is not None:
+            crossed = queries.flatten(2, 3) @ segment.product.mT.unsqueeze(1)
+            queries = crossed.unflatten(2, queries.shape[2:4])
+
+
+def _move_on(climb: Climb, fields: Fields, total: int, past: Past) -> None:
+    """Keeps what the next piece will need of this one."""
+    if climb.products is not None and total % LEAF:
+        past.waiting = fields
+        return
+    kept = {"k": fields["k"], "v": fields["v"]}
+    if climb.sums is not None:
+        kept["sums"] = climb.sums[:, :total]
+    if climb.products is not None:
+        kept["k"] = climb.keys[:, :total].to(fields["k"].dtype)
+        past.segments.append(Segment(kept, climb.products[:, 0]))
+        while len(past.segments) > 1 and past.segments[-2].length <= past.segments[-1].length:
+            younger, older = past.segments.pop(), past.segments.pop()
+            past.segments.append(joined(older, younger))
+    elif past.segments and not past.segments[-1].shared:
+        last = past.segments[-1]
+        if last.sums is not None:
+            kept["sums"] = kept["sums"] + last.sums[:, -1:]
+        last.append(kept)
+    else:
+        past.segments.append(Segment(kept))

@@ -1,0 +1,53 @@
+"""What a layer remembers of a sequence that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from deadreckon.blockwise.stream import Past
+
+
+@dataclass
+class LayerState:
+    """The memory of one :class:`AttentionLayer`: ``y, state = layer(x, state=state)``, ``None`` to begin with.
+
+    A layer moves on the state it is given and returns it; :meth:`fork` first to go on from one place twice.
+
+    Attributes:
+        past: what attention needs: segments of keys and values, with gates, phases or Householder products.
+        recent: the last inputs of a short convolution.
+        length: how many tokens have been.
+        batch: of how many sequences.
+        padded: whether some of these sequences began with padding.
+    """
+
+    past: Past = field(default_factory=Past)
+    recent: dict[str, Tensor] = field(default_factory=dict)
+    length: int = 0
+    batch: int = 0
+    padded: bool = False
+
+    def fork(self) -> LayerState:
+        """Another continuation from here. What is behind is shared, not copied."""
+        return replace(self, past=self.past.fork(), recent=dict(self.recent))
+
+    def select(self, rows: Tensor) -> LayerState:
+        """The state of these sequences, in this order, as often as they are named."""
+        return self._map(lambda x: x.index_select(0, rows.to(x.device)), len(rows))
+
+    def to(self, device: torch.device | str) -> LayerState:
+        """The state on another device."""
+        return self._map(lambda x: x.to(device), self.batch)
+
+    def bytes(self) -> int:
+        """Memory held, whether shared or not."""
+        held = [*self.past.tensors(), *self.recent.values()]
+        return sum(x.numel() * x.element_size() for x in held)
+
+    def _map(self, change: Callable[[Tensor], Tensor], batch: int) -> LayerState:
+        recent = {name: change(x) for name, x in self.recent.items()}
+        return replace(self, past=self.past.map(self.batch, change), recent=recent, batch=batch)

@@ -1,0 +1,182 @@
+"""Streaming: any split of a sequence gives the same outputs, for every encoding, through layers and `generate()`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from cases import SCORES, TRANSPORTS, Case
+from torch import Tensor
+from transformers import DynamicCache
+
+import deadreckon as dr
+from deadreckon.attention import attend_next
+from deadreckon.blockwise.stream import Past
+
+VOCABULARY = 13
+DRAWN = ("random-rotation", "random-rotation-values", "randomized")  # afresh in each forward pass
+STEADY = [name for name in dr.ENCODINGS if name not in DRAWN]
+SPLITS = ([300], [200, 100], [64] * 4 + [44], [7, 120, 1, 1, 1, 64, 106], [1] * 70 + [230])
+
+
+@pytest.mark.parametrize("score", SCORES, ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
+@pytest.mark.parametrize("gate", [None, "learned"])
+def test_any_split_gives_the_same(transport: str | None, gate: str | None, score: Any) -> None:
+    case = Case(transport, gate, score, length=300, batch=2)
+    leaves = case.inputs()
+    expected = case.attend(leaves)
+    for split in SPLITS:
+        past, outputs, start = Past(), [], 0
+        for length in split:
+            piece = {name: x[:, start : start + length] for name, x in leaves.items()}
+            steps: Any = None
+            if "w" in piece:
+                steps = dr.Householder(piece["w"], piece["beta"])
+            elif "angles" in piece:
+                steps = dr.Rotation(piece["angles"], values=transport == "rotation of values")
+            outputs.append(
+                attend_next(
+                    piece["q"], piece["k"], piece["v"],
+                    transport=steps, log_gate=piece.get("log_gate"), score=score, past=past,
+                )
+            )  # fmt: skip
+            start += length
+        torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-11)
+        if transport == "householder":  # the digits of a binary counter
+            lengths = [segment.length for segment in past.segments]
+            assert all(older > younger for older, younger in itertools.pairwise(lengths))
+
+
+def make_layer(name: str) -> dr.AttentionLayer:
+    torch.manual_seed(0)
+    return dr.AttentionLayer(32, 4, name, n_kv_heads=2, qk_norm=True, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_layers_stream(name: str) -> None:
+    """float32, to 1e-5, over random splits of 300 tokens."""
+    layer = make_layer(name)
+    x, ids = torch.randn(2, 300, 32), torch.randint(0, VOCABULARY, (2, 300))
+    expected = layer(x, token_ids=ids)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        cuts = sorted({0, 300, *torch.randint(1, 300, (12,), generator=generator).tolist()})
+        state, outputs = None, []
+        for start, end in itertools.pairwise(cuts):
+            y, state = layer(x[:, start:end], token_ids=ids[:, start:end], state=state)
+            outputs.append(y)
+        assert state is not None
+        assert state.length == 300
+        torch.testing.assert_close(torch.cat(outputs, dim=1), expected.detach(), rtol=0, atol=1e-5)
+
+
+def test_states_are_checked() -> None:
+    layer, x = make_layer("path-fox"), torch.randn(2, 5, 32)
+    _, state = layer(x, state=None)
+    with pytest.raises(ValueError, match="state: expected one of 1 sequences, like x, got one of 2"):
+        layer(x[:1], state=state)
+    with pytest.raises(ValueError, match="state: expected a LayerState or None, got dict"):
+        layer(x, state={})  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="cu_seqlens: packed sequences do not come in pieces"):
+        layer(x[:1], cu_seqlens=torch.tensor([0, 5]), state=None)
+
+
+@pytest.mark.parametrize("name", ["path-fox", "rope", "selective-rope", "conformal-sympow"])
+def test_forks_share_what_is_behind(name: str) -> None:
+    """Two continuations of 256 tokens: the same as two sequences, without a copy of what they share."""
+    layer = make_layer(name)
+    prefix, ends = torch.randn(1, 256, 32), torch.randn(2, 1, 70, 32)
+    _, state = layer(prefix, state=None)
+    other = state.fork()
+    before = {x.data_ptr() for segment in state.past.segments for x in segment.storage.values()}
+    for start, end in ((0, 1), (1, 70)):
+        for branch, continuation in ((state, ends[0]), (other, ends[1])):
+            y, _ = layer(continuation[:, start:end], state=branch)
+            expected = layer(torch.cat([prefix, continuation], dim=1))[:, 256 + start : 256 + end]
+            torch.testing.assert_close(y, expected.detach(), rtol=0, atol=1e-5)
+    kept = [{x.data_ptr() for s in branch.past.segments for x in s.storage.values()} for branch in (state, other)]
+    assert before <= kept[0] & kept[1]
+    shared = sum(s.bytes() for s in state.past.segments if s in other.past.segments)
+    assert shared > 0.7 * state.bytes()
+
+
+# Through Hugging Face -------------------------------------------------------------------------------------------------
+
+
+def make_model(encoding: str) -> dr.DeadReckonForCausalLM:
+    torch.manual_seed(0)
+    config = dr.DeadReckonConfig(
+        encoding=encoding, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    return dr.DeadReckonForCausalLM(config).eval()
+
+
+def prompts(batch: int, length: int) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("encoding", STEADY)
+def test_generation_is_the_same_with_and_without_a_cache(encoding: str) -> None:
+    model, ids = make_model(encoding), prompts(2, 60)
+    for arguments in ({}, {"num_beams": 3}):
+        cached, plain = (
+            model.generate(ids, max_new_tokens=10, do_sample=False, use_cache=use_cache, **arguments)
+            for use_cache in (True, False)
+        )
+        assert torch.equal(cached, plain)
+
+
+@pytest.mark.parametrize("encoding", STEADY)
+def test_left_padded_rows_generate_what_they_generate_alone(encoding: str) -> None:
+    model, ids = make_model(encoding), prompts(2, 70)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    both = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    alone = model.generate(ids[:1, 40:], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(both[0, 40:], alone[0])
+    assert torch.equal(both[1], model.generate(ids[1:], max_new_tokens=8, do_sample=False, pad_token_id=0)[0])
+
+
+def test_chunked_prefill_and_sampling() -> None:
+    model, ids = make_model("path-fox"), prompts(2, 100)
+    whole = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, prefill_chunk_size=33), whole)
+    torch.manual_seed(1)
+    sampled = model.generate(ids, max_new_tokens=8, do_sample=True, num_return_sequences=2)
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=True, num_return_sequences=2), sampled)
+
+
+def test_a_cache_goes_on_where_it_was() -> None:
+    model, ids = make_model("path-fox"), prompts(2, 90)
+    expected = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    for start, end in ((0, 1), (1, 65), (65, 90)):
+        output = model(ids[:, start:end], past_key_values=cache)
+        torch.testing.assert_close(output.logits, expected[:, start:end], rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == 90
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([True, False, False, True]))
+    more = prompts(2, 3)
+    torch.testing.assert_close(
+        model(more, past_key_values=cache).logits,
+        model(torch.cat([ids, more], dim=1)).logits[:, 90:], rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_caches_are_checked() -> None:
+    model, ids = make_model("rope"), prompts(1, 6)
+    with pytest.raises(ValueError, match="past_key_values: expected DynamicCache"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="attention_mask: with a cache, expected padding on the left only"):
+        model(ids, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]]), use_cache=True)
+    with pytest.raises(ValueError, match="randomized: positions are drawn afresh"):
+        make_model("randomized").generate(ids, max_new_tokens=2)
+    assert make_model("randomized").generate(ids, max_new_tokens=2, use_cache=False).shape == (1, 8)
+    assert make_model("random-rotation").generate(ids, max_new_tokens=2).shape == (1, 8)
