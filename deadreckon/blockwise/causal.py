@@ -18,9 +18,10 @@ SMALLEST, LARGEST = 128, 4096  # tokens of a causal leaf
 RANGE = 32.0  # of the sum of log gates in a leaf, ± 32 at most: rounding that costs 32 · 6e-8 of a weight
 
 
-def leaf_size(gates: Tensor) -> int | None:
+def leaf_size(gates: Tensor | None, length: int) -> int | None:
     """How many tokens a causal leaf may have, given log gates (N, T, 1 | G); None where gates are too strong."""
-    length = gates.shape[1]
+    if gates is None:
+        return -(-length // 8) * 8
     size = LARGEST
     sums = torch.nn.functional.pad(gates.cumsum(1, dtype=torch.float64), (0, 0, 1, 0))
     while size >= SMALLEST:
@@ -34,29 +35,33 @@ def leaf_size(gates: Tensor) -> int | None:
 
 
 class CausalLeaves:
-    """M leaves of S tokens: q (M, S, G, D), k (M, S, D), v (M, S, E), sums of log gates (M, S, 1 | G)."""
+    """M leaves of S tokens: q (M, S, G, D), k (M, S, D), v (M, S, E), sums of log gates (M, S, 1 | G) or None."""
 
-    def __init__(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, scale: float) -> None:
-        self.backend, self.scale = backend, scale
+    def __init__(
+        self, backend: Backend, dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, sums: Tensor | None, scale: float
+    ) -> None:
+        self.backend, self.dtype, self.scale = backend, dtype, scale
         self.channels, self.value_channels = q.shape[-1], v.shape[-1]
-        self.width = width_for(backend, self.channels + 2, self.value_channels)
-        unit = 2.0 ** round(-math.log2(scale))
-        self.unit = scale * unit
-        middle = (sums[:, :1] + sums[:, -1:]) / 2
-        local = ((sums - middle) / self.unit).mT  # (M, 1 | G, S)
-        group = (-1, q.shape[2], -1, -1)
-        self.q = self.like(q)
-        self.q[..., self.channels] = local
-        self.q[..., self.channels + 1] = unit
-        keys = self.like(k.unsqueeze(2)).expand(-1, local.shape[1], -1, -1)
-        keys = keys.contiguous() if local.shape[1] > 1 else keys
-        keys[..., self.channels] = unit
-        keys[..., self.channels + 1] = -local
-        self.k, self.v = keys.expand(*group), self.like(v.unsqueeze(2)).expand(*group)
+        extra = 0 if sums is None else 2
+        self.width = width_for(backend, self.channels + extra, self.value_channels)
+        self.q, keys, values = self.like(q), self.like(k.unsqueeze(2)), self.like(v.unsqueeze(2))
+        if sums is not None:
+            unit = 2.0 ** round(-math.log2(scale))
+            self.unit = scale * unit
+            middle = (sums[:, :1] + sums[:, -1:]) / 2
+            local = ((sums - middle) / self.unit).mT  # (M, 1 | G, S)
+            self.q[..., self.channels] = local
+            self.q[..., self.channels + 1] = unit
+            keys = keys.repeat(1, local.shape[1], 1, 1)
+            keys[..., self.channels] = unit
+            keys[..., self.channels + 1] = -local
+        shared = backend in ("flash", "cudnn")  # these find the key head of a group by themselves
+        group = (-1, -1 if shared else q.shape[2], -1, -1)
+        self.k, self.v = keys.expand(*group), values.expand(*group)
 
     def like(self, x: Tensor) -> Tensor:
         """(M, S, heads, channels) as the kernel wants it: heads first, padded to its width."""
-        wide = x.new_empty(x.shape[0], x.shape[2], x.shape[1], self.width)
+        wide = x.new_empty(x.shape[0], x.shape[2], x.shape[1], self.width, dtype=self.dtype)
         wide[..., : x.shape[-1]] = x.transpose(1, 2)
         wide[..., x.shape[-1] :] = 0
         return wide

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from deadreckon.blockwise.causal import CausalLeaves
+from deadreckon.blockwise.causal import CausalLeaves, leaf_size
 from deadreckon.blockwise.leaf import HouseholderLeaf, plain_logits
 from deadreckon.blockwise.precision import exact, work
 from deadreckon.blockwise.runs import Gate, Run, gate_of, levels
@@ -31,6 +31,16 @@ def score_of(score: Score) -> Tiled:
     if isinstance(score, Power):
         return EvenPower(score.p)
     return Softmax() if score == "softmax" else StickBreaking()
+
+
+def leaf_tokens(length: int, householder: bool, gates: Tensor | None, score: Score, like: Tensor) -> int:
+    """The size of a leaf: what the stock kernel can do by itself or, failing that, what tiles do best."""
+    small = min(LEAF, -(-length // 8) * 8)
+    if householder or score != "softmax" or backend_for(like) is None:
+        return small
+    if gates is not None and like.device.type != "cpu":  # only on a CPU it costs nothing to look at the gates
+        return small
+    return max(small, leaf_size(gates, length) or 0)
 
 
 class Climb:
@@ -99,9 +109,9 @@ class Climb:
 
     def causal_leaves(self) -> CausalLeaves:
         assert self.stock is not None
-        assert self.sums is not None
-        q, k, v, sums = (self.in_leaves(x)[0] for x in (self.queries, self.keys, self.values, self.sums))
-        return CausalLeaves(self.stock, q, k, v, sums, self.scale)
+        q, k, v = (self.in_leaves(x)[0] for x in (self.queries, self.keys, self.values))
+        sums = None if self.sums is None else self.in_leaves(self.sums)[0]
+        return CausalLeaves(self.stock, self.stock_dtype, q, k, v, sums, self.scale)
 
     def tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
         """Query tokens of a block, so many at a time that a tile of logits stays small."""

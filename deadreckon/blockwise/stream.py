@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deadreckon.blockwise.climb import LEAF, Climb
+from deadreckon.blockwise.climb import LEAF, Climb, leaf_tokens
 from deadreckon.blockwise.precision import exact, work
 from deadreckon.blockwise.rotation import phases, rotate
 from deadreckon.blockwise.runs import Gate
-from deadreckon.factors import Factors, Householder, Power, Rotation
+from deadreckon.factors import Factors, Householder, Power, Rotation, Score
 
 Fields = dict[str, Tensor]
 Change = Callable[[Tensor], Tensor]
@@ -140,17 +140,20 @@ def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: floa
         q, k = rotate(q, phase), rotate(k, phase)
         v = rotate(v, phase) if transport.values else v
     heads, given = k.shape[2], q.dtype
-    if q.device.type == "cpu" or score != "softmax":
-        q, k, v = (x.to(work(given)) for x in (q, k, v))
+    if q.device.type == "cpu" or score != "softmax":  # where half precision gains nothing
+        q = q.to(work(given))
 
     def by_head(x: Tensor) -> Tensor:  # (B, L, H·G, ...) -> (B·H, L, G, ...)
         return x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
 
-    fields: Fields = {"k": by_head(k).squeeze(2), "v": by_head(v).squeeze(2)}
+    fields: Fields = {"k": by_head(k).squeeze(2), "v": by_head(v).squeeze(2)}  # kept in the dtype they came in
     queries = by_head(q)
     if isinstance(score, Power):
-        if past.longest is None:
-            past.longest = fields["k"].norm(dim=-1).amax(-1)[:, None, None].clamp(min=torch.finfo(k.dtype).tiny)
+        if past.longest is None:  # a power of two: to divide by it costs no precision
+            longest = (
+                fields["k"].float().norm(dim=-1).amax(-1)[:, None, None].clamp(min=torch.finfo(torch.float32).tiny)
+            )
+            past.longest = longest.log2().ceil().exp2().to(k.dtype)
         fields["k"] = fields["k"] / past.longest
         queries = queries / queries.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
         scale = 1.0
@@ -178,7 +181,7 @@ def _pieces(length: int, past: Past, householder: bool) -> list[slice]:
     return [piece for piece in (slice(0, closed), slice(closed, length)) if piece.stop > piece.start]
 
 
-def _attend_piece(queries: Tensor, fields: Fields, score: object, scale: float, past: Past) -> Tensor:
+def _attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, past: Past) -> Tensor:
     """The output (N, L, G, E) of one piece; the past is moved on."""
     length = queries.shape[1]
     if past.waiting is not None:  # their keys are needed again, their outputs are not
@@ -186,7 +189,7 @@ def _attend_piece(queries: Tensor, fields: Fields, score: object, scale: float, 
         queries = pad(queries, (0, 0, 0, 0, fields["k"].shape[1] - length, 0))
         past.waiting = None
     total = queries.shape[1]
-    leaf = min(LEAF, -(-total // 8) * 8)
+    leaf = leaf_tokens(total, "w" in fields, fields.get("gates"), score, queries)
 
     def whole(name: str) -> Tensor | None:  # padded to whole leaves
         x = fields.get(name)
@@ -196,7 +199,7 @@ def _attend_piece(queries: Tensor, fields: Fields, score: object, scale: float, 
     k, v = whole("k"), whole("v")
     assert k is not None
     assert v is not None
-    climb = Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)  # type: ignore[arg-type]
+    climb = Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)
     out, row = climb.ascend(to_top=True)
     new = slice(total - length, total)
     _look_back(climb, new, out, row, past)

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from deadreckon.blockwise.causal import leaf_size
-from deadreckon.blockwise.climb import LEAF, Climb
+from deadreckon.blockwise.climb import Climb, leaf_tokens
 from deadreckon.blockwise.precision import exact, work
 from deadreckon.factors import Householder, Power, Score
 
@@ -47,9 +46,7 @@ def attend_tree(
     dtype = q.dtype
     if q.device.type == "cpu" or score != "softmax":  # where half precision gains nothing
         q, k, v = (x.to(work(dtype)) for x in (q, k, v))
-    leaf = min(LEAF, -(-length // 8) * 8)
-    if householder is None and log_gate is not None and score == "softmax" and q.device.type == "cpu":
-        leaf = max(leaf, leaf_size(log_gate.detach()) or 0)  # on a CPU it costs nothing to look at the gates
+    leaf = leaf_tokens(length, householder is not None, None if log_gate is None else log_gate.detach(), score, q)
     padding = -length % leaf
 
     def by_head(x: Tensor) -> Tensor:  # (B, T, H·G, ...) -> (B·H, T, G, ...), T padded to whole leaves
