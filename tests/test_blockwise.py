@@ -15,13 +15,16 @@ from deadreckon.lab.bench import peak_bytes
 COMBINATIONS = [
     Case(transport, gate, score, length=length, seed=number)
     for number, ((transport, gate, score), length) in enumerate(
-        zip(itertools.product(TRANSPORTS, GATES, SCORES), itertools.cycle((1, 63, 64, 100, 257, 130)), strict=False)
+        zip(itertools.product(TRANSPORTS, GATES, SCORES), itertools.cycle((1, 63, 64, 128, 100, 257, 192)), strict=False)
     )
 ]
 AWKWARD = [
     Case("householder", "learned", length=1, group=3),
     Case("householder", "learned", length=8),
     Case("householder", None, length=577, batch=1, group=1),
+    Case("householder", "learned", length=128, batch=1, heads=4, group=1),
+    Case("householder", None, length=512, batch=1, heads=2),
+    Case(None, "learned", length=256, batch=1, heads=3),
     Case("householder", "constant", length=449, batch=1),
     Case("householder", "learned", length=200, width=8, value_width=8, heads=1, group=1),
     Case("householder", "learned", length=130, width=7, value_width=3),

@@ -52,9 +52,9 @@ class Climb:
     ) -> None:  # fmt: skip
         self.stock: Backend | None = backend_for(q) if score == "softmax" else None
         self.stock_dtype = q.dtype
-        self.queries, self.keys, self.values = (x.to(work(q.dtype)) for x in (q, k, v))
-        self.w, self.beta = w, beta
-        self.sums = None if gates is None else gates.cumsum(1)
+        self.queries, self.keys, self.values = (x.to(work(q.dtype)).contiguous() for x in (q, k, v))
+        self.w, self.beta = (None if x is None else x.contiguous() for x in (w, beta))
+        self.sums = None if gates is None else gates.contiguous().cumsum(1)
         self.scale, self.leaf, self.group = scale, leaf, q.shape[2]
         self.causal = leaf > LEAF  # leaves that large are the stock kernel's
         self.levels = list(levels(q.shape[1], leaf))
@@ -65,7 +65,7 @@ class Climb:
 
     def in_leaves(self, x: Tensor, part: slice = slice(None)) -> Tensor:
         """x (N, T, ...), or some of its leaves, as (1, leaves, S, ...): leaves of all heads in one row."""
-        return x.unflatten(1, (-1, self.leaf)).flatten(0, 1)[part].unsqueeze(0)
+        return x.view(-1, self.leaf, *x.shape[2:])[part].unsqueeze(0)  # always a view: it is written to
 
     def leaf_parts(self) -> Iterator[slice]:
         """Leaves, so many at a time that on a CPU their matrices stay in its cache."""

@@ -63,9 +63,9 @@ def attend(case: str, inputs: dict[str, Tensor], impl: Any = "auto") -> Tensor:
     return dr.attend(q, k, v, **CASES[case](inputs), impl=impl)
 
 
-def check(case: str, dtype: torch.dtype, device: str) -> None:
-    """Compares output and gradients with the definition in float64, at an awkward length."""
-    inputs = make_inputs(1, 200, 2, 32, dtype, device)
+def check(case: str, dtype: torch.dtype, device: str, length: int) -> None:
+    """Compares output and gradients with the definition in float64."""
+    inputs = make_inputs(1, length, 2, 32, dtype, device)
     exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
     found, expected = attend(case, inputs), attend(case, exact, impl="reference")
     used = [name for name in inputs if name in ("q", "k", "v") or _uses(case, name)]
@@ -164,7 +164,8 @@ def run_bench(
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("checking", total=len(CASES) + len(lengths))
         for case in CASES:
-            check(case, dtype, device)
+            for length in (200, 256):
+                check(case, dtype, device, length)
             progress.advance(bar)
         found = {}
         for length in lengths:
