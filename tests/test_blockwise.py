@@ -12,11 +12,10 @@ from cases import GATES, SCORES, TRANSPORTS, Case, relative_errors, run
 import deadreckon as dr
 from deadreckon.lab.bench import peak_bytes
 
+LENGTHS = itertools.cycle((1, 63, 64, 128, 100, 257, 192))
 COMBINATIONS = [
-    Case(transport, gate, score, length=length, seed=number)
-    for number, ((transport, gate, score), length) in enumerate(
-        zip(itertools.product(TRANSPORTS, GATES, SCORES), itertools.cycle((1, 63, 64, 128, 100, 257, 192)), strict=False)
-    )
+    Case(*factors, length=length, seed=seed)
+    for seed, (factors, length) in enumerate(zip(itertools.product(TRANSPORTS, GATES, SCORES), LENGTHS, strict=False))
 ]
 AWKWARD = [
     Case("householder", "learned", length=1, group=3),
