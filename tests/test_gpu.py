@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from cases import Case, relative_errors, run
@@ -19,7 +21,8 @@ CASES = [
     Case("rotation of values", "learned", length=257),
     Case("rotation", None, length=257),
     Case("householder", "learned", "stick-breaking", length=257),
-    Case("rotation", "learned", dr.Power(2), length=257),
+    Case("rotation", "learned", dr.Power(2), length=256),
+    Case("householder", "learned", length=128, batch=1, heads=4, group=1),
 ]
 
 pytestmark = pytest.mark.gpu
@@ -43,4 +46,17 @@ def test_half_precision(case: Case, backend: str, dtype: torch.dtype, monkeypatc
     expected = run(case, impl="reference")
     ours = relative_errors(run(case, dtype, "cuda", EXACT), expected)
     plain = relative_errors(run(case, dtype, "cpu", EXACT, impl="reference"), expected)
-    assert all(ours[name] <= 2 * plain[name] for name in expected), (ours, plain)
+    # In float16 the definition itself overflows where it takes powers: then there is nothing to compare with.
+    assert all(ours[name] <= 2 * plain[name] for name in expected if math.isfinite(plain[name])), (ours, plain)
+
+
+@pytest.mark.parametrize("name", [name for name in dr.ENCODINGS if not name.startswith("random")])
+def test_layers_stream(name: str) -> None:
+    torch.manual_seed(0)
+    layer = dr.AttentionLayer(256, 4, name, n_kv_heads=2, vocab_size=9).cuda()
+    x, ids = torch.randn(2, 300, 256, device="cuda"), torch.randint(0, 9, (2, 300), device="cuda")
+    expected, state, outputs = layer(x, token_ids=ids).detach(), None, []
+    for start, end in ((0, 130), (130, 131), (131, 200), (200, 201), (201, 300)):
+        y, state = layer(x[:, start:end], token_ids=ids[:, start:end], state=state)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-4)

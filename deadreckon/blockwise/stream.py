@@ -209,6 +209,8 @@ def _attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, p
 
 def _look_back(climb: Climb, new: slice, out: Tensor, row: Tensor, past: Past) -> None:
     """Adds the segments, from the youngest to the oldest, to the rows of new tokens."""
+    if climb.stock == "cudnn":  # which would plan anew for every length of the past
+        climb.stock = "flash"
     queries, out, row = (x[:, new].unsqueeze(1) for x in (climb.queries, out, row))
     shift = None if climb.sums is None else climb.sums[:, new].unsqueeze(1)
     for segment in reversed(past.segments):
