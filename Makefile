@@ -1,7 +1,7 @@
 # `make demo` and `make test` set everything up in .venv on a bare machine with Python 3.10 or later.
 PYTHON ?= python3
 BIN := .venv/bin
-# The pinned CPU build keeps the set-up small; users install whichever torch they have a GPU for.
+# Pinned, so that two machines test the same; a CPU build is enough. Users take whichever torch serves their GPU.
 TORCH ?= torch==2.13.0
 
 .PHONY: demo test lint clean

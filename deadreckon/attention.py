@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -46,7 +46,7 @@ def attend(
         transport: T, what a route does to a key: ``None``, :class:`Rotation` (and U, with ``values=True``) or
             :class:`Householder`.
         log_gate: log f ≤ 0, added after scaling: (B, T, Hq) or (B, T, H) per token, or (Hq,) or (H,) constants.
-            With stick-breaking the gate multiplies the finished weight.
+            With stick-breaking the gate multiplies the finished weight. Below −1e4, −inf included, it counts as −1e4.
         score: κ and Z: ``"softmax"``, ``"stick-breaking"`` (σ, no Z, a token does not see itself) or :class:`Power`.
         scale: factor of the logits, ``D ** -0.5`` by default.
         cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1.
@@ -63,11 +63,12 @@ def attend(
     _check_transport(transport, q, k, v)
     _check_score(score)
     gates = _check_gate(log_gate, q, k)
-    documents = _check_documents(cu_seqlens, q)
+    documents = check_documents(cu_seqlens, q)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    elif isinstance(scale, bool) or not isinstance(scale, Real) or not abs(scale) <= 1e30:
         raise ValueError(f"scale: expected a finite number or None, got {scale!r}")
+    scale = float(scale)
     factors = Factors(transport, gates, score)
     # Autocast would run the sums of phases, gates and frames in half precision.
     with torch.autocast(q.device.type, enabled=False):
@@ -107,8 +108,10 @@ def _shape(x: Tensor) -> str:
 def _check_tensor(name: str, x: object, like: Tensor | None = None) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise ValueError(f"{name}: expected a floating-point tensor, got dtype {x.dtype}")
+    if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name}: expected a floating-point tensor of 16, 32 or 64 bits, got dtype {x.dtype}")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got layout {x.layout}")
     if like is not None and x.device != like.device:
         raise ValueError(f"{name}: expected it on q's device {like.device}, got {x.device}")
     return x
@@ -187,7 +190,7 @@ def _check_score(score: object) -> None:
         raise ValueError(f"score: expected 'softmax', 'stick-breaking' or Power(p), got {score!r}")
 
 
-def _check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
+def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
     """Returns the boundaries as Python integers."""
     if cu_seqlens is None:
         return None

@@ -122,16 +122,20 @@ class ShortConvolution(nn.Module):
         return y
 
 
-class ForgetGate(nn.Linear):
-    """log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
+class Projection(nn.Linear):
+    """A linear map of an encoding. Its weights begin with PyTorch's default, in a model too, and its bias with zero."""
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class ForgetGate(Projection):
+    """log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
 
 
 class HouseholderSteps(nn.Module):
@@ -143,15 +147,14 @@ class HouseholderSteps(nn.Module):
     def __init__(self, sizes: Sizes, rank: int) -> None:
         super().__init__()
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
-        self.down = nn.Linear(sizes.d_model, rank, bias=False)
-        self.up = nn.Linear(rank, self.heads * self.head_dim, bias=False)
+        self.down = Projection(sizes.d_model, rank, bias=False)
+        self.up = Projection(rank, self.heads * self.head_dim, bias=False)
         self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
-        self.strength = nn.Linear(sizes.d_model, self.heads)
+        self.strength = Projection(sizes.d_model, self.heads)
 
     def reset_parameters(self) -> None:
         for part in (self.down, self.up, self.convolution, self.strength):
             part.reset_parameters()
-        nn.init.zeros_(self.strength.bias)
 
     def forward(self, x: Tensor, context: Context) -> Householder:
         w = self.convolution(self.up(self.down(x)), context).unflatten(-1, (self.heads, self.head_dim))

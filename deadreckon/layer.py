@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from deadreckon.attention import Implementation, attend, attend_next
+from deadreckon.attention import Implementation, attend, attend_next, check_documents
 from deadreckon.encoding import Context, Encoding, Sizes
 from deadreckon.encodings import ENCODINGS
 from deadreckon.state import LayerState
@@ -31,7 +31,8 @@ class AttentionLayer(nn.Module):
     Args:
         d_model: width of the input and output.
         n_heads: query heads.
-        encoding: a name in :data:`deadreckon.ENCODINGS`.
+        encoding: a name in :data:`deadreckon.ENCODINGS`. Those that are added to embeddings ("sinusoidal",
+            "randomized") do nothing here: call ``layer.encoding.embed`` once, before the first layer.
         n_kv_heads: key and value heads, n_heads by default; must divide n_heads.
         qk_norm: RMS-normalise queries and keys, each head with the same learned gain.
         head_dim: d_model / n_heads by default.
@@ -62,6 +63,8 @@ class AttentionLayer(nn.Module):
                 raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
         if n_heads % n_kv_heads:
             raise ValueError(f"n_kv_heads: expected a divisor of n_heads = {n_heads}, got {n_kv_heads}")
+        if head_dim is not None and (not isinstance(head_dim, int) or head_dim < 1):
+            raise ValueError(f"head_dim: expected an integer of 1 or more, got {head_dim!r}")
         if head_dim is None and d_model % n_heads:
             raise ValueError(f"d_model: expected a multiple of n_heads = {n_heads} (or head_dim), got {d_model}")
         self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim or d_model // n_heads, vocab_size, max_length)
@@ -113,6 +116,7 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
         if token_ids is not None and token_ids.shape != x.shape[:2]:
             raise ValueError(f"token_ids: expected (B, T) = {tuple(x.shape[:2])}, got {tuple(token_ids.shape)}")
+        check_documents(cu_seqlens, x)
         context = Context.of(x, token_ids, cu_seqlens)
         if state == "none":
             return self.attend(x, context)

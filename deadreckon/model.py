@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from deadreckon.cache import LAYER_TYPE, StateLayer
-from deadreckon.encoding import Context, Encoding
+from deadreckon.encoding import Context, Encoding, Projection, ShortConvolution
 from deadreckon.encodings import ENCODINGS
 from deadreckon.layer import AttentionLayer
 from deadreckon.state import LayerState
@@ -139,7 +139,8 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar = ["DecoderLayer"]
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Encoding):
+        # transformers asks for each module that has parameters of its own: of an encoding, mostly its parts.
+        if isinstance(module, (Encoding, Projection, ShortConvolution)):
             module.reset_parameters()
         else:
             super()._init_weights(module)
@@ -253,6 +254,8 @@ def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
             f"got {tuple(attention_mask.shape)}"
         )
     real = attention_mask.bool()
+    if not bool(real.any()):
+        raise ValueError("attention_mask: expected a token that is not padding, got zeros alone")
     return None if bool(real.all()) else real
 
 
@@ -260,6 +263,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
     """A causal language model: ``from_pretrained``, ``save_pretrained``, ``generate``, ``Trainer``."""
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    accepts_loss_kwargs: ClassVar = True  # the Trainer then says by what a loss over several batches is divided
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
@@ -288,7 +292,8 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
                 (B, past and new tokens), padding on the left only.
             past_key_values: a cache to go on from, ``DynamicCache(config=model.config)`` to begin with; no gradients.
             inputs_embeds: (B, T, hidden_size), in place of input_ids.
-            labels: (B, T), as input_ids (the shift is made here), −100 where there is nothing to learn.
+            labels: (B, T), as input_ids (the shift is made here), −100 where there is nothing to learn. The first
+                token of a packed sequence has nothing before it to learn from.
             cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
             logits_to_keep: compute logits of so many last tokens only; 0 for all.
             num_items_in_batch: what the summed loss is divided by, as the Trainer asks.
@@ -300,6 +305,10 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
+            if logits_to_keep:
+                raise ValueError(f"logits_to_keep: expected 0, all logits, beside labels, got {logits_to_keep}")
+            if cu_seqlens is not None:  # the last token of a document does not foretell the next document
+                labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), -100)
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
             )

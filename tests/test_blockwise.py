@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cases import GATES, SCORES, TRANSPORTS, Case, relative_errors, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import deadreckon as dr
+from deadreckon.blockwise.climb import Climb
+from deadreckon.blockwise.runs import Gate
 from deadreckon.lab.bench import peak_bytes
 
 LENGTHS = itertools.cycle((1, 63, 64, 128, 100, 257, 192))
@@ -130,3 +135,78 @@ def test_autocast_does_not_touch_what_must_stay_exact() -> None:
     expected = case.attend(leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(case.attend(leaves), expected)
+
+
+@pytest.mark.parametrize("score", ["softmax", "stick-breaking", dr.Power(2)], ids=str)
+@pytest.mark.parametrize("transport", [None, "householder"])
+def test_gates_above_one(transport: str | None, score: object) -> None:
+    case = Case(transport, "learned", score, length=150)
+    leaves = case.inputs()
+    leaves["log_gate"] = 0.3 * torch.randn(leaves["log_gate"].shape, dtype=torch.float64)
+    torch.testing.assert_close(case.attend(leaves), case.attend(leaves, impl="reference"), rtol=1e-9, atol=1e-9)
+
+
+def test_gates_shorten_the_work() -> None:
+    """Strong gates leave few keys in reach; without gates all are."""
+    q, k = torch.randn(1, 1, 512, 1, 16), torch.randn(1, 1, 512, 16)
+    row = torch.zeros(1, 1, 512, 1)
+    sums = -torch.arange(1.0, 513.0).view(1, 1, 512, 1)
+    climb = Climb(*(torch.randn(1, 64, *s) for s in ((1, 16), (16,), (16,))), None, None, None, "softmax", 0.25, 64)
+    blocks = list(climb.reach(q, k, Gate(sums, sums.flip(2)), row))
+    assert sum((t.stop - t.start) * (s.stop - s.start) for t, s in blocks) < 0.2 * 512 * 512
+    assert list(climb.reach(q, k, None, row)) == [(slice(0, 512), slice(0, 512))]
+    k[0, 0, 0] = torch.nan  # what is no number is never out of reach
+    assert sum(t.stop - t.start for t, _ in climb.reach(q, k, Gate(sums, sums.flip(2)), row)) == 512
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-5, 1e6, -1e-7])
+def test_unusual_scales(scale: float) -> None:
+    case = Case("householder", "learned", length=70, scale=scale)
+    leaves = case.inputs()
+    torch.testing.assert_close(case.attend(leaves), case.attend(leaves, impl="reference"), rtol=1e-7, atol=1e-9)
+
+
+def test_expanded_angles_have_their_own_gradients() -> None:
+    q, k, v = (torch.randn(2, 20, 1, 8, dtype=torch.float64) for _ in range(3))
+
+    def gradient(impl: str) -> torch.Tensor:
+        angles = torch.full((1,), 0.3, dtype=torch.float64).expand(2, 20, 1, 4).requires_grad_()
+        output = dr.attend(q, k, v, transport=dr.Rotation(angles), impl=impl)  # type: ignore[arg-type]
+        return torch.autograd.grad(output.square().sum(), angles)[0]
+
+    torch.testing.assert_close(gradient("blockwise"), gradient("reference"))
+
+
+def test_second_derivatives_are_refused() -> None:
+    case = Case("householder", length=20)
+    leaves = {name: x.requires_grad_() for name, x in case.inputs().items()}
+    with pytest.raises(RuntimeError, match="second derivatives need impl='reference'"):
+        torch.autograd.grad(case.attend(leaves).sum(), leaves["q"], create_graph=True)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_layout_equals_the_definition(data: st.DataObject) -> None:
+    """Sizes, strides and which inputs need gradients, all drawn; output and gradients in float64."""
+
+    def pick(*values: Any) -> Any:
+        return data.draw(st.sampled_from(values))
+
+    case = Case(
+        pick(*TRANSPORTS), pick(*GATES), pick(*SCORES), length=pick(1, 63, 64, 65, 128, 192, 257),
+        batch=pick(1, 2), heads=pick(1, 2, 3), group=pick(1, 2), seed=data.draw(st.integers(0, 99)),
+    )  # fmt: skip
+    leaves = case.inputs()
+    for name, x in leaves.items():
+        if x.dim() >= 3 and pick(True, False):  # laid out heads first
+            leaves[name] = x.transpose(1, 2).contiguous().transpose(1, 2)
+    wanted = [name for name in leaves if pick(True, False)] or ["q"]
+    results = []
+    for impl in ("blockwise", "reference"):
+        inputs = {name: x.detach().requires_grad_(name in wanted) for name, x in leaves.items()}
+        output = case.attend(inputs, impl=impl)
+        grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        found = torch.autograd.grad(output, [inputs[name] for name in wanted], grad)
+        results.append(dict(zip(["output", *wanted], [output.detach(), *found], strict=True)))
+    errors = relative_errors(*results)
+    assert all(error < 1e-9 for error in errors.values()), errors

@@ -35,7 +35,7 @@ def bounds(*values: int, dtype: torch.dtype = torch.int32) -> dict[str, Any]:
 
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "q is no tensor": (lambda: {"q": [1.0]}, "q: expected a torch.Tensor, got list"),
-    "q of integers": (lambda: {"q": torch.ones(B, T, HQ, D, dtype=torch.int64)}, "q: expected a floating-point"),
+    "q of integers": (lambda: {"q": torch.ones(B, T, HQ, D, dtype=torch.int64)}, "q: expected a floating-point tensor"),
     "q of three dimensions": (lambda: {"q": torch.randn(B, T, D)}, r"q: expected 4 dimensions .* \(2, 6, 8\)"),
     "no tokens": (lambda: {"q": torch.randn(B, 0, HQ, D)}, "q: expected every dimension to be at least 1"),
     "k too short": (lambda: {"k": torch.randn(B, T - 1, H, D)}, "k: expected .*2, 6, H, 8.* got .*2, 5, 2, 8"),

@@ -142,6 +142,29 @@ def test_weights_begin_as_asked() -> None:
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope", "learned-rotation"])
+def test_what_a_checkpoint_lacks_is_drawn(encoding: str, tmp_path: Path) -> None:
+    """From a RoPE checkpoint, the parameters of another encoding begin as in a new layer."""
+    make_model("rope").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, encoding=encoding)
+    for name, found in loaded.model.layers[0].self_attn.encoding.named_parameters():
+        drawn = dict(make_model(encoding).model.layers[0].self_attn.encoding.named_parameters())[name]
+        assert found.isfinite().all(), name
+        assert 0.5 * drawn.std() <= found.std() <= 2 * drawn.std() or drawn.numel() < 8, name
+    alone = dr.AttentionLayer(32, 4, encoding, n_kv_heads=2, vocab_size=VOCABULARY).encoding
+    for name, parameter in alone.named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all()
+    assert loaded.accepts_loss_kwargs
+
+
+def test_packed_documents_learn_as_separate_ones_do() -> None:
+    model, ids = make_model(), tokens(1, 30)
+    packed = model(ids, labels=ids, cu_seqlens=torch.tensor([0, 12, 30], dtype=torch.int32)).loss
+    first, second = (model(ids[:, part], labels=ids[:, part]).loss for part in (slice(0, 12), slice(12, 30)))
+    torch.testing.assert_close(packed, (11 * first + 17 * second) / 28)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -162,3 +185,7 @@ def test_bad_calls() -> None:
         model()
     with pytest.raises(ValueError, match="attention_mask: expected"):
         model(ids, attention_mask=torch.ones(1, 6))
+    with pytest.raises(ValueError, match="attention_mask: expected a token that is not padding"):
+        model(ids, attention_mask=torch.zeros(1, 5))
+    with pytest.raises(ValueError, match="logits_to_keep: expected 0"):
+        model(ids, labels=ids, logits_to_keep=1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deadreckon.blockwise.documents import unpacked
+from deadreckon.blockwise.precision import usual_scale
 from deadreckon.blockwise.rotation import phases, rotate
 from deadreckon.blockwise.stock import backend_for
 from deadreckon.blockwise.tree import attend_tree
@@ -23,8 +24,7 @@ def attend_blockwise(
     if cu_seqlens is not None and len(cu_seqlens) > 2:
         return unpacked(attend_blockwise, q, k, v, factors, scale, cu_seqlens)
     transport, log_gate, score = factors
-    if scale <= 0:  # stock kernels mask before they scale, and gates are carried in units of the scale
-        q, scale = (-q, -scale) if scale else (0 * q, 1.0)
+    q, scale = usual_scale(q, scale)
     phase = None
     if isinstance(transport, Rotation):
         phase = phases(transport.angles)

@@ -86,7 +86,7 @@ class Climb:
         sums = self.in_leaves(self.sums, part)
         between = sums.unsqueeze(-1) - sums.mT.unsqueeze(2)
         # What lies above the diagonal is no route: keep it from overflowing.
-        return between.clamp(max=0).to(self.leaf_dtype)
+        return between.masked_fill(~self.visible(), 0).to(self.leaf_dtype)
 
     def householder_leaf(self, part: slice) -> HouseholderLeaf | None:
         if self.w is None or self.beta is None:
@@ -136,13 +136,13 @@ class Climb:
             yield slice(0, q.shape[2]), whole
             return
         negligible = math.log(torch.finfo(k.dtype).eps / 8 / self.keys.shape[1])
-        longest = abs(self.scale) * k.norm(dim=-1).amax(2)
+        longest = self.scale * k.norm(dim=-1).amax(2)
         bound = longest[:, :, None, None] * q.norm(dim=-1) + gate.shift - row
         bound = bound if gate.bias.shape[-1] > 1 else bound.amax(-1, keepdim=True)
         waiting: tuple[int, int, int] | None = None  # tokens from, to, and the first key of calls that can be one
         for start in range(0, q.shape[2], REACH):
             nearest = bound[:, :, start : start + REACH].amax(2, keepdim=True)
-            reached = (nearest + gate.bias >= negligible).flatten(0, 1).any(0).any(-1).nonzero()
+            reached = (~(nearest + gate.bias < negligible)).flatten(0, 1).any(0).any(-1).nonzero()  # NaN reaches
             if reached.numel() == 0:
                 continue
             first, stop = int(reached[0]), min(start + REACH, q.shape[2])
@@ -212,7 +212,8 @@ class Climb:
 
     def add_block(self, q: Tensor, k: Tensor, v: Tensor, gate: Gate | None, out: Tensor, row: Tensor) -> None:
         """Adds keys that all queries of a block see: q (N, n, tokens, G, D) × k (N, n, S, D), in one frame."""
-        if self.stock and isinstance(self.score, Softmax):
+        if self.stock:
+            assert isinstance(self.score, Softmax)
             for tokens, keys in self.reach(q, k, gate, row):
                 wide = Wide(self.stock, self.stock_dtype, q, k, v, gate, self.scale, tokens, keys)
                 tile_out, lse = dense_forward(self.stock, wide.q, wide.k, wide.v, self.scale)

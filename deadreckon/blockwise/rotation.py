@@ -12,6 +12,8 @@ from deadreckon.blockwise.precision import exact, work
 
 def _without_broadcast(x: Tensor) -> Tensor:
     """Drops the copies that ``expand`` made, so that constant angles cost no work per batch row."""
+    if x.requires_grad:  # each copy has its gradient
+        return x
     for dim in range(x.dim()):
         if x.shape[dim] > 1 and x.stride(dim) == 0 and dim != 1:
             x = x.narrow(dim, 0, 1)

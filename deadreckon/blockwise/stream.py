@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deadreckon.blockwise.climb import LEAF, Climb, leaf_tokens
-from deadreckon.blockwise.precision import exact, work
+from deadreckon.blockwise.precision import exact, lengths, usual_scale, work
 from deadreckon.blockwise.rotation import phases, rotate
 from deadreckon.blockwise.runs import Gate
 from deadreckon.factors import Factors, Householder, Power, Rotation, Score
@@ -127,8 +127,7 @@ def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: floa
     """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients."""
     transport, log_gate, score = factors
     batch, length, query_heads, _ = q.shape
-    if scale <= 0:
-        q, scale = (-q, -scale) if scale else (0 * q, 1.0)
+    q, scale = usual_scale(q, scale)
     phase = None
     if isinstance(transport, Rotation):
         phase = phases(transport.angles, past.phase)
@@ -150,12 +149,9 @@ def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: floa
     queries = by_head(q)
     if isinstance(score, Power):
         if past.longest is None:  # a power of two: to divide by it costs no precision
-            longest = (
-                fields["k"].float().norm(dim=-1).amax(-1)[:, None, None].clamp(min=torch.finfo(torch.float32).tiny)
-            )
-            past.longest = longest.log2().ceil().exp2().to(k.dtype)
+            past.longest = lengths(fields["k"].float()).amax(1, keepdim=True).log2().ceil().exp2().to(k.dtype)
         fields["k"] = fields["k"] / past.longest
-        queries = queries / queries.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        queries = queries / lengths(queries)
         scale = 1.0
     if log_gate is not None:
         fields["gates"] = by_head(log_gate).to(exact(q.device)).clamp(min=-1e4)

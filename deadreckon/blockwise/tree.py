@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from deadreckon.blockwise.climb import Climb, leaf_tokens
-from deadreckon.blockwise.precision import exact, work
+from deadreckon.blockwise.precision import exact, lengths, work
 from deadreckon.factors import Householder, Power, Score
 
 
@@ -62,9 +61,8 @@ def attend_tree(
     q, k, v = by_head(q), by_head(k).squeeze(2), by_head(v).squeeze(2)
     if isinstance(score, Power):
         # Weights are divided by their sum, so q and k may have any length: one that keeps powers in range.
-        longest = k.detach().norm(dim=-1).amax(-1)[:, None, None]
-        k = k / longest.clamp(min=torch.finfo(k.dtype).tiny)
-        q = q / q.detach().norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        k = k / lengths(k.detach()).amax(1, keepdim=True)
+        q = q / lengths(q.detach())
         scale = 1.0
     output = _Tree.apply(q, k, v, w, beta, gates, score, scale, leaf)
     output = output[:, :length].unflatten(0, (batch, heads)).transpose(1, 2)  # (B, T, H, G, E)
@@ -88,8 +86,9 @@ class _Tree(torch.autograd.Function):
         return given
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("attend: second derivatives need impl='reference'; this one computes first derivatives")
         q, k, v, w, beta, gates, out, row = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             climb = Climb(q, k, v, w, beta, gates, *ctx.settings)

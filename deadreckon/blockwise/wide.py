@@ -34,7 +34,7 @@ class Wide:
         if gate is None:
             return
         # A power of two near 1 / scale: exact in every dtype, and keeps the bias in the range of half precision.
-        unit = 2.0 ** round(-math.log2(abs(scale)))
+        unit = 2.0 ** round(-math.log2(scale))
         self.unit = scale * unit
         columns = slice(self.channels, self.channels + self.kinds * self.parts)
         picks = torch.eye(self.kinds, dtype=dtype, device=q.device).repeat(1, self.parts) * unit  # (kinds, kinds·parts)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from deadreckon.encoding import Context, Encoding, ForgetGate, Sizes, at_least_single, rope_angles
+from deadreckon.encoding import Context, Encoding, ForgetGate, Projection, Sizes, at_least_single, rope_angles
 from deadreckon.factors import Factors, Power, Rotation
 
 
@@ -28,7 +28,7 @@ class ConformalSympow(Encoding):
         super().__init__()
         self.head_dim, self.longest, self.score = sizes.head_dim, sizes.max_length, Power(p)
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads, bias=False)
-        self.pace = nn.Linear(sizes.d_model, 1, bias=False)
+        self.pace = Projection(sizes.d_model, 1, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         angles = 2 * math.pi * rope_angles(self.head_dim, self.longest, x.device)

@@ -10,10 +10,10 @@ Cost: that of RoPE and a low-rank linear map. State: keys and values, the runnin
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
-from deadreckon.encoding import Context, Encoding, ShortConvolution, Sizes, at_least_single, rope_angles
+from deadreckon.encoding import Context, Encoding, Projection, ShortConvolution, Sizes, at_least_single, rope_angles
 from deadreckon.factors import Factors, Rotation
 
 
@@ -28,8 +28,8 @@ class SelectiveRoPE(Encoding):
         super().__init__()
         self.sizes, self.base = sizes, base
         pairs = sizes.n_kv_heads * (sizes.head_dim // 2)
-        self.down = nn.Linear(sizes.d_model, rank, bias=False)
-        self.up = nn.Linear(rank, pairs, bias=False)
+        self.down = Projection(sizes.d_model, rank, bias=False)
+        self.up = Projection(rank, pairs, bias=False)
         self.convolution = ShortConvolution(pairs, width=4)
 
     def forward(self, x: Tensor, context: Context) -> Factors:

@@ -28,8 +28,11 @@ def demo(
     from rich.console import Console
 
     from deadreckon.lab.demo import run_demo
-    from deadreckon.lab.training import Recipe
+    from deadreckon.lab.training import Recipe, check_device
 
+    if not encodings:
+        raise ValueError("encodings: expected at least one name, got none")
+    check_device(device)
     run_demo(Console(), encodings, Recipe(steps=steps, length=length, seed=seed), picture, device)
 
 

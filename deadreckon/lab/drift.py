@@ -56,7 +56,7 @@ def in_place_drift(length: int, last: int, device: str, console: Console) -> tup
     q, k = (draw().bfloat16() for _ in range(2))
     w, beta = normalize(draw(), dim=-1), 2 * torch.rand(heads, length, 1, generator=generator).to(device)
     exact, kept = k.double(), k.clone()
-    truth, rounded, in_place = [], [], []
+    truth, rounded, in_place = list[Tensor](), list[Tensor](), list[Tensor]()
     for i in track(range(length), "the rule in place", console=console, transient=True):
         step = w[:, i : i + 1]
         for keys, dtype in ((exact, torch.float64), (kept, torch.float32)):
@@ -66,7 +66,8 @@ def in_place_drift(length: int, last: int, device: str, console: Console) -> tup
             query = q[:, i].double().unsqueeze(-1)
             for found, keys in ((truth, exact), (rounded, exact.bfloat16()), (in_place, kept)):
                 found.append((keys[:, : i + 1].double() @ query).flatten())
-    return tuple(relative_error(torch.cat(x), torch.cat(truth)) for x in (rounded, in_place))  # type: ignore[return-value]
+    logits = torch.cat(truth)
+    return relative_error(torch.cat(rounded), logits), relative_error(torch.cat(in_place), logits)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ def flipflop_picture(contestants: Sequence[Contestant], tests: Sequence[Test], r
     """Error while learning, on the left, and on each test, on the right."""
     with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=(1, 1.25), layout="constrained")
-        for contestant, colour in zip(contestants, COLOURS, strict=False):
+        for contestant, colour in zip(contestants, cycle(COLOURS), strict=False):
             numbers, errors = _smooth([step.error for step in contestant.steps])
             left.plot(numbers, [100 * error for error in errors], color=colour, linewidth=2, label=contestant.title)
         left.set(xlabel=f"training step ({recipe.batch_size} × {recipe.length} tokens)", ylabel="read-bit error, %")
@@ -30,7 +31,7 @@ def flipflop_picture(contestants: Sequence[Contestant], tests: Sequence[Test], r
         left.legend(frameon=False)
 
         width = 0.8 / len(contestants)
-        for number, (contestant, colour) in enumerate(zip(contestants, COLOURS, strict=False)):
+        for number, (contestant, colour) in enumerate(zip(contestants, cycle(COLOURS), strict=False)):
             places = [place + (number - (len(contestants) - 1) / 2) * width for place in range(len(tests))]
             errors = [100 * error for error in contestant.errors]
             bars = right.bar(places, errors, width * 0.92, color=colour, label=contestant.title)

@@ -12,6 +12,14 @@ from torch import Tensor
 import deadreckon as dr
 
 
+def check_device(name: str) -> None:
+    """Says so if there is no such device here."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: expected one that is here, got {name!r} ({str(error).splitlines()[0]})") from error
+
+
 class Task(Protocol):
     """What a task must offer to be trained on and scored."""
 
