@@ -41,7 +41,8 @@ class Householder:
 class Power:
     """The weight of a logit is its p-th power, p even; the row is divided by its sum.
 
-    A row whose weights are all zero attends to nothing: its output is zero.
+    A row whose weights are all zero attends to nothing: its output is zero. Keys are scaled by the longest of a head;
+    those shorter by more than about 1e-38^(1/p) are lost in float32.
 
     Args:
         p: an even number, 2 or more.

@@ -111,3 +111,28 @@ def test_peak_bytes_sees_what_is_held() -> None:
         torch.zeros(1 << 18)
 
     assert 8 << 20 <= peak_bytes(hold) < 9 << 20
+
+
+def test_generate_prints_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate("wri01")}, unk_token="w"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    make_model("path", 5, 0).save_pretrained(tmp_path)
+    command = ["deadreckon", "generate", str(tmp_path), "--prompt", "w 1 i 0 r", "--tokens", "6"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "expected a tokenizer beside the model" in capsys.readouterr().err.replace("\n", " ")
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w").save_pretrained(tmp_path)
+    cli.main()
+    text = capsys.readouterr().out
+    assert text.startswith("w 1 i 0 r")
+    assert "6 tokens after 5" in text
+    monkeypatch.setattr(sys, "argv", ["deadreckon", "generate", "nowhere", "--prompt", "w"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "model: expected a folder with config.json" in capsys.readouterr().err

@@ -77,7 +77,7 @@ class Climb:
     def visible(self) -> Tensor:
         """(S, 1, S): which keys of its leaf a query sees; with a stick, not its own."""
         ones = torch.ones(self.leaf, self.leaf, dtype=torch.bool, device=self.keys.device)
-        return ones.tril(-1 if isinstance(self.score, StickBreaking) else 0).unsqueeze(1)
+        return ones.tril(0 if self.score.sees_itself else -1).unsqueeze(1)
 
     def leaf_gate(self, part: slice) -> Tensor | None:
         """(N, n, S, 1 | G, S) sums of log gates along the routes inside each leaf."""

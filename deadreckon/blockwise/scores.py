@@ -24,6 +24,7 @@ class Tiled(Protocol):
 
     normalised: bool  # whether rows are divided by their sum
     careful: bool  # whether leaves and outputs need more than the working precision
+    sees_itself: bool  # whether a token is among the keys of its own query
 
     def start(self, rows: Tensor) -> Tensor:
         """The statistic before any tile, shaped like rows (N, T, G)."""
@@ -50,6 +51,7 @@ class Softmax:
 
     normalised = True
     careful = False
+    sees_itself = True
 
     def start(self, rows: Tensor) -> Tensor:
         return torch.full_like(rows, -torch.inf)
@@ -86,6 +88,7 @@ class EvenPower:
 
     normalised = True
     careful = True
+    sees_itself = True
 
     def __init__(self, p: int) -> None:
         self.p = p
@@ -122,6 +125,7 @@ class StickBreaking:
 
     normalised = False
     careful = False
+    sees_itself = False
 
     def start(self, rows: Tensor) -> Tensor:
         return torch.zeros_like(rows, dtype=exact(rows.device))

@@ -1,4 +1,4 @@
-"""The command line: `deadreckon demo | list | bench`."""
+"""The command line: `deadreckon demo | list | bench | generate`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,32 @@ def bench(
     run_bench(device, lengths, batch, heads, head_dim, rounds, save)
 
 
+def generate(
+    model: str,
+    /,
+    prompt: str,
+    tokens: int = 100,
+    temperature: float = 0.8,
+    seed: int = 0,
+    device: str = "cpu",
+) -> None:
+    """Continue a text with a model, printed as it comes, with tokens per second.
+
+    Args:
+        model: folder with a model and its tokenizer, as save_pretrained writes them.
+        prompt: the text to continue.
+        tokens: how many tokens to add, at most.
+        temperature: of sampling; 0 takes the likeliest token each time.
+        seed: of sampling.
+        device: cpu, cuda, …
+    """
+    from rich.console import Console
+
+    from deadreckon.lab.generation import run_generate
+
+    run_generate(model, prompt, tokens, temperature, seed, device, Console())
+
+
 def main() -> None:
     """The console command."""
     try:
@@ -77,7 +103,7 @@ def main() -> None:
         from rich.console import Console
     except ModuleNotFoundError as error:
         sys.exit(f"The command line needs {error.name}: pip install 'deadreckon[lab]'")
-    commands = {"demo": demo, "list": list_, "bench": bench}
+    commands = {"demo": demo, "list": list_, "bench": bench, "generate": generate}
     try:
         tyro.extras.subcommand_cli_from_dict(
             commands, prog="deadreckon", description="Attention whose positions are reckoned from content."
