@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 def demo(
@@ -103,7 +104,7 @@ def main() -> None:
         from rich.console import Console
     except ModuleNotFoundError as error:
         sys.exit(f"The command line needs {error.name}: pip install 'deadreckon[lab]'")
-    commands = {"demo": demo, "list": list_, "bench": bench, "generate": generate}
+    commands: dict[str, Callable[..., Any]] = {"demo": demo, "list": list_, "bench": bench, "generate": generate}
     try:
         tyro.extras.subcommand_cli_from_dict(
             commands, prog="deadreckon", description="Attention whose positions are reckoned from content."
