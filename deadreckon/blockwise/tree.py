@@ -50,7 +50,7 @@ def attend_tree(
 
     def by_head(x: Tensor) -> Tensor:  # (B, T, H·G, ...) -> (B·H, T, G, ...), T padded to whole leaves
         x = x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
-        return pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
+        return pad(x, (0, 0) * (x.dim() - 2) + (0, padding)) if padding else x
 
     w = beta = gates = None
     if householder is not None:
