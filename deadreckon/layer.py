@@ -132,10 +132,12 @@ class AttentionLayer(nn.Module):
         if state is not None:
             if state.length and state.batch != x.shape[0]:
                 raise ValueError(f"state: expected one of {x.shape[0]} sequences, like x, got one of {state.batch}")
-            context = context.remembering(state.recent)
-            state.batch, state.length = x.shape[0], state.length + x.shape[1]
+            if self.impl not in ("auto", "blockwise"):
+                raise ValueError(f"impl: expected 'auto' or 'blockwise' beside a state, got {self.impl!r}")
             with torch.no_grad():
-                return self._attend(x, context, state)
+                output = self._attend(x, context.remembering(state.recent), state)
+            state.batch, state.length = x.shape[0], state.length + x.shape[1]
+            return output
         return self._attend(x, context, None)
 
     def _attend(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:

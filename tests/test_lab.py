@@ -13,6 +13,7 @@ from rich.console import Console
 from deadreckon.lab import cli
 from deadreckon.lab.bench import peak_bytes, run_bench
 from deadreckon.lab.demo import make_model, run_demo
+from deadreckon.lab.drift import in_place_drift, model_drift
 from deadreckon.lab.training import Recipe, error_rate, train
 from deadreckon.tasks.flipflop import NOT_SCORED, FlipFlop, spell
 
@@ -136,3 +137,11 @@ def test_generate_prints_text(
     with pytest.raises(SystemExit):
         cli.main()
     assert "model: expected a folder with config.json" in capsys.readouterr().err
+
+
+def test_drift_tells_the_two_ways_apart() -> None:
+    console = Console(file=io.StringIO())
+    once, streamed = model_drift(70, 8, "cpu", console)
+    assert 0 < streamed < 1.5 * once < 0.05
+    rounded, in_place = in_place_drift(200, 8, "cpu", console)
+    assert in_place > 2 * rounded > 0

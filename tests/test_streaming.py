@@ -80,6 +80,10 @@ def test_states_are_checked() -> None:
         layer(x[:1], state=state)
     with pytest.raises(ValueError, match="state: expected a LayerState or None, got dict"):
         layer(x, state={})  # type: ignore[call-overload]
+    layer.impl = "reference"
+    with pytest.raises(ValueError, match="impl: expected 'auto' or 'blockwise' beside a state"):
+        layer(x, state=state)
+    assert state.length == 5
     with pytest.raises(ValueError, match="cu_seqlens: packed sequences do not come in pieces"):
         layer(x[:1], cu_seqlens=torch.tensor([0, 5]), state=None)
 

@@ -11,10 +11,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deadreckon.blockwise.documents import unpacked
 from deadreckon.blockwise.precision import usual_scale
-from deadreckon.blockwise.rotation import phases, rotate
+from deadreckon.blockwise.rotation import turned
 from deadreckon.blockwise.stock import backend_for
 from deadreckon.blockwise.tree import attend_tree
-from deadreckon.factors import Factors, Householder, Rotation
+from deadreckon.factors import Factors, Rotation
 
 
 def attend_blockwise(
@@ -25,23 +25,13 @@ def attend_blockwise(
         return unpacked(attend_blockwise, q, k, v, factors, scale, cu_seqlens)
     transport, log_gate, score = factors
     q, scale = usual_scale(q, scale)
-    phase = None
     if isinstance(transport, Rotation):
-        phase = phases(transport.angles)
-        if phase.shape[2] == q.shape[2] and q.shape[2] != k.shape[2]:  # keys turn differently for each query head
-            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-            if log_gate is not None:
-                log_gate = log_gate.repeat_interleave(q.shape[2] // log_gate.shape[2], dim=2)
-        q, k = rotate(q, phase), rotate(k, phase)
-        v = rotate(v, phase) if transport.values else v
-    if score == "softmax" and log_gate is None and not isinstance(transport, Householder) and backend_for(q):
-        output = _plain(q, k, v, scale)
-    else:
-        householder = transport if isinstance(transport, Householder) else None
-        output = attend_tree(q, k, v, householder, log_gate, score, scale)
-    if phase is not None and isinstance(transport, Rotation) and transport.values:
-        output = rotate(output, -phase)
-    return output
+        turn = turned(q, k, v, log_gate, transport)
+        output = attend_blockwise(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, None)
+        return turn.back(output) if transport.values else output
+    if score == "softmax" and log_gate is None and transport is None and backend_for(q):
+        return _plain(q, k, v, scale)
+    return attend_tree(q, k, v, transport, log_gate, score, scale)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -33,6 +33,16 @@ def score_of(score: Score) -> Tiled:
     return Softmax() if score == "softmax" else StickBreaking()
 
 
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """(B, T, H·G, ...) -> (B·H, T, G, ...)."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def gates_by_head(log_gate: Tensor, heads: int) -> Tensor:
+    """(B, T, H or Hq) -> (B·H, T, 1 or G), fit to be summed: exp(-1e4) is 0 too, and -inf - (-inf) is no number."""
+    return by_head(log_gate, heads).to(exact(log_gate.device)).clamp(min=-1e4)
+
+
 def leaf_tokens(length: int, householder: bool, gates: Tensor | None, score: Score, like: Tensor) -> int:
     """The size of a leaf: what the stock kernel can do by itself or, failing that, what tiles do best."""
     small = min(LEAF, -(-length // 8) * 8)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deadreckon.blockwise.precision import exact, work
+from deadreckon.factors import Rotation
 
 
 def _without_broadcast(x: Tensor) -> Tensor:
@@ -29,12 +31,42 @@ def phases(angles: Tensor, start: Tensor | None = None) -> Tensor:
     return torch.remainder(total if start is None else total + start, 2 * math.pi)
 
 
-def rotate(x: Tensor, phase: Tensor) -> Tensor:
-    """Turns the pair (m, m + D/2) of x (B, T, heads, D) by phase (B or 1, T, Hr, D/2)."""
-    heads, turns = x.shape[2], phase.shape[2]
-    phase = phase.to(work(x.dtype))
-    if turns not in (1, heads):  # one phase for each group of heads
-        phase = phase.repeat_interleave(heads // turns, dim=2)
-    cos, sin = phase.cos(), phase.sin()
-    first, second = x.to(phase.dtype).chunk(2, dim=-1)
+class Turned(NamedTuple):
+    """Attention's inputs in the frame of the sequence's beginning, where rotations have left nothing on the route."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_gate: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    phase: Tensor
+
+    def back(self, output: Tensor) -> Tensor:
+        """Turns an output of turned values back into its own token's frame."""
+        return _rotate(output, self.cos, -self.sin)
+
+
+def turned(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, rotation: Rotation, start: Tensor | None = None
+) -> Turned:
+    """Turns queries, keys and, if they travel, values by their phases, which go on from start."""
+    phase = phases(rotation.angles, start)
+    heads = q.shape[2]
+    if phase.shape[2] == heads and heads != k.shape[2]:  # keys turn differently for each query head
+        k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+        if log_gate is not None:
+            log_gate = log_gate.repeat_interleave(heads // log_gate.shape[2], dim=2)
+    angle = phase.to(work(q.dtype))
+    cos, sin = angle.cos(), angle.sin()
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return Turned(q, k, _rotate(v, cos, sin) if rotation.values else v, log_gate, cos, sin, phase)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pair (m, m + D/2) of x (B, T, heads, D) by an angle (B or 1, T, Hr, D/2)."""
+    heads, turns = x.shape[2], cos.shape[2]
+    if turns not in (1, heads):  # one angle for each group of heads
+        cos, sin = (part.repeat_interleave(heads // turns, dim=2) for part in (cos, sin))
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)

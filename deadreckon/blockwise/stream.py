@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deadreckon.blockwise.climb import LEAF, Climb, leaf_tokens
-from deadreckon.blockwise.precision import exact, lengths, usual_scale, work
-from deadreckon.blockwise.rotation import phases, rotate
+from deadreckon.blockwise.climb import LEAF, Climb, by_head, gates_by_head, leaf_tokens
+from deadreckon.blockwise.precision import lengths, usual_scale, work
+from deadreckon.blockwise.rotation import turned
 from deadreckon.blockwise.runs import Gate
-from deadreckon.factors import Factors, Householder, Power, Rotation, Score
+from deadreckon.factors import Factors, Power, Rotation, Score
 
 Fields = dict[str, Tensor]
 Change = Callable[[Tensor], Tensor]
@@ -128,25 +128,16 @@ def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: floa
     transport, log_gate, score = factors
     batch, length, query_heads, _ = q.shape
     q, scale = usual_scale(q, scale)
-    phase = None
     if isinstance(transport, Rotation):
-        phase = phases(transport.angles, past.phase)
-        past.phase = phase[:, -1:]
-        if phase.shape[2] == query_heads and query_heads != k.shape[2]:
-            k, v = (x.repeat_interleave(query_heads // x.shape[2], dim=2) for x in (k, v))
-            if log_gate is not None:
-                log_gate = log_gate.repeat_interleave(query_heads // log_gate.shape[2], dim=2)
-        q, k = rotate(q, phase), rotate(k, phase)
-        v = rotate(v, phase) if transport.values else v
+        turn = turned(q, k, v, log_gate, transport, past.phase)
+        past.phase = turn.phase[:, -1:]
+        output = attend_stream(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past)
+        return turn.back(output) if transport.values else output
     heads, given = k.shape[2], q.dtype
     if q.device.type == "cpu" or score != "softmax":  # where half precision gains nothing
         q = q.to(work(given))
-
-    def by_head(x: Tensor) -> Tensor:  # (B, L, H·G, ...) -> (B·H, L, G, ...)
-        return x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
-
-    fields: Fields = {"k": by_head(k).squeeze(2), "v": by_head(v).squeeze(2)}  # kept in the dtype they came in
-    queries = by_head(q)
+    fields: Fields = {name: by_head(x, heads).squeeze(2) for name, x in (("k", k), ("v", v))}  # in the dtype given
+    queries = by_head(q, heads)
     if isinstance(score, Power):
         if past.longest is None:  # a power of two: to divide by it costs no precision
             past.longest = lengths(fields["k"].float()).amax(1, keepdim=True).log2().ceil().exp2().to(k.dtype)
@@ -154,18 +145,17 @@ def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: floa
         queries = queries / lengths(queries)
         scale = 1.0
     if log_gate is not None:
-        fields["gates"] = by_head(log_gate).to(exact(q.device)).clamp(min=-1e4)
-    if isinstance(transport, Householder):
-        fields["w"], fields["beta"] = (by_head(x.to(work(given))).squeeze(2) for x in (transport.w, transport.beta))
+        fields["gates"] = gates_by_head(log_gate, heads)
+    if transport is not None:
+        fields["w"], fields["beta"] = (
+            by_head(x.to(work(given)), heads).squeeze(2) for x in (transport.w, transport.beta)
+        )
     outputs = []
-    for piece in _pieces(length, past, isinstance(transport, Householder)):
+    for piece in _pieces(length, past, transport is not None):
         some = {name: x[:, piece] for name, x in fields.items()}
         outputs.append(_attend_piece(queries[:, piece], some, score, scale, past))
     output = torch.cat(outputs, dim=1).unflatten(0, (batch, heads)).transpose(1, 2)
-    output = output.reshape(batch, length, query_heads, -1).to(given)
-    if phase is not None and isinstance(transport, Rotation) and transport.values:
-        output = rotate(output, -phase)
-    return output
+    return output.reshape(batch, length, query_heads, -1).to(given)
 
 
 def _pieces(length: int, past: Past, householder: bool) -> list[slice]:

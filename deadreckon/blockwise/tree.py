@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deadreckon.blockwise.climb import Climb, leaf_tokens
-from deadreckon.blockwise.precision import exact, lengths, work
+from deadreckon.blockwise.climb import Climb, by_head, gates_by_head, leaf_tokens
+from deadreckon.blockwise.precision import lengths, work
 from deadreckon.factors import Householder, Power, Score
 
 
@@ -48,17 +48,17 @@ def attend_tree(
     leaf = leaf_tokens(length, householder is not None, None if log_gate is None else log_gate.detach(), score, q)
     padding = -length % leaf
 
-    def by_head(x: Tensor) -> Tensor:  # (B, T, H·G, ...) -> (B·H, T, G, ...), T padded to whole leaves
-        x = x.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)
+    def whole(x: Tensor) -> Tensor:  # T padded to whole leaves
         return pad(x, (0, 0) * (x.dim() - 2) + (0, padding)) if padding else x
 
     w = beta = gates = None
     if householder is not None:
-        w, beta = (by_head(x.to(work(q.dtype))).squeeze(2) for x in (householder.w, householder.beta))
+        steps = (householder.w, householder.beta)
+        w, beta = (whole(by_head(x.to(work(q.dtype)), heads)).squeeze(2) for x in steps)
     if log_gate is not None:
-        # exp(-1e4) is 0 as well, and -inf - (-inf) would be no number.
-        gates = by_head(log_gate).to(exact(q.device)).clamp(min=-1e4)
-    q, k, v = by_head(q), by_head(k).squeeze(2), by_head(v).squeeze(2)
+        gates = whole(gates_by_head(log_gate, heads))
+    q, k, v = (whole(by_head(x, heads)) for x in (q, k, v))
+    k, v = k.squeeze(2), v.squeeze(2)
     if isinstance(score, Power):
         # Weights are divided by their sum, so q and k may have any length: one that keeps powers in range.
         k = k / lengths(k.detach()).amax(1, keepdim=True)
