@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from itertools import pairwise
 from numbers import Real
 from typing import Literal
@@ -16,6 +18,7 @@ from deadreckon.reference import attend_reference
 
 Implementation = Literal["auto", "reference", "blockwise", "triton"]
 
+HAS_TRITON = find_spec("triton") is not None
 IMPLEMENTATIONS = {
     "reference": "the literal O(T²) definition, any device and dtype; what everything else is tested against",
     "blockwise": "plain PyTorch over stock attention kernels, any device and dtype, memory linear in T",
@@ -50,8 +53,10 @@ def attend(
         score: κ and Z: ``"softmax"``, ``"stick-breaking"`` (σ, no Z, a token does not see itself) or :class:`Power`.
         scale: factor of the logits, ``D ** -0.5`` by default.
         cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1.
-        impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``, or
-            ``"auto"``, which picks ``"blockwise"`` on every device.
+        impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``
+            (kernels for CUDA devices: softmax with any transport and gate, stick-breaking without Householder steps or
+            gates; D and E multiples of 8 up to 256, with Householder steps up to 128, with these or gates in float32
+            half of that), or ``"auto"``: the kernels where they serve, else ``"blockwise"``.
 
     Returns:
         (B, T, Hq, E), in the dtype of q.
@@ -74,11 +79,28 @@ def attend(
     with torch.autocast(q.device.type, enabled=False):
         if impl == "reference":
             return attend_reference(q, k, v, factors, scale, documents)
+        if impl == "triton" or (impl == "auto" and q.is_cuda):
+            reason = _reason_against_kernels(q, v, factors)
+            if reason is None:
+                from deadreckon.fused import attend_fused
+
+                return attend_fused(q, k, v, factors, scale, documents)
+            if impl == "triton":
+                raise ValueError(f"impl: 'triton' needs {reason}")
         if impl in ("auto", "blockwise"):
             return attend_blockwise(q, k, v, factors, scale, documents)
-    if impl == "triton":
-        raise ValueError("impl: this version has no Triton kernels; use 'auto', 'blockwise' or 'reference'")
     raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
+
+
+def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors) -> str | None:
+    """What the Triton kernels would need and do not have. Triton is imported here at the earliest."""
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"tensors on a CUDA device (or TRITON_INTERPRET=1), got {q.device}"
+    if not HAS_TRITON:
+        return "the package triton, which is not installed"
+    from deadreckon.fused import reason_against
+
+    return reason_against(q, v, factors)
 
 
 def attend_next(

@@ -10,10 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from deadreckon.lab import cli
-from deadreckon.lab.bench import peak_bytes, run_bench
+from deadreckon.lab import bench, cases, cli
+from deadreckon.lab.bench import Figures, peak_bytes, run_bench
+from deadreckon.lab.cases import Shape
 from deadreckon.lab.demo import make_model, run_demo
 from deadreckon.lab.drift import in_place_drift, model_drift
+from deadreckon.lab.rivals import RIVALS, Inputs, Method, sdpa
 from deadreckon.lab.training import Recipe, error_rate, train
 from deadreckon.tasks.flipflop import NOT_SCORED, FlipFlop, spell
 
@@ -94,14 +96,84 @@ def test_command_line_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys
     assert "encoding: expected one of nope" in capsys.readouterr().err
 
 
-def test_bench_prints_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_bench("cpu", (64,), 1, 2, 16, 1, tmp_path / "bench.md")
-    assert {"PaTH", "PaTH-FoX", "FoX", "rotation", "Power(2)", "SDPA, causal"} <= set(found[64])
+def test_bench_prints_ratios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = (Shape(1, 64, 2, 16), Shape(2, 70, 1, 16))
+    found = run_bench("cpu", shapes, rounds=1, save=tmp_path / "bench.md")
+    assert list(found) == list(shapes)
+    assert {"PaTH", "PaTH-FoX", "FoX", "RoPE", "rotation", "Power(2)", "causal SDPA"} <= set(found[shapes[0]])
     text = (tmp_path / "bench.md").read_text()
-    assert text.count("| 64 |") == len(found[64])
-    assert "torch 2" in text
+    assert text.count("| 2x70x1x16 |") == len(found[shapes[1]])
+    assert "torch 2" in text and "--shapes 1x64x2x16 2x70x1x16 --rounds 1" in text
     with pytest.raises(ValueError, match="device: expected one that is here"):
-        run_bench("cuda", (64,), 1, 2, 16, 1, None)
+        run_bench("cuda", shapes)
+    monkeypatch.setattr(sys, "argv", ["deadreckon", "bench", "--lengths", "40", "--rounds", "1", "--only", "pow(2)"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    error = " ".join(capsys.readouterr().err.split())
+    assert "only: expected names among causal SDPA, RoPE," in error and error.endswith("got pow(2)")
+
+
+def test_bench_parses_shapes() -> None:
+    assert Shape.parse("32x4096X8x64") == Shape(32, 4096, 8, 64)
+    assert str(Shape(32, 4096, 8, 64)) == "32x4096x8x64"
+    for text in ("32x4096x8", "32x4096x8x64x2", "32xTx8x64", "0x1x1x2", "", "-1x1x1x2"):
+        with pytest.raises(ValueError, match="shapes: expected BxTxHxD, such as 32x4096x32x64, got"):
+            Shape.parse(text)
+
+
+def test_bench_names_what_is_wrong_with_rivals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(x: Inputs) -> torch.Tensor:
+        raise NotImplementedError("no [kernel] | here\nand more")
+
+    def fail_later(x: Inputs) -> torch.Tensor:
+        if x["q"].shape[1] == 40:  # not where it is checked
+            raise MemoryError("too long")
+        return sdpa(x)
+
+    rivals = {
+        "SDPA": Method(sdpa, "attention"),
+        "ungated": Method(sdpa, "FoX"),
+        "fla FoX": Method(lambda x: cases.attend("FoX", "blockwise", x), "FoX"),
+        "broken": Method(fail, "PaTH"),
+        "short": Method(fail_later, "attention"),
+        "absent": Method(fail, "attention", "no_such_package"),
+    }
+    monkeypatch.setitem(RIVALS, "cpu", rivals)
+    monkeypatch.setenv("COLUMNS", "200")
+    shape = Shape(1, 40, 2, 16)
+    found = run_bench("cpu", (shape,), rounds=1, save=tmp_path / "bench.md")[shape]
+    assert found["broken"] == "failed: NotImplementedError: no [kernel] | here"
+    assert found["short"] == "failed: MemoryError: too long"
+    assert "absent" not in found
+    text = (tmp_path / "bench.md").read_text()
+    rows = {row[2]: row for row in (line.split("|") for line in text.splitlines() if line.startswith("| 1x40x2x16"))}
+    names = {name.strip(): [cell.strip() for cell in row[3:-1]] for name, row in rows.items()}
+    assert names["SDPA"][2::3] == ["1.00", "1.00", "1.00"]
+    assert [bool(cell) for cell in names["FoX"][3::3]] == [True, True, True]  # beside fla's
+    assert [bool(cell) for cell in names["PaTH"][3::3]] == [False, False, False]
+    assert "✗" in names["ungated"][0] and "✗" not in names["fla FoX"][0]
+    assert "broken (failed: NotImplementedError: no [kernel] \\| here)" in text
+    assert "failed: MemoryError: too long" in capsys.readouterr().out
+
+
+def test_bench_times_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(1, 40, 2, 16)
+    assert list(run_bench("cpu", (shape,), rounds=1, only="path, FOX")[shape]) == ["causal SDPA", "FoX", "PaTH"]
+    monkeypatch.setattr(bench, "attend", lambda kind, impl, x: cases.attend("FoX", impl, x))
+    with pytest.raises(RuntimeError, match="nothing was timed: PaTH at D = 16: output off by"):
+        run_bench("cpu", (shape,), rounds=1, only="PaTH")
+
+
+@pytest.mark.gpu
+def test_bench_on_cuda() -> None:
+    shape = Shape(1, 300, 2, 64)
+    found = run_bench("cuda", (shape,), rounds=2, only="cuDNN,FlashAttention-2,RoPE,PaTH")[shape]
+    assert len(found) == 5
+    assert all(isinstance(figures, Figures) and figures.forward < figures.both for figures in found.values())
 
 
 def test_peak_bytes_sees_what_is_held() -> None:

@@ -30,11 +30,11 @@ def attend_blockwise(
         output = attend_blockwise(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, None)
         return turn.back(output) if transport.values else output
     if score == "softmax" and log_gate is None and transport is None and backend_for(q):
-        return _plain(q, k, v, scale)
+        return plain(q, k, v, scale)
     return attend_tree(q, k, v, transport, log_gate, score, scale)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Softmax attention with nothing on the route. Equal widths, or PyTorch may choose a kernel that builds T × T."""
     width, value_width = q.shape[3], v.shape[3]
     widest = max(width, value_width)

@@ -36,13 +36,12 @@ def unpacked(
     outputs, order = [], []
     for group in buckets(cu_seqlens):
         longest = max(end - start for start, end in group)
-        place = torch.arange(longest)
-        index = torch.stack([torch.where(place < end - start, start + place, -1) for start, end in group])
-        index = index.to(q.device)
-        real = index >= 0
+        starts, ends = torch.tensor(group, device=q.device).unsqueeze(2).unbind(1)  # (N, 1)
+        index = starts + torch.arange(longest, device=q.device)
+        real = index < ends
 
         def rows(x: Tensor, index: Tensor = index, real: Tensor = real) -> Tensor:  # (1, T, ...) -> (N, longest, ...)
-            picked = x[0][index.clamp(min=0)]
+            picked = x[0][index.clamp(max=x.shape[1] - 1)]
             return torch.where(real.view(*real.shape, *(1,) * (x.dim() - 2)), picked, 0)
 
         moved = transport

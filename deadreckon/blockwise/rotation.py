@@ -52,15 +52,24 @@ def turned(
 ) -> Turned:
     """Turns queries, keys and, if they travel, values by their phases, which go on from start."""
     phase = phases(rotation.angles, start)
-    heads = q.shape[2]
-    if phase.shape[2] == heads and heads != k.shape[2]:  # keys turn differently for each query head
-        k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
-        if log_gate is not None:
-            log_gate = log_gate.repeat_interleave(heads // log_gate.shape[2], dim=2)
+    k, v, log_gate = for_each_query_head(q, k, v, log_gate, rotation)
     angle = phase.to(work(q.dtype))
     cos, sin = angle.cos(), angle.sin()
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     return Turned(q, k, _rotate(v, cos, sin) if rotation.values else v, log_gate, cos, sin, phase)
+
+
+def for_each_query_head(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and gates with a copy for each query head, where keys turn differently for each."""
+    heads = q.shape[2]
+    if rotation.angles.shape[2] != heads or k.shape[2] == heads:
+        return k, v, log_gate
+    k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+    if log_gate is not None:
+        log_gate = log_gate.repeat_interleave(heads // log_gate.shape[2], dim=2)
+    return k, v, log_gate
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

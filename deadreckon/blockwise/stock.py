@@ -64,8 +64,13 @@ def dense_backward(
     lse: Tensor,
     scale: float,
     causal: bool = False,
+    steady: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, where out and lse belong to whole rows of which this block is a part."""
+    """Gradients of q, k and v, where out and lse belong to whole rows of which this block is a part.
+
+    PyTorch finds cuDNN's plan by the layout of q, k and v, so that of grad and out must not vary: they are copied,
+    unless the caller promises (steady) that it follows from the others' and that nobody else has such layouts.
+    """
     if backend == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
@@ -74,8 +79,8 @@ def dense_backward(
     lse = lse.contiguous()
     if backend == "cudnn":
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        # PyTorch finds cuDNN's plan by the layout of q, k and v: that of the rest must not vary.
-        grad, out = grad.contiguous(), out.contiguous()
+        if not steady:
+            grad, out = grad.contiguous(), out.contiguous()
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, rows, keys, 0.0, causal, scale=scale
         )

@@ -1,90 +1,46 @@
-"""Benchmarks: ours beside PyTorch's attention, in one run, and never a figure for something that is wrong."""
+"""Benchmarks: ours beside other people's attention, in one run, and never a figure for ours while ours is wrong.
+
+    python -m deadreckon.lab.bench --device cuda --shapes 32x4096x32x64 2x32768x32x64 --rounds 20 --save bench.md
+
+That is `deadreckon bench` for machines without tyro.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory profiler's own chatter
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
-import deadreckon as dr
+from deadreckon.lab.cases import CASES, DTYPES, KINDS, LIMITS, Inputs, Shape, attend, check, make_inputs
+from deadreckon.lab.rivals import RIVALS, Method, baseline, compiled_rotate, installed
 from deadreckon.lab.training import check_device
 
-Factors = Callable[[dict[str, Tensor]], dict[str, Any]]
-
-CASES: dict[str, Factors] = {
-    "rotation": lambda x: {"transport": dr.Rotation(x["angles"])},
-    "rotation of values too": lambda x: {"transport": dr.Rotation(x["angles"], values=True)},
-    "FoX": lambda x: {"log_gate": x["log_gate"]},
-    "PaTH": lambda x: {"transport": dr.Householder(x["w"], x["beta"])},
-    "PaTH-FoX": lambda x: {"transport": dr.Householder(x["w"], x["beta"]), "log_gate": x["log_gate"]},
-    "Power(2)": lambda x: {"score": dr.Power(2)},
-    "stick-breaking": lambda x: {"score": "stick-breaking"},
-}
-BASELINE = "SDPA, causal"
+SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float]]] = {"cpu": ("best", min), "cuda": ("median", median)}
 
 
-def make_inputs(batch: int, length: int, heads: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Random leaves: q, k, v and the factors of every case. Gates forget half in about 70 tokens."""
-    generator = torch.Generator().manual_seed(0)
+@dataclass
+class Figures:
+    """What one method took."""
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    inputs = {name: draw(batch, length, heads, width) for name in ("q", "k", "v")}
-    inputs["w"] = normalize(draw(batch, length, heads, width), dim=-1)
-    inputs["beta"] = 2 * draw(batch, length, heads).sigmoid()
-    inputs["angles"] = draw(batch, length, heads, width // 2)
-    inputs["log_gate"] = logsigmoid(draw(batch, length, heads) + 5)
-    exact = ("beta", "angles", "log_gate")
-    return {
-        name: x.to(device, torch.float32 if name in exact else dtype).requires_grad_() for name, x in inputs.items()
-    }
-
-
-def attend(case: str, inputs: dict[str, Tensor], impl: Any = "auto") -> Tensor:
-    """One case, or the baseline."""
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    if case == BASELINE:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    return dr.attend(q, k, v, **CASES[case](inputs), impl=impl)
-
-
-def check(case: str, dtype: torch.dtype, device: str, length: int) -> None:
-    """Compares output and gradients with the definition in float64."""
-    inputs = make_inputs(1, length, 2, 32, dtype, device)
-    if length % 64 == 0:  # gates that are too strong for a single causal call
-        inputs["log_gate"] = (inputs["log_gate"].detach() * 50).requires_grad_()
-    exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    found, expected = attend(case, inputs), attend(case, exact, impl="reference")
-    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
-    gradients = zip(
-        inputs,
-        torch.autograd.grad(found, list(inputs.values()), grad.to(found.dtype), allow_unused=True),
-        torch.autograd.grad(expected, list(exact.values()), grad, allow_unused=True),
-        strict=True,
-    )
-    pairs = [("output", found, expected), *(pair for pair in gradients if pair[2] is not None)]
-    limit, grad_limit = (1e-5, 1e-4) if dtype == torch.float32 else (2e-2, 4e-2)
-    for name, a, b in pairs:
-        error = float((a.double() - b).detach().norm() / b.detach().norm())
-        allowed = limit if name == "output" else grad_limit
-        if not error <= allowed:
-            raise RuntimeError(f"{case}: {name} is off by {error:.1e} (limit {allowed:.0e}); nothing was timed")
+    forward: float
+    both: float
+    memory: int
 
 
 def peak_bytes(run: Callable[[], object], device: str = "cpu") -> int:
@@ -107,109 +63,256 @@ def peak_bytes(run: Callable[[], object], device: str = "cpu") -> int:
     return peak
 
 
-@dataclass
-class Figures:
-    """What one case took."""
-
-    forward: float
-    both: float
-    memory: int
+@cache
+def scratch() -> Tensor:
+    """A gigabyte to write to."""
+    return torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
 
 
-def measure(length: int, batch: int, heads: int, width: int, rounds: int, device: str) -> dict[str, Figures]:
-    """Times all cases in turn, `rounds` times over, so that a slow moment of the machine falls on all alike."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    inputs = make_inputs(batch, length, heads, width, dtype, device)
-    grad = torch.randn(batch, length, heads, width).to(device, dtype)
-
-    def forward(case: str) -> None:
-        with torch.no_grad():
-            attend(case, inputs)
-
-    def both(case: str) -> None:
-        attend(case, inputs).backward(grad)
-        for x in inputs.values():
-            x.grad = None
-
-    def seconds(run: Callable[[str], None], case: str) -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
+def seconds(run: Callable[[], None], device: str) -> float:
+    """How long it takes: by the clock on a CPU, by the GPU's own events on CUDA."""
+    if device == "cpu":
         began = time.perf_counter()
-        run(case)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        run()
         return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    scratch().zero_()  # empties the GPU's cache, and lets the host get ahead of it, as it is in training
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
 
-    times: dict[str, tuple[list[float], list[float]]] = {case: ([], []) for case in (BASELINE, *CASES)}
-    for number in range(rounds + 1):
-        for case, (forwards, boths) in times.items():
-            taken = seconds(forward, case), seconds(both, case)
-            if number:  # the first round warms up
-                forwards.append(taken[0])
-                boths.append(taken[1])
-    return {case: Figures(min(a), min(b), peak_bytes(partial(both, case), device)) for case, (a, b) in times.items()}
+
+@dataclass
+class Trial:
+    """One method on one shape."""
+
+    method: Method
+    inputs: Inputs
+    device: str
+    forwards: list[float] = field(default_factory=list)
+    boths: list[float] = field(default_factory=list)
+    memory: int = 0
+    failure: str = ""
+
+    def forward(self) -> None:
+        """Without gradients."""
+        with torch.no_grad():
+            self.method.run(self.inputs)
+
+    def both(self) -> None:
+        """Forward and backward."""
+        try:
+            self.method.run(self.inputs).backward(self.inputs["grad"])
+        finally:
+            for x in self.inputs.values():
+                x.grad = None
+
+    def warm_up(self) -> None:
+        """Twice, since the first time may compile; the second shows the memory."""
+        self.forward()
+        self.both()
+        self.forward()
+        self.memory = peak_bytes(self.both, self.device)
+
+    def time(self) -> None:
+        """Once more."""
+        self.forwards.append(seconds(self.forward, self.device))
+        self.boths.append(seconds(self.both, self.device))
+
+    def result(self) -> Figures | str:
+        """Figures, or why there are none."""
+        _, summary = SUMMARIES[self.device]
+        return self.failure or Figures(summary(self.forwards), summary(self.boths), self.memory)
 
 
-def run_bench(
-    device: str, lengths: tuple[int, ...], batch: int, heads: int, width: int, rounds: int, save: Path | None
-) -> dict[int, dict[str, Figures]]:
-    """Checks, measures and prints; see `deadreckon bench --help`."""
-    check_device(device)
-    if rounds < 1:
-        raise ValueError(f"rounds: expected 1 or more, got {rounds}")
-    console = Console()
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("checking", total=len(CASES) + len(lengths))
-        for case in CASES:
-            for length in (200, 256):
-                check(case, dtype, device, length)
-            progress.advance(bar)
-        found = {}
-        for length in lengths:
-            progress.update(bar, description=f"T = {length}")
-            found[length] = measure(length, batch, heads, width, rounds, device)
-            progress.advance(bar)
-    threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {threads} threads"
-    shape = f"B {batch}, H {heads}, D {width}, {str(dtype).removeprefix('torch.')}"
-    about = f"{name}; torch {torch.__version__}; {shape}; best of {rounds}; all cases checked against float64 first"
-    rows = [
-        [str(length), case, *_cells(figures, cases[BASELINE])]
-        for length, cases in found.items()
-        for case, figures in cases.items()
-    ]
-    headings = ["T", "", "forward", "×", "forward + backward", "×", "peak memory", "×"]
-    table = Table(title=about, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "" else "right")
-    for row in rows:
-        table.add_row(*row, end_section=row[1] == list(CASES)[-1])
-    console.print(table)
-    if save is not None:
-        flags = f"--device {device} --lengths {' '.join(map(str, lengths))} --batch {batch} --heads {heads}"
-        command = f"deadreckon bench {flags} --head-dim {width} --rounds {rounds}"
-        lines = [
-            f"# Attention on {name}",
-            "",
-            f"{date.today()}: {about}. Inputs drawn with seed 0.",
-            "",
-            f"    {command}",
-            "",
-        ]
-        lines += [_markdown(headings), _markdown(["---:"] * len(headings)), *map(_markdown, rows)]
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text("\n".join(lines) + "\n")
-        console.print(f"Saved: {save}")
+def explain(error: Exception) -> str:
+    """In a line that fits into a table."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"failed: {type(error).__name__}: {first}"[:120]
+
+
+def measure(methods: dict[str, Method], shape: Shape, rounds: int, device: str) -> dict[str, Figures | str]:
+    """Times all methods in turn, `rounds` times over, so that a slow moment of the machine falls on all alike.
+
+    One that raises, for lack of memory say, is out, and the error stands in the place of its figures.
+    """
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    inputs = make_inputs(shape, device)
+    trials = {name: Trial(method, method.prepare(inputs), device) for name, method in methods.items()}
+    for step in (Trial.warm_up, *[Trial.time] * rounds):
+        for trial in trials.values():
+            if trial.failure:
+                continue
+            try:
+                step(trial)
+            except Exception as error:
+                trial.failure = explain(error)
+            if trial.failure and device == "cuda":
+                torch.cuda.empty_cache()
+    return {name: trial.result() for name, trial in trials.items()}
+
+
+def line_up(device: str, only: str) -> dict[str, Method]:
+    """Ours and the rivals that are installed, by kind: all, or those that `only` names, and always the baseline."""
+    ours = {name: Method(partial(attend, name, "auto"), name, "deadreckon") for name in CASES}
+    everyone = {**installed(device), **ours}
+    wanted = {name.strip().lower() for name in only.split(",") if name.strip()}
+    strangers = wanted - {name.lower() for name in everyone}
+    if strangers:
+        raise ValueError(f"only: expected names among {', '.join(everyone)}; got {', '.join(sorted(strangers))}")
+    chosen = [name for name in everyone if not wanted or name.lower() in wanted or name == baseline(device)]
+    order = list(KINDS)
+    return {name: everyone[name] for name in sorted(chosen, key=lambda name: order.index(everyone[name].kind))}
+
+
+def check_all(methods: dict[str, Method], width: int, device: str) -> dict[str, float | str]:
+    """The worst error of each over what is allowed, or why there is none. Raises where that is amiss with ours."""
+    found: dict[str, float | str] = {}
+    amiss = []
+    for name, method in methods.items():
+        try:
+            errors = check(method, width, device)
+        except Exception as error:
+            found[name] = fault = explain(error)
+        else:
+            found[name] = max(errors.values())
+            fault = ", ".join(f"{part} off by {e:.3g} × what is allowed" for part, e in errors.items() if e > 1)
+        if fault and method.package == "deadreckon":
+            amiss.append(f"{name} at D = {width}: {fault}")
+    if amiss:
+        raise RuntimeError(f"nothing was timed: {'; '.join(amiss)}")
     return found
 
 
-def _cells(figures: Figures, base: Figures) -> list[str]:
-    return [
-        f"{1e3 * figures.forward:.1f} ms", f"{figures.forward / base.forward:.2f}",
-        f"{1e3 * figures.both:.1f} ms", f"{figures.both / base.both:.2f}",
-        f"{figures.memory / 2**20:.1f} MiB", f"{figures.memory / base.memory:.2f}",
-    ]  # fmt: skip
+def run_bench(
+    device: str, shapes: tuple[Shape, ...], rounds: int = 5, only: str = "", save: Path | None = None
+) -> dict[Shape, dict[str, Figures | str]]:
+    """Checks, then measures, prints and saves shape by shape; see `deadreckon bench --help`."""
+    check_device(device)
+    if rounds < 1:
+        raise ValueError(f"rounds: expected 1 or more, got {rounds}")
+    if not shapes:
+        raise ValueError("shapes: expected at least one, got none")
+    methods, console = line_up(device, only), Console()
+    widths = dict.fromkeys(shape.width for shape in shapes)
+    found, rows = dict[Shape, dict[str, Figures | str]](), list[list[str]]()
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("checking", total=len(widths) + len(shapes))
+        errors = {}
+        for width in widths:
+            errors[width] = check_all(methods, width, device)
+            progress.advance(bar)
+        about = describe(device, rounds)
+        console.print(about, markup=False, highlight=False)
+        for shape in shapes:
+            progress.update(bar, description=str(shape))
+            failures = {name: error for name, error in errors[shape.width].items() if isinstance(error, str)}
+            sound = {name: method for name, method in methods.items() if name not in failures}
+            timed = measure(sound, shape, rounds, device) | failures
+            found[shape] = {name: timed[name] for name in methods}
+            headings, *lines = tabulate(found[shape], errors[shape.width], device)
+            console.print(draw(str(shape), headings, lines))
+            rows += [[str(shape), *line] for line in lines]
+            if save is not None:  # after every shape: a run that is cut short leaves what it has
+                flags = f"--device {device} --shapes {' '.join(map(str, found))} --rounds {rounds}"
+                command = f"deadreckon bench {flags}" + (f' --only "{only}"' if only else "")
+                write(save, about, command, ["B x T x H x D", *headings], rows)
+            progress.advance(bar)
+    if save is not None:
+        console.print(f"Saved: {save}", markup=False, highlight=False)
+    return found
+
+
+def tabulate(found: dict[str, Figures | str], errors: dict[str, float | str], device: str) -> list[list[str]]:
+    """Headings and rows."""
+    base, with_fla = found[baseline(device)], any(name.startswith("fla ") for name in found)
+    headings = ["", "error"]
+    for heading in ("forward", "forward + backward", "peak memory"):
+        headings += [heading, "×", *["× fla"] * with_fla]
+    rows = [headings]
+    for name, figures in found.items():
+        if isinstance(figures, str):
+            rows.append([f"{name} ({figures})", *[""] * (len(headings) - 1)])
+            continue
+        error = errors[name]
+        assert isinstance(error, float)
+        row = [name, f"{error:.2f}" + " ✗" * (error > 1)]
+        rivals = [base, found.get(f"fla {name}")] if with_fla else [base]
+        for part, form in (("forward", milliseconds), ("both", milliseconds), ("memory", mebibytes)):
+            value = getattr(figures, part)
+            row += [form(value), *(ratio(value, getattr(rival, part, 0)) for rival in rivals)]
+        rows.append(row)
+    return rows
+
+
+def milliseconds(value: float) -> str:
+    """Of seconds."""
+    return f"{1e3 * value:.2f} ms"
+
+
+def mebibytes(value: int) -> str:
+    """Of bytes."""
+    return f"{value / 2**20:.1f} MiB"
+
+
+def ratio(value: float, base: float) -> str:
+    """Empty where there is nothing to compare with."""
+    return f"{value / base:.2f}" if base else ""
+
+
+def describe(device: str, rounds: int) -> str:
+    """The machine, versions, and what the columns mean."""
+    threads = torch.get_num_threads()
+    machine = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {threads} threads"
+    versions = [f"torch {torch.__version__}"]
+    for package in ("triton", "fla-core"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    word, _ = SUMMARIES[device]
+    dtype = DTYPES[device]
+    output, gradient = LIMITS[dtype]
+    allowed = f"{output} of the output and {gradient} of a gradient"
+    if dtype == torch.bfloat16:
+        allowed += ", or twice the definition's own in bfloat16 where that is less"
+    notes = [f"× is the ratio to {baseline(device)}"]
+    if device == "cuda":
+        notes.append(compiled_rotate(device)[1])
+    absent = [name for name in RIVALS[device] if name not in installed(device)]
+    if absent:
+        notes.append(f"not installed: {', '.join(absent)}")
+    notes.append(f"error is the worst relative error against float64, over what is allowed ({allowed})")
+    return "; ".join([machine, *versions, str(dtype).removeprefix("torch."), f"{word} of {rounds}", *notes])
+
+
+def draw(title: str, headings: list[str], rows: list[list[str]]) -> Table:
+    """For the terminal."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(headings[0], max_width=40)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def write(path: Path, about: str, command: str, headings: list[str], rows: list[list[str]]) -> None:
+    """For the record."""
+
+    def line(cells: list[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    machine, _ = about.split("; ", 1)
+    lines = [f"# Attention on {machine}", "", f"{date.today()}: {about}. Inputs drawn with seed 0.", ""]
+    lines += [f"    {command}", "", line(headings), line(["---", "---", *["---:"] * (len(headings) - 2)])]
+    lines += map(line, rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
 
 
 def _processor() -> str:
@@ -220,5 +323,20 @@ def _processor() -> str:
     return " ".join([platform.machine(), *names[:1]])
 
 
-def _markdown(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def main() -> None:
+    """`python -m deadreckon.lab.bench`."""
+    parser = argparse.ArgumentParser(description="Time ours beside other people's attention; see `deadreckon bench`.")
+    parser.add_argument("--device", choices=list(RIVALS), default="cpu")
+    parser.add_argument("--shapes", nargs="+", default=["1x512x4x64", "1x2048x4x64"], help="B x T x H x D each")
+    parser.add_argument("--rounds", type=int, default=5, help="timings of each case")
+    parser.add_argument("--only", default="", help='names, such as "PaTH,fla PaTH"')
+    parser.add_argument("--save", type=Path, help="also write the tables as Markdown")
+    chosen = parser.parse_args()
+    try:
+        run_bench(chosen.device, tuple(map(Shape.parse, chosen.shapes)), chosen.rounds, chosen.only, chosen.save)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

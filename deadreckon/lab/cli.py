@@ -50,12 +50,16 @@ def bench(
     batch: int = 1,
     heads: int = 4,
     head_dim: int = 64,
+    shapes: tuple[str, ...] = (),
     rounds: int = 5,
+    only: str = "",
     save: Path | None = None,
 ) -> None:
-    """Time every mechanism beside PyTorch's causal attention in one run, with peak memory, as ratios.
+    """Time every mechanism beside other people's attention in one run, with peak memory, as ratios.
 
-    Each is checked against the float64 definition before anything is timed.
+    The baseline is PyTorch's causal attention on a CPU, and RoPE with FlashAttention-2 on a GPU, where
+    flash-linear-attention and the FoX authors' kernel run too, if installed. Each mechanism is checked against the
+    float64 definition before anything is timed; the errors of the others are shown.
 
     Args:
         device: where to run; float32 on a CPU, bfloat16 on a GPU.
@@ -63,12 +67,16 @@ def bench(
         batch: B.
         heads: H.
         head_dim: D.
-        rounds: timings of each case; the best counts, what the machine adds to it does not.
-        save: also write the table as Markdown.
+        shapes: in place of these four, any of BxTxHxD, such as 32x4096x32x64.
+        rounds: timings of each case; the best counts on a CPU, which others may share, and the median on a GPU.
+        only: names to run beside the baseline, separated by commas: "PaTH,fla PaTH".
+        save: also write the tables as Markdown.
     """
     from deadreckon.lab.bench import run_bench
+    from deadreckon.lab.cases import Shape
 
-    run_bench(device, lengths, batch, heads, head_dim, rounds, save)
+    chosen = [Shape.parse(shape) for shape in shapes] or [Shape(batch, n, heads, head_dim) for n in lengths]
+    run_bench(device, tuple(chosen), rounds, only, save)
 
 
 def generate(

@@ -1,0 +1,71 @@
+"""Attention on Triton kernels. Each kind is one operator and one for its backward pass, so that `torch.compile`,
+checkpointing and CUDA graphs see nothing of what is inside.
+
+Rotations are applied up front, in one pass; plain softmax then goes to PyTorch's own attention; gates are inside a
+flash kernel of ours (`gated.py`); Householder routes climb the tree (`householder.py`); sticks have their kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deadreckon.blockwise import plain
+from deadreckon.blockwise.documents import unpacked
+from deadreckon.blockwise.precision import usual_scale
+from deadreckon.blockwise.rotation import for_each_query_head
+from deadreckon.factors import Factors, Householder, Rotation
+from deadreckon.fused.gated import attend_gated
+from deadreckon.fused.householder import attend_householder
+from deadreckon.kernels.rotation import turn, turn_back
+from deadreckon.kernels.stick import stick_breaking
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reason_against(q: Tensor, v: Tensor, factors: Factors) -> str | None:
+    """Why there is no kernel for these inputs, if there is none."""
+    transport, log_gate, score = factors
+    if q.dtype not in DTYPES:
+        return f"dtype float32, bfloat16 or float16, got {q.dtype}"
+    widest = 256 // (1 + isinstance(transport, Householder))
+    if q.dtype == torch.float32 and (log_gate is not None or isinstance(transport, Householder)):
+        widest //= 2  # of shared memory
+    for name, width in (("D", q.shape[3]), ("E", v.shape[3])):
+        if width % 8 or width > widest:
+            return f"{name} a multiple of 8 up to {widest}, got {width}"
+    if score == "softmax":
+        return None
+    if score != "stick-breaking":
+        return f"score 'softmax' or 'stick-breaking', got {score!r}"
+    if isinstance(transport, Householder) or log_gate is not None:
+        return "neither Householder steps nor gates with score 'stick-breaking'"
+    return None
+
+
+def attend_fused(
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: list[int] | None
+) -> Tensor:
+    """See :func:`deadreckon.attend`; the arguments are already checked, and there is no reason against."""
+    if cu_seqlens is not None and len(cu_seqlens) > 2:
+        return unpacked(attend_fused, q, k, v, factors, scale, cu_seqlens)
+    transport, log_gate, score = factors
+    q, scale = usual_scale(q, scale)
+    if isinstance(transport, Rotation):
+        k, v, log_gate = for_each_query_head(q, k, v, log_gate, transport)
+        q, k, v, phase = turn(q, k, v, transport.angles, transport.values)
+        output = attend_fused(q, k, v, Factors(None, log_gate, score), scale, None)
+        return turn_back(output, phase) if transport.values else output
+    q, k, v = (_dense(x) for x in (q, k, v))
+    if score == "stick-breaking":
+        return stick_breaking(q, k, v, scale)
+    if isinstance(transport, Householder):
+        return attend_householder(q, k, v, _dense(transport.w), transport.beta, log_gate, scale)
+    if log_gate is not None:
+        return attend_gated(q, k, v, log_gate, scale)
+    return plain(q, k, v, scale)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with its channels side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()

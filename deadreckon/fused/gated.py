@@ -1,0 +1,108 @@
+"""Softmax attention with forget gates, as one operator and one for its backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deadreckon.kernels.flash import EDGE, Reach, Sums, flash_backward, flash_forward
+from deadreckon.kernels.gates import gate_sums, reach_of
+from deadreckon.kernels.merge import prepare
+
+PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
+
+
+@torch.library.custom_op("deadreckon::gated", mutates_args=())
+def gated_forward(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention with forget gates: output (B, T, Hq, E) and log-sum-exp (B·H, T padded, G)."""
+    batch, length, heads, _ = k.shape
+    out = q.new_empty(batch, length, q.shape[2], v.shape[3])
+    lse = q.new_empty(batch * heads, -(-length // EDGE) * EDGE, q.shape[2] // heads, dtype=torch.float32)
+    sums = gate_sums(log_gate, heads)
+    flash_forward(
+        _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
+        reach=_reach(q, k, log_gate, sums, scale),
+    )  # fmt: skip
+    return out, lse
+
+
+def _reach(q: Tensor, k: Tensor, log_gate: Tensor, sums: Sums, scale: float) -> Reach | None:
+    return reach_of(q, k, log_gate, sums, scale) if k.shape[1] >= PRUNED else None
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """(B, T, H, C) -> (B, H, 1, T, C), a view."""
+    return x.transpose(1, 2).unsqueeze(2)
+
+
+def _by_group(x: Tensor, heads: int) -> Tensor:
+    """(B, T, Hq, C) -> (B, H, G, 1, T, C), a view."""
+    return x.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).unsqueeze(3)
+
+
+def _statistic(x: Tensor, k: Tensor) -> Tensor:
+    """(B·H, T padded, G) -> (B, H, G, 1, T), a view."""
+    return x.unflatten(0, (k.shape[0], k.shape[2])).transpose(2, 3)[..., : k.shape[1]].unsqueeze(3)
+
+
+@gated_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = k.shape
+    tokens = -(-length // EDGE) * EDGE
+    out = q.new_empty(batch, length, q.shape[2], v.shape[3])
+    return out, q.new_empty(batch * heads, tokens, q.shape[2] // heads, dtype=torch.float32)
+
+
+@torch.library.custom_op("deadreckon::gated_backward", mutates_args=())
+def gated_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> list[Tensor]:
+    """Gradients of q, k, v and log_gate."""
+    heads = k.shape[2]
+    sums = gate_sums(log_gate, heads)
+    delta, own = prepare(out, grad, lse, sums, heads, 0, None)
+    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    by_query, by_key = torch.zeros_like(lse), torch.zeros_like(lse)
+    flash_backward(
+        _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
+        _statistic(own, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v), _statistic(by_query, k),
+        by_key, reach=_reach(q, k, log_gate, sums, scale),
+    )  # fmt: skip
+    return [grad_q, grad_k, grad_v, gate_gradient(by_query, by_key, log_gate, heads)]
+
+
+@gated_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, log_gate)]
+
+
+def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int) -> Tensor:
+    """A gate at s is on the routes that end at s or later, less those that also begin there: from (B·H, T, G)."""
+    ends = by_query - by_key
+    if ends.shape[2] * heads != log_gate.shape[2]:
+        ends = ends.sum(2, keepdim=True)
+    ends = ends.flip(1).cumsum(1, dtype=torch.float64).flip(1)  # long sums, of which little is left
+    ends = ends.unflatten(0, (log_gate.shape[0], heads)).transpose(1, 2).flatten(2, 3)
+    return ends[:, : log_gate.shape[1]].to(log_gate.dtype, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*gated_backward(grad, *ctx.saved_tensors, ctx.scale), None)
+
+
+gated_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def attend_gated(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> Tensor:
+    """q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E), log_gate (B, T, H or Hq) -> (B, T, Hq, E)."""
+    return gated_forward(q, k, v, log_gate, scale)[0]

@@ -1,0 +1,236 @@
+"""The route tree on kernels, for some heads at a time: leaves, walks through blocks of leaves, and the levels above.
+
+As in `blockwise/tree.py`, but glue is fused, head by head. A block of leaves is walked through (`kernels/walk.py`);
+above that, levels are dense attention: cuDNN's, where there are no gates and it serves, else ours.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deadreckon.blockwise.runs import Run, levels
+from deadreckon.blockwise.stock import Backend, backend_for, dense_backward, dense_forward
+from deadreckon.kernels.flash import Pairs, Sums, flash_backward, flash_forward
+from deadreckon.kernels.frames import Side, cross, cross_back, multiply, multiply_back, place
+from deadreckon.kernels.leaf import LEAF, Back, Frames, Leaves
+from deadreckon.kernels.merge import Part, merge, prepare
+from deadreckon.kernels.walk import WALK, Walk
+
+
+class Rows(NamedTuple):
+    """What going back through dense blocks needs of each query, head by head."""
+
+    out: Tensor  # (n, T, G, E)
+    lse: Tensor  # (n, T, G)
+    back: Back
+
+
+def stock_for(q: Tensor, v: Tensor) -> Backend | None:
+    """The stock kernel for dense blocks without gates, if it is faster than ours."""
+    return "cudnn" if q.shape[-1] == v.shape[-1] <= 128 and backend_for(q) == "cudnn" else None
+
+
+class Dense:
+    """The dense blocks of some heads."""
+
+    def __init__(self, frames: Frames, sums: Sums | None, scale: float) -> None:
+        self.frames, self.sums, self.scale = frames, sums, scale
+        self.stock = stock_for(frames.queries, frames.values) if sums is None else None
+
+    def forward(self, run: Run) -> Part:
+        """Output and log-sum-exp of a run's queries over its keys."""
+        q, k, v = run.halves(self.frames.queries)[1], run.halves(self.frames.keys)[0], run.halves(self.frames.values)[0]
+        if self.stock:
+            out, lse = dense_forward(self.stock, q.flatten(2, 3), k, v, self.scale)
+            return out.contiguous(), lse.contiguous(), *run
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        flash_forward(
+            _grouped(q),
+            k.unsqueeze(1),
+            v.unsqueeze(1),
+            self.sums,
+            self.scale,
+            _grouped(out),
+            _grouped(lse),
+            Pairs(*run),
+        )
+        return out, lse, *run
+
+    def backward(self, run: Run, q: Tensor, k: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q (n, pairs, right, G, D), k and v (n, pairs, left, ·); q and k are in the run's frames."""
+        v = run.halves(self.frames.values)[0]
+        if self.stock and not torch.are_deterministic_algorithms_enabled():  # cuDNN adds up dq in any order
+            grad, out, lse = (run.halves(x)[1].flatten(2, 3) for x in (rows.back.grad, rows.out, rows.lse))
+            found = dense_backward(self.stock, grad, q.flatten(2, 3), k, v, out, lse, self.scale, steady=True)
+            grad_q, grad_k, grad_v = (x.contiguous() for x in found)
+            return grad_q.view(q.shape), grad_k, grad_v
+        back = rows.back
+        grad, delta, own, by_query = (run.halves(x)[1] for x in (back.grad, back.delta, back.own, back.by_query))
+        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        flash_backward(
+            _grouped(q), k.unsqueeze(1), v.unsqueeze(1), self.sums, self.scale, _grouped(grad), _grouped(delta),
+            _grouped(own), _grouped(grad_q), grad_k.unsqueeze(1), grad_v.unsqueeze(1), _grouped(by_query),
+            back.by_key, Pairs(*run),
+        )  # fmt: skip
+        return grad_q, grad_k, grad_v
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """(n, pairs, tokens, G, ...) -> (n, 1, G, pairs, tokens, ...), a view."""
+    return x.movedim(3, 1).unsqueeze(1)
+
+
+class Tree:
+    """The route tree over all tokens of some heads: leaves, blocks of leaves, and what is above them."""
+
+    def __init__(self, leaves: Leaves) -> None:
+        self.leaves = leaves
+        self.tokens = leaves.leaves * LEAF
+        self.levels = list(levels(self.tokens, WALK * LEAF))
+        self.count, self.group, self.dtype = leaves.taken, leaves.group, leaves.q.dtype
+        some = slice(leaves.first, leaves.first + self.count)
+        self.sums = None if leaves.sums is None else Sums(leaves.sums.left[some], leaves.sums.edge[some])
+        self.frames: Frames | None = None
+        if leaves.leaves > 1:
+            width = leaves.k.shape[3]
+            self.frames = Frames(
+                *self.buffers(), self.buffer(leaves.v.shape[3]),
+                leaves.q.new_empty(self.count, leaves.leaves, width, width, dtype=torch.float32),
+            )  # fmt: skip
+
+    def buffer(self, *shape: int) -> Tensor:
+        """(n, T, ...) with room for one more token in each head.
+
+        That gives cuDNN's plans, which PyTorch finds by the layout of q, k and v alone, a layout that is only used
+        here, always with the same layout of output and gradient.
+        """
+        return self.leaves.q.new_empty(self.count, self.tokens + 1, *shape)[:, : self.tokens]
+
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Room for queries and keys."""
+        width = self.leaves.k.shape[3]
+        return self.buffer(self.group, width), self.buffer(width)
+
+    def ascend(self, out: Tensor, row: Tensor) -> None:
+        """Writes the output (B, T, Hq, E) and log-sum-exp (n, T, G) of these heads."""
+        part = self.buffer(self.group, out.shape[3])
+        self.leaves.forward(self.frames, part, row)
+        parts: list[Part] = []
+        if self.frames:
+            walk = Walk(self.frames, self.sums, self.leaves.scale)
+            above = Blocks(self, walk) if self.levels else None
+            walk.forward(part, row, above.frames.queries if above else None)
+            if above:
+                parts = above.ascend()
+        merge(part, row, parts, out, row, self.leaves.first)
+
+    def descend(self, out: Tensor, grad: Tensor, lse: Tensor, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Writes dq, dk, dv, dw, dbeta of these heads; returns what gates receive by query and by key, (n, T, G)."""
+        leaves = self.leaves
+        width = out.shape[3]
+        copies = self.buffer(self.group, width), self.buffer(self.group, width)
+        delta, own = prepare(out, grad, lse, leaves.sums, leaves.k.shape[2], leaves.first, copies)
+        new = leaves.q.new_empty
+        back = Back(
+            new(self.count, leaves.leaves, LEAF, LEAF), copies[1], delta, own,
+            new(self.count, leaves.leaves, self.group, LEAF, LEAF), new(self.count, self.tokens, width),
+            torch.empty_like(lse), torch.empty_like(lse),
+        )  # fmt: skip
+        leaves.again(self.frames, back)
+        parts = [(back.values, 0, 1, self.tokens, 0)]
+        if self.frames is None:
+            leaves.backward(back, None, None, None, tuple(parts), found)
+            return back.by_query, back.by_key
+        walk = Walk(self.frames, self.sums, leaves.scale)
+        if self.levels:
+            above = Blocks(self, walk)
+            passing = walk.again(above.frames.queries)
+            grad_q, grad_k, grad_blocks = above.descend(back, copies[0], lse, parts)
+            grad_products, grad_suffixes = walk.backward(back, passing, grad_q, grad_k, above.suffixes)
+            assert grad_suffixes is not None
+            walk.suffixes_back(above.suffixes, grad_suffixes, grad_blocks, grad_products)
+        else:
+            grad_q, grad_k = self.buffers()
+            grad_products, _ = walk.backward(back, walk.again(None), grad_q, grad_k, None)
+        leaves.backward(back, grad_q, grad_k, grad_products, tuple(parts), found)
+        return back.by_query, back.by_key
+
+
+class Blocks:
+    """The levels above blocks of leaves: dense attention, and frames that rise from level to level."""
+
+    def __init__(self, tree: Tree, walk: Walk) -> None:
+        self.tree, self.levels, self.group, self.dtype = tree, tree.levels, tree.group, tree.dtype
+        assert tree.frames is not None
+        self.suffixes, products = walk.suffixes()
+        self.frames = Frames(*tree.buffers(), tree.frames.values, products)
+        leaves = Side(0, tree.leaves.leaves, LEAF, LEAF)
+        cross(tree.frames.keys, self.suffixes, 0, 1, leaves, False, self.frames.keys)
+        self.dense = Dense(self.frames, tree.sums, tree.leaves.scale)
+
+    def sides(self, run: Run) -> tuple[Side, Side]:
+        """Rows of queries and of keys that cross to the level above."""
+        step = run.left + run.right
+        queries = Side((run.start + run.left) * self.group, run.pairs, run.right * self.group, step * self.group)
+        return queries, Side(run.start, run.pairs, run.left, step)
+
+    def rise(self, runs: list[Run], products: Tensor, keep: bool) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """Takes frames up a level; returns queries and keys as they were, if that is kept, and the new products."""
+        kept, first = [], 0
+        for run in runs:
+            queries, keys = self.sides(run)
+            old_q = cross(self.frames.queries.flatten(1, 2), products, first, 2, queries, True, keep=keep)
+            old_k = cross(self.frames.keys, products, first + 1, 2, keys, False, keep=keep)
+            if old_q is not None and old_k is not None:
+                kept.append((old_q.unflatten(2, (-1, self.group)), old_k))
+            first += 2 * run.pairs
+        return kept, multiply(products, self.dtype)
+
+    def ascend(self) -> list[Part]:
+        """Outputs and log-sum-exps of all levels."""
+        parts: list[Part] = []
+        products = self.frames.products
+        for number, runs in enumerate(self.levels):
+            parts += [self.dense.forward(run) for run in runs]
+            if number + 1 < len(self.levels):
+                products = self.rise(runs, products, keep=False)[1]
+        return parts
+
+    def descend(
+        self, back: Back, out: Tensor, lse: Tensor, parts: list[tuple[Tensor, int, int, int, int]]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the blocks' queries, keys and (unless there is one level) products; dv is added to parts."""
+        rows = Rows(out, lse, back)
+        products, kept = [self.frames.products], []
+        for runs in self.levels[:-1]:
+            old, above = self.rise(runs, products[-1], keep=True)
+            kept.append(old)
+            products.append(above)
+        grad_q, grad_k = self.tree.buffers()
+        grad_products: Tensor | None = None
+        for number in range(len(self.levels) - 1, -1, -1):
+            at_top = number == len(self.levels) - 1
+            outer, first = [], 0
+            for i, run in enumerate(self.levels[number]):
+                right, left = run.halves(self.frames.queries)[1], run.halves(self.frames.keys)[0]
+                q, k = (right, left) if at_top else kept[number][i]
+                fresh_q, fresh_k, fresh_v = self.dense.backward(run, q, k, rows)
+                parts.append((fresh_v, *run))
+                if at_top:  # one pair of blocks
+                    place(grad_q.flatten(1, 2), fresh_q, run.left * self.group, before=False)
+                    place(grad_k, fresh_k, run.left, before=True)
+                    continue
+                queries, keys = self.sides(run)
+                outer_q = cross_back(grad_q.flatten(1, 2), q, fresh_q, products[number], first, queries, True)
+                outer_k = cross_back(grad_k, k, fresh_k, products[number], first + 1, keys, False)
+                outer.append((outer_q, outer_k))
+                first += 2 * run.pairs
+            if not at_top:
+                grad_products = multiply_back(products[number], grad_products, outer, self.dtype)
+                kept.pop()
+                products.pop()
+        return grad_q, grad_k, grad_products

@@ -1,0 +1,64 @@
+"""Sums of log gates for the kernels, what they leave in reach, and their gradient."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deadreckon.kernels.flash import EDGE, LOG2E, Reach, Sums
+
+
+@triton.jit
+def _block_sums(p_gate, p_left, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
+    i_block, i_c = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
+    row = tl.arange(0, 64)
+    token = i_block.to(tl.int64) * 64 + row
+    p_gate += (i_c // GATES) * s_b + (i_c % GATES) * s_h
+    b_gate = tl.load(p_gate + token * s_t, mask=token < T, other=0.0).to(tl.float32)
+    b_gate = tl.maximum(b_gate, floor) * 1.4426950408889634
+    m_next = (row < 63) & (token + 1 < T)
+    b_next = tl.load(p_gate + (token + 1) * s_t, mask=m_next, other=0.0).to(tl.float32)
+    b_next = tl.maximum(b_next, floor) * 1.4426950408889634
+    tl.store(p_left + i_c * BLOCKS * 64 + token, tl.cumsum(b_next, 0, reverse=True))
+    tl.store(p_total + i_c * BLOCKS + i_block, tl.sum(b_gate, 0))
+
+
+def gate_sums(log_gate: Tensor, heads: int) -> Sums:
+    """log_gate (B, T, H or Hq) -> running sums for B·H key heads and 1 or G gates of each.
+
+    A gate below −1e4 is taken as −1e4: its exponential is zero too, and sums of it are still numbers.
+    """
+    batch, length, gates = log_gate.shape
+    blocks = triton.cdiv(length, EDGE)
+    left = log_gate.new_empty(batch * gates, blocks * EDGE, dtype=torch.float32)
+    total = log_gate.new_empty(batch * gates, blocks, dtype=torch.float32)
+    _block_sums[(batch * gates * blocks,)](log_gate, left, total, *log_gate.stride(), length, blocks, gates, -1e4)
+    edge = total.cumsum(1, dtype=torch.float64)
+    shape = (batch * heads, gates // heads, -1)
+    return Sums(left.view(shape), edge.view(shape))
+
+
+def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, sums: Sums, scale: float) -> Reach:
+    """Which keys gates leave in reach, exactly to the output's precision.
+
+    No logit exceeds b = scale · max‖q‖ · max‖k‖ in size, and a query always sees itself. So keys whose gates add up to
+    less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single precision.
+    """
+    batch, length, heads, _ = k.shape
+    longest_q = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32).amax(1).view(batch * heads, -1)
+    longest_k = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(1).view(batch * heads, 1)
+    if sums.edge.shape[1] == 1:
+        longest_q = longest_q.amax(1, keepdim=True)
+    margin = 20.0 if q.dtype == torch.float32 else 10.0
+    bound = 2 * scale * longest_q * longest_k + math.log(length) + margin  # (B·H, 1 | G)
+    bound = torch.where(log_gate.amax() > 0, torch.inf, bound) * LOG2E  # sums of gates that grow bound nothing
+    before = torch.nn.functional.pad(sums.edge[..., :-1], (1, 0))  # before the first query of a block
+    falling = -sums.edge
+    first = torch.searchsorted(falling, -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
+    block = torch.arange(first.shape[2], device=q.device, dtype=torch.int32).expand_as(first).contiguous()
+    last = torch.searchsorted(first, block, right=True, out_int32=True)
+    return Reach(first * EDGE, last * EDGE)

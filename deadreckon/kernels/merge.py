@@ -1,0 +1,127 @@
+"""Rows that were attended to in parts become whole: outputs weighted by their log-sum-exp, all levels in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deadreckon.kernels.flash import Sums, padded
+
+
+@triton.jit
+def _merge(
+    p_out, p_lse, runs, p_to, p_row, s_out, s_lse, first, T, TILES, HEADS, GROUP,
+    E: tl.constexpr, BE: tl.constexpr, RUNS: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """out (N, T, G, E) of the leaves and of each run's right blocks -> (B, T, Hq, E) if LAST, else in place."""
+    pid = tl.program_id(0)
+    i_g, i_tile, i_n = pid % GROUP, pid // GROUP % TILES, (pid // GROUP // TILES).to(tl.int64)
+    channel = tl.arange(0, BE)
+    row = tl.arange(0, 64)
+    token = i_tile.to(tl.int64) * 64 + row
+    at = token[:, None] * (GROUP * E) + i_g * E + channel[None, :]
+    inside = (channel < E)[None, :] & (row >= 0)[:, None]
+    p_out += i_n * s_out
+    p_lse += i_n * s_lse + token * GROUP + i_g
+    b_row = tl.load(p_lse)
+    b_out = tl.load(p_out + at, mask=inside, other=0.0).to(tl.float32)
+    for r in tl.static_range(RUNS):
+        p_x, p_lse_x, start, count, left, right = runs[r]
+        place = i_tile * 64 - start
+        i_pair, place = place // (left + right), place % (left + right)
+        if (i_tile * 64 >= start) & (i_pair < count) & (place >= left):
+            i_row = ((i_n * count + i_pair) * right + (place - left) + row) * GROUP + i_g
+            b_lse = tl.load(p_lse_x + i_row)
+            b_x = tl.load(p_x + i_row[:, None] * E + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+            high = tl.maximum(b_row, b_lse)
+            keep, add = tl.exp(b_row - high), tl.exp(b_lse - high)
+            total = keep + add
+            b_out = (b_out * keep[:, None] + b_x * add[:, None]) / total[:, None]
+            b_row = high + tl.log(total)
+    tl.store(p_row + i_n * s_lse + token * GROUP + i_g, b_row)
+    if LAST:
+        i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
+        p_to += (i_b * T * HEADS + i_h) * GROUP * E + i_g * E
+        offsets = token[:, None] * (HEADS * GROUP * E) + channel[None, :]
+        tl.store(p_to + offsets, b_out.to(p_to.dtype.element_ty), mask=inside & (token < T)[:, None])
+    else:
+        tl.store(p_out + at, b_out.to(p_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prepare(
+    p_out, p_grad, p_lse, p_left, p_out_to, p_grad_to, p_delta, p_row,
+    s_ob, s_ot, s_oh, s_gb, s_gt, s_gh, s_x, s_l, first, T, TILES, HEADS, GROUP, GATES,
+    E: tl.constexpr, BE: tl.constexpr, GATED: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Output and its gradient, (B, T, Hq, E) -> (N, T, G, E); δ = o · do; and −lse (in base 2) with the row's gates."""
+    pid = tl.program_id(0)
+    i_g, i_tile, i_n = pid % GROUP, pid // GROUP % TILES, (pid // GROUP // TILES).to(tl.int64)
+    i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
+    i_hq = i_h * GROUP + i_g
+    channel = tl.arange(0, BE)
+    row = tl.arange(0, 64)
+    token = i_tile.to(tl.int64) * 64 + row
+    mask = (token < T)[:, None] & (channel < E)[None, :]
+    b_o = tl.load(p_out + i_b * s_ob + i_hq * s_oh + token[:, None] * s_ot + channel[None, :], mask=mask, other=0.0)
+    b_g = tl.load(p_grad + i_b * s_gb + i_hq * s_gh + token[:, None] * s_gt + channel[None, :], mask=mask, other=0.0)
+    to = i_n * s_x + token[:, None] * (GROUP * E) + i_g * E + channel[None, :]
+    inside = (channel < E)[None, :] & (row >= 0)[:, None]
+    if COPY:
+        tl.store(p_out_to + to, b_o, mask=inside)
+        tl.store(p_grad_to + to, b_g, mask=inside)
+    at = i_n * s_l + token * GROUP + i_g
+    tl.store(p_delta + at, tl.sum(b_o.to(tl.float32) * b_g.to(tl.float32), 1))
+    b_row = -tl.load(p_lse + at) * 1.4426950408889634
+    if GATED:
+        p_left += (i_b * GATES + i_hq // (HEADS * GROUP // GATES)) * TILES * 64
+        b_row -= tl.load(p_left + token)
+    tl.store(p_row + at, b_row)
+
+
+Part = tuple[Tensor, Tensor, int, int, int, int]
+"""Of a run: out (n, count, right · G, E), lse (n, count, right · G), start, count, left, right."""
+TOGETHER = 8  # parts merged in one pass
+
+
+def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, row: Tensor, first: int) -> None:
+    """Blocks' out (n, T, G, E) and lse (n, T, G) with the parts of all levels -> to (B, T, Hq, E) and row, like lse.
+
+    The heads are key heads `first` … of B·H; T is padded to whole leaves, in `to` it is not.
+    """
+    count, tokens, group, width = out.shape[0], row.shape[1], out.shape[2], out.shape[3]
+    for start in range(0, max(1, len(parts)), TOGETHER):
+        some = tuple(parts[start : start + TOGETHER])
+        _merge[(count * tokens // 64 * group,)](
+            out, lse if start == 0 else row, some, to, row, out.stride(0), row.stride(0), first, to.shape[1],
+            tokens // 64, to.shape[2] // group, group, E=width, BE=padded(width), RUNS=len(some),
+            LAST=start + TOGETHER >= len(parts),
+        )  # fmt: skip
+
+
+def prepare(
+    out: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    sums: Sums | None,
+    heads: int,
+    first: int,
+    copies: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """For going back: δ and the rows' own terms, like lse (n, T, G); copies of out and grad (B, T, Hq, E) by head.
+
+    The heads are key heads `first` … of B·H.
+    """
+    delta, row = torch.empty_like(lse), torch.empty_like(lse)
+    count, tokens, group = lse.shape
+    width = out.shape[3]
+    gates = 1 if sums is None else sums.left.shape[1] * heads
+    _prepare[(count * tokens // 64 * group,)](
+        out, grad, lse, lse if sums is None else sums.left, *(copies or (out, out)), delta, row,
+        *out.stride()[:3], *grad.stride()[:3], 0 if copies is None else copies[0].stride(0), lse.stride(0), first,
+        out.shape[1], tokens // 64, heads, group, gates,
+        E=width, BE=padded(width), GATED=sums is not None, COPY=copies is not None,
+    )  # fmt: skip
+    return delta, row

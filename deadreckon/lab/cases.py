@@ -1,0 +1,123 @@
+"""What is benchmarked: our cases, inputs for them, and whether a method computes what it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
+
+import deadreckon as dr
+from deadreckon.lab.rivals import Inputs, Method
+
+CASES: dict[str, Callable[[Inputs], dict[str, Any]]] = {
+    "RoPE": lambda x: {"transport": dr.Rotation(x["theta"])},
+    "rotation": lambda x: {"transport": dr.Rotation(x["angles"])},
+    "rotation of values too": lambda x: {"transport": dr.Rotation(x["angles"], values=True)},
+    "FoX": lambda x: {"log_gate": x["log_gate"]},
+    "PaTH": lambda x: {"transport": dr.Householder(x["w"], x["beta"])},
+    "PaTH-FoX": lambda x: {"transport": dr.Householder(x["w"], x["beta"]), "log_gate": x["log_gate"]},
+    "Power(2)": lambda x: {"score": dr.Power(2)},
+    "stick-breaking": lambda x: {"score": "stick-breaking"},
+}
+KINDS: dict[str, Callable[[Inputs], dict[str, Any]]] = {"attention": lambda x: {}, **CASES}
+"""What is timed of ours and, before that, what a rival without positions computes."""
+
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+LIMITS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
+"""Relative errors allowed of the output and of a gradient; in bfloat16 twice the definition's own, if that is less."""
+CHECKS = {"cpu": ((200, 1.0), (256, 50.0)), "cuda": ((577, 1.0), (640, 50.0))}
+"""Lengths to check at, and what gates are multiplied by there: the second are too strong for a single causal call."""
+
+
+class Shape(NamedTuple):
+    """Sizes of q, k and v."""
+
+    batch: int
+    length: int
+    heads: int
+    width: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """From "BxTxHxD"."""
+        numbers = text.lower().split("x")
+        if len(numbers) != 4 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+            raise ValueError(f"shapes: expected BxTxHxD, such as 32x4096x32x64, got {text!r}")
+        return cls(*map(int, numbers))
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+def make_inputs(shape: Shape, device: str, strength: float = 1.0) -> Inputs:
+    """Random leaves, q, k, v and the factors of every case, and constants. Gates forget half in about 70 tokens."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=device)
+
+    dtype = DTYPES[device]
+    batch, length, heads, width = shape
+    leaves = {name: draw(*shape).to(dtype) for name in ("q", "k", "v")}
+    leaves["w"] = normalize(draw(*shape), dim=-1).to(dtype)
+    leaves["beta"] = 2 * draw(batch, length, heads).sigmoid()
+    leaves["angles"] = draw(batch, length, heads, width // 2)
+    leaves["log_gate"] = strength * logsigmoid(draw(batch, length, heads) + 5)
+    theta = 10000 ** -(torch.arange(0, width, 2, device=device) / width)  # RoPE's angles
+    phases = (torch.arange(length, device=device)[:, None] * theta).repeat(1, 2).unsqueeze(1)  # (T, 1, D)
+    return {
+        **{name: x.requires_grad_() for name, x in leaves.items()},
+        "theta": theta.expand(batch, length, 1, -1),
+        "cos": phases.cos().to(dtype),
+        "sin": phases.sin().to(dtype),
+        "grad": draw(*shape).to(dtype),
+    }
+
+
+def attend(kind: str, impl: Any, inputs: Inputs) -> Tensor:
+    """Ours."""
+    return dr.attend(inputs["q"], inputs["k"], inputs["v"], **KINDS[kind](inputs), impl=impl)
+
+
+def output_and_gradients(run: Callable[[Inputs], Tensor], inputs: Inputs) -> Inputs:
+    """By name."""
+    leaves = {name: x for name, x in inputs.items() if x.requires_grad}
+    output = run(inputs)
+    gradients = torch.autograd.grad(output, list(leaves.values()), inputs["grad"].to(output.dtype), allow_unused=True)
+    found = {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
+    return {"output": output.detach(), **found}
+
+
+def relative_errors(found: Inputs, truth: Inputs) -> dict[str, float]:
+    """By name; infinite where something is missing or not a number."""
+    errors = {name: float((found[name].double() - x).norm() / x.norm()) for name, x in truth.items() if name in found}
+    return {name: errors[name] if errors.get(name, torch.nan) >= 0 else torch.inf for name in truth}
+
+
+@cache
+def definition(kind: str, width: int, length: int, strength: float, device: str) -> tuple[Inputs, dict[str, float]]:
+    """What the definition gives in float64, and the relative error that is allowed of each part of it."""
+    inputs, run = make_inputs(Shape(1, length, 2, width), device, strength), partial(attend, kind, "reference")
+    exact = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in inputs.items()}
+    truth = output_and_gradients(run, exact)
+    dtype = DTYPES[device]
+    limits = {name: LIMITS[dtype][name != "output"] for name in truth}
+    if dtype == torch.bfloat16:
+        own = relative_errors(output_and_gradients(run, inputs), truth)
+        limits = {name: min(limit, 2 * own[name]) for name, limit in limits.items()}
+    return truth, limits
+
+
+def check(method: Method, width: int, device: str) -> dict[str, float]:
+    """Errors of output and gradients against the definition in float64, each over what is allowed: right up to 1."""
+    worst: dict[str, float] = {}
+    for length, strength in CHECKS[device]:
+        truth, limits = definition(method.kind, width, length, strength, device)
+        inputs = method.prepare(make_inputs(Shape(1, length, 2, width), device, strength))
+        for name, error in relative_errors(output_and_gradients(method.run, inputs), truth).items():
+            worst[name] = max(worst.get(name, 0.0), error / limits[name])
+    return worst

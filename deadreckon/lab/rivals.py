@@ -1,0 +1,146 @@
+"""Other people's attention, each called as its authors mean it, on the inputs that ours gets.
+
+A rival's `kind` is the case of ours that computes the same function; the benchmark shows how far from that definition
+its output and gradients are. Where a rival means something else by an argument, its function here makes up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to compute one kind of attention."""
+
+    run: Callable[[Inputs], Tensor]
+    kind: str
+    package: str = "torch"
+    exact: tuple[str, ...] = ()  # inputs that it takes in float32 alone
+
+    def prepare(self, inputs: Inputs) -> Inputs:
+        """The inputs in the precision it takes, so that casting them is not timed."""
+        return {**inputs, **{name: inputs[name].detach().float().requires_grad_() for name in self.exact}}
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's attention over (B, T, H, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def sdpa(x: Inputs) -> Tensor:
+    """With the kernel that PyTorch picks."""
+    return causal(x["q"], x["k"], x["v"])
+
+
+def flash(x: Inputs) -> Tensor:
+    """On CUDA: FlashAttention-2."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return sdpa(x)
+
+
+def cudnn(x: Inputs) -> Tensor:
+    """NVIDIA's own."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa(x)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """A quarter turn of the pairs (m, m + D/2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """RoPE as models on Hugging Face apply it."""
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+@cache
+def compiled_rotate(device: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], str]:
+    """`rotate`, compiled where that works, and a word on which it is: eager, it is slower and a softer baseline."""
+    torch._dynamo.config.recompile_limit = 64  # once for every shape, with and without gradients
+    compiled = torch.compile(rotate, fullgraph=True, dynamic=False)
+    x = torch.ones(2, 2, device=device)
+    try:
+        compiled(x, x, x, x)
+    except Exception as error:
+        return rotate, f"RoPE not compiled ({type(error).__name__})"
+    return compiled, "RoPE compiled"
+
+
+def rope_flash(x: Inputs) -> Tensor:
+    """Cosines and sines are given: a model computes them once for all its layers."""
+    turn, _ = compiled_rotate(x["q"].device.type)
+    q, k = turn(x["q"], x["k"], x["cos"], x["sin"])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return causal(q, k, x["v"])
+
+
+def fla_path(x: Inputs) -> Tensor:
+    """The kernel of PaTH's authors."""
+    from fla.ops.path_attn import parallel_path_attn
+
+    output, _ = parallel_path_attn(x["q"], x["k"], x["v"], x["w"], x["beta"])
+    return output
+
+
+def fla_path_fox(x: Inputs) -> Tensor:
+    """The same with a gate, which their scale multiplies as well: dividing by it first leaves the gate as it is."""
+    from fla.ops.path_attn import parallel_path_attn
+
+    gate = x["log_gate"] * x["q"].shape[-1] ** 0.5
+    output, _ = parallel_path_attn(x["q"], x["k"], x["v"], x["w"], x["beta"], gate)
+    return output
+
+
+def fla_fox(x: Inputs) -> Tensor:
+    """Here the gate is added after scaling, as in ours."""
+    from fla.ops.forgetting_attn import parallel_forgetting_attn
+
+    output: Tensor = parallel_forgetting_attn(x["q"], x["k"], x["v"], x["log_gate"])
+    return output
+
+
+def official_fox(x: Inputs) -> Tensor:
+    """The kernel of FoX's authors, which prunes nothing unless asked."""
+    from forgetting_transformer import forgetting_attention
+
+    output: Tensor = forgetting_attention(x["q"], x["k"], x["v"], x["log_gate"])
+    return output
+
+
+RIVALS: dict[str, dict[str, Method]] = {
+    "cpu": {"causal SDPA": Method(sdpa, "attention")},
+    "cuda": {
+        "RoPE + FlashAttention-2": Method(rope_flash, "RoPE"),
+        "FlashAttention-2": Method(flash, "attention"),
+        "cuDNN": Method(cudnn, "attention"),
+        "fla FoX": Method(fla_fox, "FoX", "fla"),
+        "official FoX": Method(official_fox, "FoX", "forgetting_transformer"),
+        "fla PaTH": Method(fla_path, "PaTH", "fla", exact=("w",)),
+        "fla PaTH-FoX": Method(fla_path_fox, "PaTH-FoX", "fla", exact=("w",)),
+    },
+}
+"""Device -> name -> rival. A device's first is its baseline."""
+
+
+def baseline(device: str) -> str:
+    """The name of what ratios are taken to."""
+    return next(iter(RIVALS[device]))
+
+
+def installed(device: str) -> dict[str, Method]:
+    """Those that can be imported here."""
+    return {name: rival for name, rival in RIVALS[device].items() if find_spec(rival.package) is not None}

@@ -1,0 +1,211 @@
+"""`impl="triton"` against the float64 definition: interpreted in float32 where there is no GPU, else in all dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Case, relative_errors, run
+
+import deadreckon as dr
+from deadreckon.fused import householder, tree
+from deadreckon.kernels import gates, walk
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXACT = ("w", "beta", "angles", "log_gate")
+CASES = [
+    Case("householder", None, length=1),
+    Case("householder", None, length=63, batch=1, beta=1.0),
+    Case("householder", "learned", length=64, group=1),
+    Case("householder", "learned per key head", length=100, batch=1),
+    Case("householder", "constant", length=257, batch=1, heads=1, beta=2.0),
+    Case("householder", None, length=192, batch=1, heads=1, width=40, value_width=8),
+    Case(None, "learned", length=257, batch=1),
+    Case(None, "constant", length=100, scale=-0.3),
+    Case(None, "learned per key head", length=64),
+    Case("rotation", None, length=100),
+    Case("rotation per query head", "learned", length=63),
+    Case("rotation of values", "learned per key head", length=130, batch=1),
+    Case("rotation", None, "stick-breaking", length=100, batch=1),
+]
+GPU_CASES = [
+    Case("householder", None, length=1100, width=64, value_width=64),
+    Case("householder", "learned", length=1100, width=64, value_width=64),
+    Case("householder", None, length=1100, width=128, value_width=128, heads=1),
+    Case("householder", None, length=700, width=32, value_width=80),
+    Case(None, "learned", length=2100, width=64, value_width=64, heads=1),
+    Case(None, "learned", length=300, width=128, value_width=96, heads=1),
+    Case("rotation of values", "learned", length=577, width=64),
+    Case("rotation", None, "stick-breaking", length=577, width=64, value_width=64),
+]
+
+
+@pytest.fixture
+def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of two leaves, so that a few hundred tokens have several levels, and a head at a time."""
+    monkeypatch.setattr(walk, "WALK", 2)
+    monkeypatch.setattr(walk, "PASSED", 1)
+    monkeypatch.setattr(tree, "WALK", 2)
+    monkeypatch.setattr(householder, "ROWS", 64)
+
+
+def check(case: Case) -> None:
+    expected = run(case, impl="reference")
+    errors = relative_errors(run(case, torch.float32, DEVICE, impl="triton"), expected)
+    assert errors["output"] <= 1e-5 and max(errors.values()) <= 1e-4, errors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_definition(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("householder", "learned", length=300, batch=1, heads=2),
+        Case("householder", None, length=577, batch=1, heads=1),
+        Case("householder", "learned per key head", length=256, batch=1, heads=1),
+    ],
+)
+@pytest.mark.usefixtures("short_walks")
+def test_levels(case: Case) -> None:
+    check(case)
+
+
+def test_strong_gates_are_pruned_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates that leave a few blocks in reach: what is skipped is much, and nobody misses it."""
+    monkeypatch.setattr("deadreckon.fused.gated.PRUNED", 1)
+    found: list[gates.Reach] = []
+
+    def watched(*arguments: object) -> gates.Reach:
+        found.append(gates.reach_of(*arguments))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr("deadreckon.fused.gated.reach_of", watched)
+    case = Case(None, "learned", length=500, batch=1, heads=1)
+    leaves = {name: x.float().to(DEVICE) for name, x in case.inputs().items()}
+    leaves["log_gate"] = leaves["log_gate"] * 10
+    exact = {name: x.double().cpu().requires_grad_() for name, x in leaves.items()}
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    output, expected = case.attend(leaves, impl="triton"), case.attend(exact, impl="reference")
+    grad = torch.ones_like(expected)
+    ours = torch.autograd.grad(output, list(leaves.values()), grad.float().to(DEVICE))
+    theirs = torch.autograd.grad(expected, list(exact.values()), grad)
+    first, last = found[0]
+    assert first.max() >= 64 and last.min() < 500
+    assert all(bool((row.diff() >= 0).all()) for row in first.flatten(0, 1))
+    torch.testing.assert_close(output.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-4)
+
+
+def test_gates_that_grow_are_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deadreckon.fused.gated.PRUNED", 1)
+    q, k, v = (torch.randn(1, 200, 1, 16, device=DEVICE) for _ in range(3))
+    log_gate = torch.where(torch.arange(200, device=DEVICE) % 2 == 0, -40.0, 39.0).view(1, 200, 1)
+    found = dr.attend(q, k, v, log_gate=log_gate, impl="triton")
+    expected = dr.attend(*(x.double() for x in (q, k, v)), log_gate=log_gate.double(), impl="reference")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_documents() -> None:
+    case = Case("householder", "learned", length=100, batch=1, heads=1)
+    leaves = {name: x.float().to(DEVICE) for name, x in case.inputs().items()}
+    ends = torch.tensor([0, 1, 30, 30, 100], dtype=torch.int32, device=DEVICE)
+    found = case.attend(leaves, cu_seqlens=ends, impl="triton")
+    expected = case.attend({name: x.double() for name, x in leaves.items()}, cu_seqlens=ends, impl="reference")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("transport", "gate"), [("householder", None), ("householder", "learned"), (None, "learned")])
+def test_operators(transport: str | None, gate: str | None) -> None:
+    """What torch asks of operators; compiled graphs hold them whole; two backward passes agree bit for bit."""
+    case = Case(transport, gate, length=70, batch=1, heads=1)
+    leaves = {name: x.float().to(DEVICE).requires_grad_() for name, x in case.inputs().items()}
+    log_gate = leaves.get("log_gate")
+    if transport:
+        inputs = (*(leaves[name] for name in ("q", "k", "v", "w", "beta")), log_gate, 0.25)
+        operator = torch.ops.deadreckon.householder.default
+    else:
+        inputs = (*(leaves[name] for name in ("q", "k", "v")), log_gate, 0.25)
+        operator = torch.ops.deadreckon.gated.default
+    torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    compiled = torch.compile(lambda leaves: case.attend(leaves, impl="triton"), fullgraph=True, backend="aot_eager")
+    results = []
+    for attend in (lambda leaves: case.attend(leaves, impl="triton"), compiled):
+        output = attend(leaves)
+        results.append([output, *torch.autograd.grad(output.square().sum(), list(leaves.values()))])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_no_kernel_serves() -> None:
+    q = torch.randn(1, 5, 2, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="impl: 'triton' needs D a multiple of 8"):
+        dr.attend(q[..., :12], q[..., :12], q, impl="triton")
+    with pytest.raises(ValueError, match="impl: 'triton' needs dtype"):
+        dr.attend(q.double(), q.double(), q.double(), impl="triton")
+    with pytest.raises(ValueError, match="impl: 'triton' needs score"):
+        dr.attend(q, q, q, score=dr.Power(2), impl="triton")
+    with pytest.raises(ValueError, match="neither Householder"):
+        dr.attend(q, q, q, score="stick-breaking", log_gate=-torch.ones(2, device=DEVICE), impl="triton")
+
+
+def test_a_processor_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.randn(1, 5, 2, 16)
+    with pytest.raises(ValueError, match="impl: 'triton' needs tensors on a CUDA device"):
+        dr.attend(q, q, q, impl="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_precision(case: Case, dtype: torch.dtype) -> None:
+    """At most twice the error that the definition makes in the same precision."""
+    if dtype == torch.float32 and case.width == 128 and case.transport:
+        case = replace(case, width=64, value_width=64)  # wider ones need more shared memory than there is
+    expected = {name: x.cpu() for name, x in run(case, device="cuda", impl="reference").items()}
+    ours = relative_errors(run(case, dtype, "cuda", EXACT, impl="triton"), expected)
+    if dtype == torch.float32:
+        assert ours["output"] <= 1e-5 and max(ours.values()) <= 1e-4, ours
+        return
+    plain = relative_errors(run(case, dtype, "cuda", EXACT, impl="reference"), expected)
+    assert all(ours[name] <= 2 * plain[name] for name in expected if math.isfinite(plain[name])), (ours, plain)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """No dice in any kernel; and memory that nobody has written to is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("gate", [None, "learned"])
+def test_cuda_graphs_checkpoints_and_autocast(gate: str | None) -> None:
+    case = Case("householder", gate, length=700, width=64, value_width=64)
+    exact = ("w", "beta", "log_gate")
+    leaves = {
+        name: x.to("cuda", torch.float32 if name in exact else torch.bfloat16).requires_grad_()
+        for name, x in case.inputs().items()
+    }
+    output = case.attend(leaves)
+    grads = torch.autograd.grad(output.float().sum(), list(leaves.values()))
+    again = torch.utils.checkpoint.checkpoint(lambda: case.attend(leaves), use_reentrant=False)
+    for a, b in zip(grads, torch.autograd.grad(again.float().sum(), list(leaves.values())), strict=True):
+        assert torch.equal(a, b)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(case.attend(leaves), output)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.graph(graph):
+            recorded = case.attend(leaves)
+        graph.replay()
+    assert torch.equal(recorded, output)
