@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from cases import Case, relative_errors, run
+from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.fused import householder, tree
@@ -162,6 +166,25 @@ def test_a_processor_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> N
         dr.attend(q, q, q, impl="triton")
 
 
+def rounded_angles(case: Case, expected: dict[str, Tensor], dtype: torch.dtype) -> float:
+    """The error that angles' gradients have from rounding those of turned tensors alone.
+
+    A step's gradient is the sum over all later tokens of x × dx, x what was turned, in which routes that do not cross
+    the step cancel: but not the rounding of dx, about 0.2 ε of each number, which adds up in quadrature.
+    """
+    leaves = case.inputs()
+    grad = torch.randn(expected["output"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pairs = [(leaves["q"], expected["q"]), (leaves["k"], expected["k"])]
+    if case.transport == "rotation of values":
+        pairs += [(leaves["v"], expected["v"]), (expected["output"], grad)]
+    noise = 0.0
+    for x, dx in pairs:
+        (x1, x2), (dx1, dx2) = x.chunk(2, -1), dx.chunk(2, -1)
+        later = ((x1**2 + x2**2) * (dx1**2 + dx2**2) / 2).flip(1).cumsum(1)
+        noise += float(later.sum())
+    return 0.2 * torch.finfo(dtype).eps * noise**0.5 / float(expected["angles"].norm())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", GPU_CASES)
@@ -175,7 +198,10 @@ def test_precision(case: Case, dtype: torch.dtype) -> None:
         assert ours["output"] <= 1e-5 and max(ours.values()) <= 1e-4, ours
         return
     plain = relative_errors(run(case, dtype, "cuda", EXACT, impl="reference"), expected)
-    assert all(ours[name] <= 2 * plain[name] for name in expected if math.isfinite(plain[name])), (ours, plain)
+    if "angles" in plain:
+        plain["angles"] = max(plain["angles"], rounded_angles(case, expected, dtype))
+    wrong = {name: (ours[name], plain[name]) for name in expected if ours[name] > 2 * plain[name]}
+    assert not wrong, wrong
 
 
 @pytest.fixture
@@ -209,3 +235,14 @@ def test_cuda_graphs_checkpoints_and_autocast(gate: str | None) -> None:
             recorded = case.attend(leaves)
         graph.replay()
     assert torch.equal(recorded, output)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
+def test_kernels_compile_for_hopper() -> None:
+    """The interpreter forgives what the compiler does not: types that change in loops, too much shared memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    assert {"_leaf_backward", "_gather", "_key_gradients", "_turn_by_phase"} <= set(done.stdout.split())

@@ -347,7 +347,8 @@ class Leaves(NamedTuple):
         _leaf_forward[(self.taken * self.leaves,)](
             *self._inputs(), *into, out, lse, *(back or (some,) * 8), self.scale, self.scale * LOG2E, *self._strides(),
             *steps, out.stride(0), lse.stride(0), *self._sizes(), **self._flags(), GATED=self.sums is not None,
-            FRAMES=frames is not None, BACK=back is not None, num_warps=4, **_registers(self.q, back is None),
+            FRAMES=frames is not None, BACK=back is not None, num_warps=4, num_stages=1,
+            **_registers(self.q, back is None),
         )  # fmt: skip
 
     def forward(self, frames: Frames | None, out: Tensor, lse: Tensor) -> None:
@@ -371,7 +372,7 @@ class Leaves(NamedTuple):
         _leaf_backward[(self.taken * self.leaves,)](
             q, k, w, beta, back.inverse, back.logits, grad_q, grad_k, grad_products, parts, *found, *strides,
             0 if grad_q is None else grad_q.stride(0), 0 if grad_k is None else grad_k.stride(0), *self._sizes()[:-1],
-            **self._flags(), FRAMES=grad_q is not None, RUNS=len(parts), num_warps=4,
+            **self._flags(), FRAMES=grad_q is not None, RUNS=len(parts), num_warps=4, num_stages=1,
         )  # fmt: skip
 
 

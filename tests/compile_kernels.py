@@ -1,0 +1,86 @@
+"""Compiles every kernel that a few calls need for an H100 or H200, without one: run by test_fused.py.
+
+Prints a line for each kernel: its name and the shared memory it takes. Exits with an error if a kernel does not compile
+or takes more than a multiprocessor has.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import deadreckon.fused.tree
+from deadreckon.factors import Factors, Householder, Rotation
+from deadreckon.fused import attend_fused
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+NAMES |= {torch.int32: "i32", torch.int64: "i64"}
+SHARED = 232448  # bytes of a multiprocessor
+found: dict[str, int] = {}
+
+
+def signature(value: Any, path: tuple[int, ...], constants: dict, attributes: dict) -> Any:
+    """The type of an argument as Triton would specialise it."""
+    if isinstance(value, tuple):
+        return tuple(signature(part, (*path, i), constants, attributes) for i, part in enumerate(value))
+    if value is None or (isinstance(value, int) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, torch.Tensor) or value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    if isinstance(value, torch.Tensor):
+        return "*" + NAMES[value.dtype]
+    return "i32" if value < 2**31 else "i64"
+
+
+def compile_only(self: JITFunction, *arguments: Any, grid: Any = None, warmup: bool = False, **keywords: Any) -> None:
+    options = {name: keywords.pop(name) for name in list(keywords) if name not in self.arg_names}
+    values = {**dict(zip(self.arg_names, arguments, strict=False)), **keywords}
+    types, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(self.params):
+        if parameter.is_constexpr:
+            types[parameter.name], constants[(i,)] = "constexpr", values[parameter.name]
+        else:
+            types[parameter.name] = signature(values[parameter.name], (i,), constants, attributes)
+    key = f"{self.fn.__name__} {types} {constants} {options}"
+    if key not in found:
+        source = ASTSource(self, types, constants, attributes)
+        found[key] = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+        print(self.fn.__name__, found[key], flush=True)
+
+
+def call(
+    dtype: torch.dtype, length: int, group: int, width: int, transport: str | None, gated: bool, **more: Any
+) -> None:
+    q = torch.randn(1, length, group, width).to(dtype).requires_grad_()
+    k, v = (torch.randn(1, length, 1, width).to(dtype).requires_grad_() for _ in range(2))
+    factors: Any = None
+    if transport == "householder":
+        factors = Householder(torch.randn(1, length, 1, width), torch.rand(1, length, 1))
+    elif transport:
+        factors = Rotation(torch.rand(1, length, 1, width // 2).requires_grad_(), values=True)
+    gate = -torch.rand(1, length, group) if gated else None
+    output = attend_fused(q, k, v, Factors(factors, gate, more.get("score", "softmax")), 0.1, None)
+    output.sum().backward()
+
+
+JITFunction.run = compile_only  # type: ignore[method-assign]
+deadreckon.fused.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
+call(torch.bfloat16, 1100, 2, 64, "householder", True)
+call(torch.bfloat16, 100, 1, 128, "householder", False)
+call(torch.float32, 100, 2, 64, "householder", False)
+call(torch.bfloat16, 100, 1, 256, None, True)
+call(torch.float32, 100, 1, 128, None, True)
+call(torch.float16, 100, 1, 64, "rotation", False)
+call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
+worst = max(found.values())
+if worst > SHARED:
+    sys.exit(f"a kernel takes {worst} bytes of shared memory; there are {SHARED}")
