@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Pinned, so that two machines test the same; a CPU build is enough. Users take whichever torch serves their GPU.
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1; sys_platform == "linux"
 
 .PHONY: demo test lint clean
 
@@ -20,7 +21,7 @@ lint: .venv/ready
 
 .venv/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) '$(TRITON)'
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 

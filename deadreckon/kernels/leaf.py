@@ -106,6 +106,13 @@ def unit_lower_inverse(b_l, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _place(LEAVES):
+    """This program's leaf and head. Heads go first: those of a token lie side by side in memory."""
+    taken = tl.num_programs(0) // LEAVES
+    return tl.program_id(0) // taken, (tl.program_id(0) % taken).to(tl.int64)
+
+
+@triton.jit
 def _rows(p_x, token, s_t, channel, m_token, W: tl.constexpr, BW: tl.constexpr):
     mask = m_token[:, None]
     if W != BW:
@@ -131,7 +138,7 @@ def _leaf_forward(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
     GATED: tl.constexpr, FRAMES: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    i_leaf, i_n = tl.program_id(0) % LEAVES, (tl.program_id(0) // LEAVES).to(tl.int64)
+    i_leaf, i_n = _place(LEAVES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
     i_row = tl.arange(0, 64)
     token = i_leaf.to(tl.int64) * 64 + i_row
@@ -209,10 +216,10 @@ def sum_runs(b_total, runs, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.c
         p_x, start, count, left, right = runs[r]
         at = i_tile * 64 - start
         i_pair, at = at // (left + right), at % (left + right)
-        if (i_tile * 64 >= start) & (i_pair < count) & (at < left):
-            offset = ((i_n * count + i_pair) * left + at) * W
-            b_x = _rows(p_x + offset, row, W, channel, row >= 0, W, BW)
-            b_total += b_x.to(tl.float32)
+        inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left)
+        offset = ((i_n * count + i_pair) * left + at) * W
+        # A mask rather than a branch: the loads of all runs are under way at once.
+        b_total += _rows(p_x + offset, row, W, channel, (row >= 0) & inside, W, BW).to(tl.float32)
     return b_total
 
 
@@ -224,7 +231,7 @@ def _leaf_backward(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
     FRAMES: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    i_leaf, i_n = tl.program_id(0) % LEAVES, (tl.program_id(0) // LEAVES).to(tl.int64)
+    i_leaf, i_n = _place(LEAVES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
     i_row = tl.arange(0, 64)
     token = i_leaf.to(tl.int64) * 64 + i_row

@@ -11,13 +11,20 @@ from deadreckon.kernels.flash import Sums, padded
 
 
 @triton.jit
+def _place(GROUP, TILES):
+    """This program's query of a group, tile and head. Heads go first: those of a token lie side by side in memory."""
+    pid = tl.program_id(0)
+    taken = tl.num_programs(0) // (GROUP * TILES)
+    return pid % GROUP, pid // (GROUP * taken), (pid // GROUP % taken).to(tl.int64)
+
+
+@triton.jit
 def _merge(
     p_out, p_lse, runs, p_to, p_row, s_out, s_lse, first, T, TILES, HEADS, GROUP,
     E: tl.constexpr, BE: tl.constexpr, RUNS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """out (N, T, G, E) of the leaves and of each run's right blocks -> (B, T, Hq, E) if LAST, else in place."""
-    pid = tl.program_id(0)
-    i_g, i_tile, i_n = pid % GROUP, pid // GROUP % TILES, (pid // GROUP // TILES).to(tl.int64)
+    i_g, i_tile, i_n = _place(GROUP, TILES)
     channel = tl.arange(0, BE)
     row = tl.arange(0, 64)
     token = i_tile.to(tl.int64) * 64 + row
@@ -31,15 +38,16 @@ def _merge(
         p_x, p_lse_x, start, count, left, right = runs[r]
         place = i_tile * 64 - start
         i_pair, place = place // (left + right), place % (left + right)
-        if (i_tile * 64 >= start) & (i_pair < count) & (place >= left):
-            i_row = ((i_n * count + i_pair) * right + (place - left) + row) * GROUP + i_g
-            b_lse = tl.load(p_lse_x + i_row)
-            b_x = tl.load(p_x + i_row[:, None] * E + channel[None, :], mask=inside, other=0.0).to(tl.float32)
-            high = tl.maximum(b_row, b_lse)
-            keep, add = tl.exp(b_row - high), tl.exp(b_lse - high)
-            total = keep + add
-            b_out = (b_out * keep[:, None] + b_x * add[:, None]) / total[:, None]
-            b_row = high + tl.log(total)
+        m_run = (i_tile * 64 >= start) & (i_pair < count) & (place >= left)
+        i_row = ((i_n * count + i_pair) * right + (place - left) + row) * GROUP + i_g
+        # A mask rather than a branch: the loads of all runs are under way at once.
+        b_lse = tl.load(p_lse_x + i_row, mask=(row >= 0) & m_run, other=float("-inf"))
+        b_x = tl.load(p_x + i_row[:, None] * E + channel[None, :], mask=inside & m_run, other=0.0).to(tl.float32)
+        high = tl.maximum(b_row, b_lse)
+        keep, add = tl.exp(b_row - high), tl.exp(b_lse - high)
+        total = keep + add
+        b_out = (b_out * keep[:, None] + b_x * add[:, None]) / total[:, None]
+        b_row = high + tl.log(total)
     tl.store(p_row + i_n * s_lse + token * GROUP + i_g, b_row)
     if LAST:
         i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
@@ -57,8 +65,7 @@ def _prepare(
     E: tl.constexpr, BE: tl.constexpr, GATED: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Output and its gradient, (B, T, Hq, E) -> (N, T, G, E); δ = o · do; and −lse (in base 2) with the row's gates."""
-    pid = tl.program_id(0)
-    i_g, i_tile, i_n = pid % GROUP, pid // GROUP % TILES, (pid // GROUP // TILES).to(tl.int64)
+    i_g, i_tile, i_n = _place(GROUP, TILES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
     i_hq = i_h * GROUP + i_g
     channel = tl.arange(0, BE)

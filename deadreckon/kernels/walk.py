@@ -174,7 +174,7 @@ def _walk_back(
         key = j * 64 + row
         b_half = b_grad.to(DTYPE)
         store_tile(p_passing_grad + (j - first) * slot, row, D, b_half, D, BD)
-        b_grad = through(b_half, matrix(p_products + j * (D * D), D, BD), False, DTYPE)
+        b_grad = through(b_half, matrix(p_products + j * (D * D), D, BD).to(DTYPE), False, DTYPE)
         b_q = tile(p_passing + (j - first) * slot, row, D, D, BD)
         b_k = tile(p_k, key, D, D, BD)
         b_s = mul(b_q, tl.trans(b_k), DTYPE) * scale2
