@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deadreckon.attention import IMPLEMENTATIONS, attend
+    from deadreckon.attention import IMPLEMENTATIONS, attend, share_in_reach
     from deadreckon.encoding import Context, Encoding, Sizes
     from deadreckon.encodings import ENCODINGS
     from deadreckon.factors import Factors, Householder, Power, Rotation
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 _HOME = {
     "attend": "attention",
     "IMPLEMENTATIONS": "attention",
+    "share_in_reach": "attention",
     "Rotation": "factors",
     "Householder": "factors",
     "Power": "factors",
@@ -57,6 +58,7 @@ __all__ = [
     "Rotation",
     "Sizes",
     "attend",
+    "share_in_reach",
 ]
 
 

@@ -103,6 +103,27 @@ def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors) -> str | Non
     return reason_against(q, v, factors)
 
 
+@torch.no_grad()
+def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, *, scale: float | None = None) -> float:
+    """How much of causal attention forget gates leave: the share of the triangle that Triton kernels do not skip.
+
+    What is out of reach could not matter to the output's precision: by the sums of gates, and by the longest query and
+    key of a head, no logit could bring it back. Sequences of fewer than 2048 tokens are computed in full all the same.
+
+    Args:
+        q, k, log_gate, scale: as for :func:`attend`.
+    """
+    _check_inputs(q, k, k)
+    gates = _check_gate(log_gate, q, k)
+    if gates is None:
+        raise ValueError("log_gate: expected a torch.Tensor, got None")
+    if not HAS_TRITON:
+        raise ValueError("share_in_reach: it is about Triton kernels, and the package triton is not installed")
+    from deadreckon.fused.gated import share_in_reach as share
+
+    return share(q, k, gates, q.shape[3] ** -0.5 if scale is None else abs(scale))
+
+
 def attend_next(
     q: Tensor,
     k: Tensor,

@@ -107,6 +107,18 @@ def test_strong_gates_are_pruned_and_right(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-4)
 
 
+def test_share_in_reach() -> None:
+    q, k = torch.randn(2, 1, 640, 2, 16, device=DEVICE).unbind()
+    assert dr.share_in_reach(q, k, -torch.zeros(2, device=DEVICE)) == 1
+    # With −1e4 at every token a block sees itself and, since sums are known at its edges, the one before.
+    share = dr.share_in_reach(q, k, torch.full((1, 640, 2), -1e4, device=DEVICE))
+    assert share == pytest.approx((1 + 9 * 2) / 55)
+    some = dr.share_in_reach(q, k, torch.full((2,), -0.2, device=DEVICE))
+    assert share < some < 1
+    with pytest.raises(ValueError, match="log_gate: expected"):
+        dr.share_in_reach(q, k, None)  # type: ignore[arg-type]
+
+
 def test_gates_that_grow_are_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deadreckon.fused.gated.PRUNED", 1)
     q, k, v = (torch.randn(1, 200, 1, 16, device=DEVICE) for _ in range(3))

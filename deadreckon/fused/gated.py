@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadreckon.kernels.flash import EDGE, Reach, Sums, flash_backward, flash_forward
+from deadreckon.kernels.flash import EDGE, LOG2E, Reach, Sums, flash_backward, flash_forward
 from deadreckon.kernels.gates import gate_sums, reach_of
 from deadreckon.kernels.merge import prepare
 
@@ -29,7 +29,7 @@ def gated_forward(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: floa
 
 
 def _reach(q: Tensor, k: Tensor, log_gate: Tensor, sums: Sums, scale: float) -> Reach | None:
-    return reach_of(q, k, log_gate, sums, scale) if k.shape[1] >= PRUNED else None
+    return reach_of(q, k, log_gate, sums.edge, scale) if k.shape[1] >= PRUNED else None
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -106,3 +106,14 @@ gated_forward.register_autograd(_gradients, setup_context=_save)
 def attend_gated(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> Tensor:
     """q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E), log_gate (B, T, H or Hq) -> (B, T, Hq, E)."""
     return gated_forward(q, k, v, log_gate, scale)[0]
+
+
+def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, scale: float) -> float:
+    """The share of the causal triangle, in blocks of 64 tokens, that the kernel does not skip."""
+    batch, length, heads, _ = k.shape
+    ends = torch.arange(EDGE - 1, length + EDGE - 1, EDGE, device=q.device).clamp(max=length - 1)
+    edge = log_gate.double().clamp(min=-1e4).cumsum(1)[:, ends] * LOG2E  # (B, blocks, Hc)
+    edge = edge.transpose(1, 2).reshape(batch * heads, -1, len(ends))
+    first, _ = reach_of(q, k, log_gate, edge, scale)
+    blocks = torch.arange(1, len(ends) + 1, device=q.device)
+    return float((blocks - first // EDGE).double().mean() / blocks.double().mean())

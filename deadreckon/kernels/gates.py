@@ -42,8 +42,8 @@ def gate_sums(log_gate: Tensor, heads: int) -> Sums:
     return Sums(left.view(shape), edge.view(shape))
 
 
-def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, sums: Sums, scale: float) -> Reach:
-    """Which keys gates leave in reach, exactly to the output's precision.
+def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float) -> Reach:
+    """Which keys gates leave in reach, exactly to the output's precision; edge is that of their sums.
 
     No logit exceeds b = scale · max‖q‖ · max‖k‖ in size, and a query always sees itself. So keys whose gates add up to
     less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single precision.
@@ -51,14 +51,13 @@ def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, sums: Sums, scale: float) -
     batch, length, heads, _ = k.shape
     longest_q = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32).amax(1).view(batch * heads, -1)
     longest_k = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(1).view(batch * heads, 1)
-    if sums.edge.shape[1] == 1:
+    if edge.shape[1] == 1:
         longest_q = longest_q.amax(1, keepdim=True)
     margin = 20.0 if q.dtype == torch.float32 else 10.0
     bound = 2 * scale * longest_q * longest_k + math.log(length) + margin  # (B·H, 1 | G)
     bound = torch.where(log_gate.amax() > 0, torch.inf, bound) * LOG2E  # sums of gates that grow bound nothing
-    before = torch.nn.functional.pad(sums.edge[..., :-1], (1, 0))  # before the first query of a block
-    falling = -sums.edge
-    first = torch.searchsorted(falling, -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
+    before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
+    first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
     block = torch.arange(first.shape[2], device=q.device, dtype=torch.int32).expand_as(first).contiguous()
     last = torch.searchsorted(first, block, right=True, out_int32=True)
     return Reach(first * EDGE, last * EDGE)

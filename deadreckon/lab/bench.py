@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+import deadreckon as dr
 from deadreckon.lab.cases import CASES, DTYPES, KINDS, LIMITS, Inputs, Shape, attend, check, make_inputs
 from deadreckon.lab.rivals import RIVALS, Method, baseline, compiled_rotate, installed
 from deadreckon.lab.training import check_device
@@ -214,7 +215,7 @@ def run_bench(
             sound = {name: method for name, method in methods.items() if name not in failures}
             timed = measure(sound, shape, rounds, device) | failures
             found[shape] = {name: timed[name] for name in methods}
-            headings, *lines = tabulate(found[shape], errors[shape.width], device)
+            headings, *lines = tabulate(found[shape], errors[shape.width], device, reach(shape, methods, device))
             console.print(draw(str(shape), headings, lines))
             rows += [[str(shape), *line] for line in lines]
             if save is not None:  # after every shape: a run that is cut short leaves what it has
@@ -227,8 +228,22 @@ def run_bench(
     return found
 
 
-def tabulate(found: dict[str, Figures | str], errors: dict[str, float | str], device: str) -> list[list[str]]:
-    """Headings and rows."""
+def reach(shape: Shape, methods: dict[str, Method], device: str) -> dict[str, str]:
+    """On CUDA, what gates leave to our kernels of the cases that have nothing else."""
+    gates = {"FoX": "log_gate", "forgetful FoX": "strong_gate"} if device == "cuda" else {}
+    inputs = make_inputs(shape, device) if gates else {}
+    shares = {
+        name: dr.share_in_reach(inputs["q"], inputs["k"], inputs[gate])
+        for name, gate in gates.items()
+        if name in methods
+    }
+    return {name: f" ({share:.0%} in reach)" for name, share in shares.items()}
+
+
+def tabulate(
+    found: dict[str, Figures | str], errors: dict[str, float | str], device: str, notes: dict[str, str] | None = None
+) -> list[list[str]]:
+    """Headings and rows, with notes beside some names."""
     base, with_fla = found[baseline(device)], any(name.startswith("fla ") for name in found)
     headings = ["", "error"]
     for heading in ("forward", "forward + backward", "peak memory"):
@@ -240,7 +255,7 @@ def tabulate(found: dict[str, Figures | str], errors: dict[str, float | str], de
             continue
         error = errors[name]
         assert isinstance(error, float)
-        row = [name, f"{error:.2f}" + " ✗" * (error > 1)]
+        row = [name + (notes or {}).get(name, ""), f"{error:.2f}" + " ✗" * (error > 1)]
         rivals = [base, found.get(f"fla {name}")] if with_fla else [base]
         for part, form in (("forward", milliseconds), ("both", milliseconds), ("memory", mebibytes)):
             value = getattr(figures, part)

@@ -18,6 +18,7 @@ CASES: dict[str, Callable[[Inputs], dict[str, Any]]] = {
     "rotation": lambda x: {"transport": dr.Rotation(x["angles"])},
     "rotation of values too": lambda x: {"transport": dr.Rotation(x["angles"], values=True)},
     "FoX": lambda x: {"log_gate": x["log_gate"]},
+    "forgetful FoX": lambda x: {"log_gate": x["strong_gate"]},
     "PaTH": lambda x: {"transport": dr.Householder(x["w"], x["beta"])},
     "PaTH-FoX": lambda x: {"transport": dr.Householder(x["w"], x["beta"]), "log_gate": x["log_gate"]},
     "Power(2)": lambda x: {"score": dr.Power(2)},
@@ -69,7 +70,8 @@ def make_inputs(shape: Shape, device: str, strength: float = 1.0) -> Inputs:
     leaves["w"] = normalize(draw(*shape), dim=-1).to(dtype)
     leaves["beta"] = 2 * draw(batch, length, heads).sigmoid()
     leaves["angles"] = draw(batch, length, heads, width // 2)
-    leaves["log_gate"] = strength * logsigmoid(draw(batch, length, heads) + 5)
+    leaves["log_gate"] = strength * logsigmoid(draw(batch, length, heads) + 5)  # half is forgotten in some 70 tokens
+    leaves["strong_gate"] = 20 * leaves["log_gate"]  # in 4
     theta = 10000 ** -(torch.arange(0, width, 2, device=device) / width)  # RoPE's angles
     phases = (torch.arange(length, device=device)[:, None] * theta).repeat(1, 2).unsqueeze(1)  # (T, 1, D)
     return {
