@@ -17,7 +17,7 @@ class StateLayer(DynamicLayer):
     """One layer's state. `DynamicCache(config=config)` makes these for the layer types that our configuration names."""
 
     _layer_type = LAYER_TYPE
-    is_croppable = False
+    is_croppable = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -40,11 +40,10 @@ class StateLayer(DynamicLayer):
         self.state = LayerState()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Goes back; only by nothing."""
-        if tokens_to_remove:
-            raise ValueError(
-                f"crop: states do not go back, fork one instead; expected 0 tokens, got {tokens_to_remove}"
-            )
+        """Goes back by −tokens_to_remove tokens, which transformers counts down from zero."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: expected a number of 0 or less, got {tokens_to_remove}")
+        self.state.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keeps these sequences, in this order."""

@@ -95,6 +95,9 @@ def at_least_single(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+GOING_BACK = 64  # tokens by which a state can at least go back
+
+
 class ShortConvolution(nn.Module):
     """A causal convolution along time, one filter a channel: y_t = Σ_i weight_i · x_{t−i}, within its document."""
 
@@ -109,12 +112,11 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         reach, length = self.weight.shape[0] - 1, x.shape[1]
-        if context.recent:
-            x = torch.cat([context.recent["convolution"], x], dim=1)
-        else:
-            x = pad(x, (0, 0, reach, 0))
+        recent = None if context.recent is None else context.recent.get("convolution")
+        x = pad(x, (0, 0, reach, 0)) if recent is None else torch.cat([recent, x], dim=1)
         if context.recent is not None:
-            context.recent["convolution"] = x[:, -reach:]
+            context.recent["convolution"] = x[:, -reach - GOING_BACK :]
+            x = x[:, -reach - length :]
         y = x[:, reach:] * self.weight[0]
         for lag in range(1, reach + 1):
             earlier = x[:, reach - lag : reach - lag + length]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deadreckon.attention import Implementation, attend, attend_next, check_documents
-from deadreckon.encoding import Context, Encoding, Sizes
+from deadreckon.encoding import GOING_BACK, Context, Encoding, Sizes
 from deadreckon.encodings import ENCODINGS
 from deadreckon.state import LayerState
 
@@ -137,6 +137,7 @@ class AttentionLayer(nn.Module):
             with torch.no_grad():
                 output = self._attend(x, context.remembering(state.recent), state)
             state.batch, state.length = x.shape[0], state.length + x.shape[1]
+            state.kept = min(state.kept + x.shape[1], GOING_BACK)
             return output
         return self._attend(x, context, None)
 

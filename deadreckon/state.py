@@ -19,14 +19,16 @@ class LayerState:
 
     Attributes:
         past: what attention needs: segments of keys and values, with gates, phases or Householder products.
-        recent: the last inputs of a short convolution.
+        recent: the last inputs of a short convolution, and some before them.
         length: how many tokens have been.
+        kept: how many tokens recent inputs go back beyond what is needed.
         batch: of how many sequences.
         padded: whether some of these sequences began with padding.
     """
 
     past: Past = field(default_factory=Past)
     recent: dict[str, Tensor] = field(default_factory=dict)
+    kept: int = 0
     length: int = 0
     batch: int = 0
     padded: bool = False
@@ -42,6 +44,25 @@ class LayerState:
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device."""
         return self._map(lambda x: x.to(device), self.batch)
+
+    def crop(self, tokens: int) -> None:
+        """Goes back by so many tokens, in place: any number up to 64, more where the encoding allows it, or all.
+
+        Raises:
+            ValueError: where that is more than there have been, or than is kept.
+        """
+        if not 0 <= tokens <= self.length:
+            raise ValueError(f"crop: expected 0 to {self.length} tokens, which have been, got {tokens}")
+        if tokens == self.length:
+            self.past, self.recent, self.kept = Past(), {}, 0
+        elif tokens:
+            allowed = min(self.past.croppable, self.kept if self.recent else self.length)
+            if tokens > allowed:
+                raise ValueError(f"crop: expected at most {allowed} tokens, got {tokens}")
+            self.past.crop(tokens)
+            self.kept = max(0, self.kept - tokens)
+            self.recent = {name: x[:, : x.shape[1] - tokens] for name, x in self.recent.items()}
+        self.length -= tokens
 
     def bytes(self) -> int:
         """Memory held, whether shared or not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,21 +91,61 @@ def test_states_are_checked() -> None:
 
 @pytest.mark.parametrize("name", ["path-fox", "rope", "selective-rope", "conformal-sympow"])
 def test_forks_share_what_is_behind(name: str) -> None:
-    """Two continuations of 256 tokens: the same as two sequences, without a copy of what they share."""
+    """Two continuations of 1100 tokens: the same as two sequences, without a copy of what they share."""
     layer = make_layer(name)
-    prefix, ends = torch.randn(1, 256, 32), torch.randn(2, 1, 70, 32)
+    prefix, ends = torch.randn(1, 1100, 32), torch.randn(2, 1, 70, 32)
     _, state = layer(prefix, state=None)
     other = state.fork()
     before = {x.data_ptr() for segment in state.past.segments for x in segment.storage.values()}
     for start, end in ((0, 1), (1, 70)):
         for branch, continuation in ((state, ends[0]), (other, ends[1])):
             y, _ = layer(continuation[:, start:end], state=branch)
-            expected = layer(torch.cat([prefix, continuation], dim=1))[:, 256 + start : 256 + end]
+            expected = layer(torch.cat([prefix, continuation], dim=1))[:, 1100 + start : 1100 + end]
             torch.testing.assert_close(y, expected.detach(), rtol=0, atol=1e-5)
     kept = [{x.data_ptr() for s in branch.past.segments for x in s.storage.values()} for branch in (state, other)]
     assert before <= kept[0] & kept[1]
     shared = sum(s.bytes() for s in state.past.segments if s in other.past.segments)
     assert shared > 0.7 * state.bytes()
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_states_go_back(name: str) -> None:
+    """By any number of tokens up to 64, within a piece or over several: what follows is as if they had not been."""
+    layer = make_layer(name)
+    x, ids = torch.randn(2, 400, 32), torch.randint(0, VOCABULARY, (2, 400))
+    for split, back in (([150], 64), ([100, 30, 1, 1, 1], 5), ([200, 1, 63], 64), ([3, 2], 4), ([70], 70), ([128], 1)):
+        state, start = None, 0
+        for length in split:
+            _, state = layer(x[:, start : start + length], token_ids=ids[:, start : start + length], state=state)
+            start += length
+        other = state.fork()
+        state.crop(back)
+        assert state.length == start - back
+        kept = [torch.cat([part[:, : start - back], part[:, -90:]], dim=1) for part in (x, ids)]
+        expected = layer(kept[0], token_ids=kept[1]).detach()[:, start - back :]
+        outputs = [
+            layer(x[:, -90 + a : b or None], token_ids=ids[:, -90 + a : b or None], state=state)[0]
+            for a, b in ((0, -89), (1, -20), (70, 0))
+        ]
+        torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-5)
+        whole = layer(x[:, : start + 5], token_ids=ids[:, : start + 5]).detach()[:, start:]
+        y, _ = layer(x[:, start : start + 5], token_ids=ids[:, start : start + 5], state=other)
+        torch.testing.assert_close(y, whole, rtol=0, atol=1e-5)
+
+
+def test_how_far_states_go_back() -> None:
+    x = torch.randn(1, 300, 32)
+    _, state = make_layer("path")(x, state=None)
+    with pytest.raises(ValueError, match="crop: expected at most 64 tokens, got 65"):
+        state.crop(65)
+    state.crop(40)
+    with pytest.raises(ValueError, match="crop: expected at most 24 tokens, got 25"):
+        state.crop(25)
+    with pytest.raises(ValueError, match="crop: expected 0 to 260 tokens"):
+        state.crop(301)
+    assert state.length == 260
+    state.crop(260)
+    assert state.length == state.bytes() == 0
 
 
 # Through Hugging Face -------------------------------------------------------------------------------------------------
@@ -155,6 +196,28 @@ def test_chunked_prefill_and_sampling() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=True, num_return_sequences=2), sampled)
 
 
+@pytest.mark.parametrize("encoding", ["path-fox", "rope", "sympow-gated"])
+def test_assisted_decoding_gives_the_same(encoding: str) -> None:
+    """A smaller model proposes, the cache goes back where it was wrong."""
+    model, ids = make_model(encoding), prompts(1, 70)
+    torch.manual_seed(7)
+    assistant = dr.DeadReckonForCausalLM(model.config).eval()  # of other weights: often wrong
+    expected = model.generate(ids, max_new_tokens=30, do_sample=False)
+    for helper in (assistant, model):
+        found = model.generate(ids, max_new_tokens=30, do_sample=False, assistant_model=helper)
+        assert torch.equal(found, expected)
+    assert torch.equal(model.generate(ids, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=5), expected)
+
+
+@pytest.mark.parametrize("encoding", STEADY)
+def test_saved_models_continue_alike(encoding: str, tmp_path: Path) -> None:
+    model, ids = make_model(encoding), prompts(1, 70)
+    model.save_pretrained(tmp_path)
+    again = dr.DeadReckonForCausalLM.from_pretrained(tmp_path).eval()
+    continued = [some.generate(ids, max_new_tokens=10, do_sample=False) for some in (model, again)]
+    assert torch.equal(*continued)
+
+
 def test_a_cache_goes_on_where_it_was() -> None:
     model, ids = make_model("path-fox"), prompts(2, 90)
     expected = model(ids).logits
@@ -184,3 +247,19 @@ def test_caches_are_checked() -> None:
         make_model("randomized").generate(ids, max_new_tokens=2)
     assert make_model("randomized").generate(ids, max_new_tokens=2, use_cache=False).shape == (1, 8)
     assert make_model("random-rotation").generate(ids, max_new_tokens=2).shape == (1, 8)
+
+
+@pytest.mark.parametrize("name", ["path-fox", "rope", "fox"])
+def test_states_take_little_more_than_keys_and_values(name: str) -> None:
+    """However a sequence came: 1.1 times what 2000 tokens of keys and values take, and a fixed rest."""
+    layer = make_layer(name)
+    x = torch.randn(1, 2000, 32)
+    for split in ([2000], [1000] + [1] * 1000, [400] * 5):
+        state, start = None, 0
+        for length in split:
+            _, state = layer(x[:, start : start + length], state=state)
+            start += length
+        needed = 2000 * 2 * 2 * 8 * 4  # k and v, two heads of 8, float32
+        sums = 2000 * 4 * 8 if name.endswith("fox") else 0  # one float64 for each query head
+        rest = 127 * 256 + 66 * 256 + 5 * 2 * 8 * 8 * 4  # tokens that wait, recent inputs, products of segments
+        assert state.bytes() <= 1.1 * (needed + sums) + rest

@@ -6,8 +6,9 @@ one when the older is no longer than the younger, as the digits of a binary coun
 O(log T) times, in the working precision, and a query crosses O(log T) products. Between carries segments do not change,
 and continuations of one prefix share them.
 
-The last tokens, fewer than a leaf, wait as they came: their leaf is computed again with each piece. Without Householder
-steps nothing ever changes its frame, and there is one segment that grows.
+The last tokens, one leaf of them and less than another, wait as they came: their leaves are computed again with each
+piece, and it is possible to go back by a leaf. Without Householder steps nothing ever changes its frame, and there is
+one segment that grows.
 """
 
 from __future__ import annotations
@@ -46,17 +47,23 @@ class Segment:
         return self["sums"] if "sums" in self.storage else None
 
     def append(self, fields: Fields) -> None:
-        """Adds tokens at the end; storage grows by half when it is full."""
+        """Adds tokens at the end. Full storage grows by a sixteenth: a copy each time that costs as much as a lookup."""
         added = next(iter(fields.values())).shape[1]
         for name, new in fields.items():
             held = self.storage[name]
             if self.length + added > held.shape[1]:
-                room = max(self.length + added, self.length * 3 // 2, 64)
+                room = max(self.length + added, self.length + self.length // 16, 64)
                 grown = held.new_empty(held.shape[0], room, *held.shape[2:])
                 grown[:, : self.length] = held[:, : self.length]
                 self.storage[name] = grown
             self.storage[name][:, self.length : self.length + added] = new
         self.length += added
+
+    def shortened(self, tokens: int) -> Segment:
+        """Without its last tokens; storage is the same, and written to again by one continuation alone."""
+        shorter = Segment(self.storage, self.product)
+        shorter.length, shorter.shared = self.length - tokens, self.shared
+        return shorter
 
     def map(self, change: Change) -> Segment:
         """A segment of its own, every tensor changed along its first dimension."""
@@ -85,14 +92,14 @@ class Past:
 
     Attributes:
         segments: from the oldest to the youngest.
-        waiting: inputs of the last tokens, not yet a leaf (Householder steps only).
-        phase: the sum of step angles so far.
+        waiting: inputs of the last tokens, fewer than two leaves (Householder steps only).
+        phases: sums of step angles up to each of the last tokens, one more than it is possible to go back.
         longest: what keys are divided by, with powers.
     """
 
     segments: list[Segment] = field(default_factory=list)
     waiting: Fields | None = None
-    phase: Tensor | None = None
+    phases: Tensor | None = None
     longest: Tensor | None = None
 
     def fork(self) -> Past:
@@ -110,7 +117,7 @@ class Past:
         return Past(
             [segment.map(by_row) for segment in self.segments],
             None if self.waiting is None else {name: by_row(x) for name, x in self.waiting.items()},
-            self.phase if self.phase is None or self.phase.shape[0] == 1 else change(self.phase),
+            self.phases if self.phases is None or self.phases.shape[0] == 1 else change(self.phases),
             None if self.longest is None else by_row(self.longest),
         )
 
@@ -119,7 +126,28 @@ class Past:
         found = [x for segment in self.segments for x in segment.storage.values()]
         found += [segment.product for segment in self.segments if segment.product is not None]
         found += list((self.waiting or {}).values())
-        return found + [x for x in (self.phase, self.longest) if x is not None]
+        return found + [x for x in (self.phases, self.longest) if x is not None]
+
+    @property
+    def croppable(self) -> int:
+        """By how many tokens it can go back."""
+        waiting = 0 if self.waiting is None else self.waiting["k"].shape[1]
+        allowed = waiting + sum(segment.length for segment in self.segments if segment.product is None)
+        return allowed if self.phases is None else min(allowed, self.phases.shape[1] - 1)
+
+    def crop(self, tokens: int) -> None:
+        """Goes back by so many tokens, but not to the beginning."""
+        assert tokens <= self.croppable
+        if self.phases is not None:
+            self.phases = self.phases[:, : self.phases.shape[1] - tokens]
+        if self.waiting is not None:
+            left = self.waiting["k"].shape[1] - tokens
+            self.waiting = {name: x[:, :left] for name, x in self.waiting.items()} if left else None
+            return
+        while tokens >= self.segments[-1].length:
+            tokens -= self.segments.pop().length
+        if tokens:
+            self.segments[-1] = self.segments[-1].shortened(tokens)
 
 
 @torch.no_grad()
@@ -129,8 +157,13 @@ def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: floa
     batch, length, query_heads, _ = q.shape
     q, scale = usual_scale(q, scale)
     if isinstance(transport, Rotation):
-        turn = turned(q, k, v, log_gate, transport, past.phase)
-        past.phase = turn.phase[:, -1:]
+        start = None if past.phases is None else past.phases[:, -1:]
+        turn = turned(q, k, v, log_gate, transport, start)
+        phases = turn.phase
+        if past.phases is not None:
+            before = past.phases.expand(phases.shape[0], -1, *phases.shape[2:])
+            phases = torch.cat([before, phases[:, -LEAF - 1 :]], dim=1)
+        past.phases = phases[:, -LEAF - 1 :]
         output = attend_stream(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past)
         return turn.back(output) if transport.values else output
     heads, given = k.shape[2], q.dtype
@@ -151,33 +184,42 @@ def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: floa
             by_head(x.to(work(given)), heads).squeeze(2) for x in (transport.w, transport.beta)
         )
     outputs = []
-    for piece in _pieces(length, past, transport is not None):
+    for piece, close in _pieces(length, past, transport is not None, queries, scale):
         some = {name: x[:, piece] for name, x in fields.items()}
-        outputs.append(_attend_piece(queries[:, piece], some, score, scale, past))
+        outputs.append(_attend_piece(queries[:, piece], some, score, scale, past, close))
     output = torch.cat(outputs, dim=1).unflatten(0, (batch, heads)).transpose(1, 2)
     return output.reshape(batch, length, query_heads, -1).to(given)
 
 
-def _pieces(length: int, past: Past, householder: bool) -> list[slice]:
-    """The new tokens that fill up whole leaves with those that wait, and the rest, which wait in turn."""
+def _pieces(length: int, past: Past, householder: bool, queries: Tensor, scale: float) -> list[tuple[slice, bool]]:
+    """The new tokens that, with those that wait, are closed to a segment; and the rest, which wait in turn.
+
+    A leaf of tokens always waits, once there are two. Leaves that are full without new tokens are closed here.
+    """
     if not householder:
-        return [slice(0, length)]
+        return [(slice(0, length), True)]
     waiting = 0 if past.waiting is None else past.waiting["k"].shape[1]
-    closed = max(0, (waiting + length) // LEAF * LEAF - waiting)
-    return [piece for piece in (slice(0, closed), slice(closed, length)) if piece.stop > piece.start]
-
-
-def _attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, past: Past) -> Tensor:
-    """The output (N, L, G, E) of one piece; the past is moved on."""
-    length = queries.shape[1]
-    if past.waiting is not None:  # their keys are needed again, their outputs are not
-        fields = {name: torch.cat([past.waiting[name], x], dim=1) for name, x in fields.items()}
-        queries = pad(queries, (0, 0, 0, 0, fields["k"].shape[1] - length, 0))
+    closed = max(0, (waiting + length) // LEAF - 1) * LEAF
+    if closed > waiting:
+        return [(slice(0, closed - waiting), True), (slice(closed - waiting, length), False)]
+    if closed and past.waiting is not None:
+        fields = {name: x[:, :closed] for name, x in past.waiting.items()}
+        rest = {name: x[:, closed:] for name, x in past.waiting.items()} if closed < waiting else None
+        nobody = queries.new_zeros(queries.shape[0], closed, *queries.shape[2:])
+        climb = _climb(nobody, fields, "softmax", scale)
+        climb.ascend(to_top=True)
         past.waiting = None
+        _move_on(climb, fields, closed, past, True)
+        past.waiting = rest
+    return [(slice(0, length), False)]
+
+
+def _climb(queries: Tensor, fields: Fields, score: Score, scale: float) -> Climb:
+    """Over these tokens, padded to whole leaves."""
     total = queries.shape[1]
     leaf = leaf_tokens(total, "w" in fields, fields.get("gates"), score, queries)
 
-    def whole(name: str) -> Tensor | None:  # padded to whole leaves
+    def whole(name: str) -> Tensor | None:
         x = fields.get(name)
         return None if x is None else pad(x, (0, 0) * (x.dim() - 2) + (0, -total % leaf))
 
@@ -185,11 +227,22 @@ def _attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, p
     k, v = whole("k"), whole("v")
     assert k is not None
     assert v is not None
-    climb = Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)
+    return Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)
+
+
+def _attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, past: Past, close: bool) -> Tensor:
+    """The output (N, L, G, E) of one piece; the past is moved on."""
+    length = queries.shape[1]
+    if past.waiting is not None:  # their keys are needed again, their outputs are not
+        fields = {name: torch.cat([past.waiting[name], x], dim=1) for name, x in fields.items()}
+        queries = pad(queries, (0, 0, 0, 0, fields["k"].shape[1] - length, 0))
+        past.waiting = None
+    total = queries.shape[1]
+    climb = _climb(queries, fields, score, scale)
     out, row = climb.ascend(to_top=True)
     new = slice(total - length, total)
     _look_back(climb, new, out, row, past)
-    _move_on(climb, fields, total, past)
+    _move_on(climb, fields, total, past, close)
     return climb.score.finish(out, row)[:, new]
 
 
@@ -212,9 +265,9 @@ def _look_back(climb: Climb, new: slice, out: Tensor, row: Tensor, past: Past) -
             queries = crossed.unflatten(2, queries.shape[2:4])
 
 
-def _move_on(climb: Climb, fields: Fields, total: int, past: Past) -> None:
-    """Keeps what the next piece will need of this one."""
-    if climb.products is not None and total % LEAF:
+def _move_on(climb: Climb, fields: Fields, total: int, past: Past, close: bool) -> None:
+    """Keeps what the next piece will need of this one: as a segment, or as it came."""
+    if not close:
         past.waiting = fields
         return
     kept = {"k": fields["k"], "v": fields["v"]}
