@@ -47,7 +47,7 @@ class Segment:
         return self["sums"] if "sums" in self.storage else None
 
     def append(self, fields: Fields) -> None:
-        """Adds tokens at the end. Full storage grows by a sixteenth: a copy each time that costs as much as a lookup."""
+        """Adds tokens at the end. Full storage grows by a sixteenth, which costs as much as a lookup."""
         added = next(iter(fields.values())).shape[1]
         for name, new in fields.items():
             held = self.storage[name]
