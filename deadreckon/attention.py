@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.blockwise import attend_blockwise
-from deadreckon.blockwise.stream import Past, attend_stream
+from deadreckon.blockwise.stream import Ascend, Past, attend_stream
 from deadreckon.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.reference import attend_reference
 
@@ -141,7 +141,12 @@ def attend_next(
     _check_score(score)
     factors = Factors(transport, _check_gate(log_gate, q, k), score)
     with torch.autocast(q.device.type, enabled=False):
-        return attend_stream(q, k, v, factors, q.shape[-1] ** -0.5 if scale is None else scale, past)
+        ascend: Ascend | None = None
+        if isinstance(transport, Householder) and q.is_cuda and _reason_against_kernels(q, v, factors) is None:
+            from deadreckon.fused.householder import ascend_fields
+
+            ascend = ascend_fields
+        return attend_stream(q, k, v, factors, q.shape[-1] ** -0.5 if scale is None else scale, past, ascend)
 
 
 def _shape(x: Tensor) -> str:

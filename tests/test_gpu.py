@@ -53,9 +53,9 @@ def test_half_precision(case: Case, backend: str, dtype: torch.dtype, monkeypatc
 def test_layers_stream(name: str) -> None:
     torch.manual_seed(0)
     layer = dr.AttentionLayer(256, 4, name, n_kv_heads=2, vocab_size=9).cuda()
-    x, ids = torch.randn(2, 300, 256, device="cuda"), torch.randint(0, 9, (2, 300), device="cuda")
+    x, ids = torch.randn(2, 900, 256, device="cuda"), torch.randint(0, 9, (2, 900), device="cuda")
     expected, state, outputs = layer(x, token_ids=ids).detach(), None, []
-    for start, end in ((0, 130), (130, 131), (131, 200), (200, 201), (201, 300)):
+    for start, end in ((0, 130), (130, 131), (131, 800), (800, 801), (801, 900)):
         y, state = layer(x[:, start:end], token_ids=ids[:, start:end], state=state)
         outputs.append(y)
     torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-4)

@@ -150,9 +150,18 @@ class Past:
             self.segments[-1] = self.segments[-1].shortened(tokens)
 
 
+Ascend = Callable[[Tensor, Fields, float], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+"""Softmax over whole leaves by kernels: output, log-sum-exp; queries, keys and product as `Climb` has them on top."""
+
+
 @torch.no_grad()
-def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past) -> Tensor:
-    """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients."""
+def attend_stream(
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, ascend: Ascend | None = None
+) -> Tensor:
+    """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients.
+
+    With `ascend`, long pieces along Householder steps climb by kernels.
+    """
     transport, log_gate, score = factors
     batch, length, query_heads, _ = q.shape
     q, scale = usual_scale(q, scale)
@@ -186,7 +195,8 @@ def attend_stream(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: floa
     outputs = []
     for piece, close in _pieces(length, past, transport is not None, queries, scale):
         some = {name: x[:, piece] for name, x in fields.items()}
-        outputs.append(_attend_piece(queries[:, piece], some, score, scale, past, close))
+        kernels = ascend if transport is not None and score == "softmax" and close else None
+        outputs.append(_attend_piece(queries[:, piece], some, score, scale, past, close, kernels))
     output = torch.cat(outputs, dim=1).unflatten(0, (batch, heads)).transpose(1, 2)
     return output.reshape(batch, length, query_heads, -1).to(given)
 
@@ -230,7 +240,9 @@ def _climb(queries: Tensor, fields: Fields, score: Score, scale: float) -> Climb
     return Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)
 
 
-def _attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, past: Past, close: bool) -> Tensor:
+def _attend_piece(
+    queries: Tensor, fields: Fields, score: Score, scale: float, past: Past, close: bool, ascend: Ascend | None
+) -> Tensor:
     """The output (N, L, G, E) of one piece; the past is moved on."""
     length = queries.shape[1]
     if past.waiting is not None:  # their keys are needed again, their outputs are not
@@ -239,7 +251,11 @@ def _attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, p
         past.waiting = None
     total = queries.shape[1]
     climb = _climb(queries, fields, score, scale)
-    out, row = climb.ascend(to_top=True)
+    if ascend is not None and total > LEAF:
+        out, row, climb.queries, climb.keys, product = ascend(queries, fields, scale)
+        out, climb.queries, climb.products = out.float(), climb.queries.float(), product.unsqueeze(1)
+    else:
+        out, row = climb.ascend(to_top=True)
     new = slice(total - length, total)
     _look_back(climb, new, out, row, past)
     _move_on(climb, fields, total, past, close)

@@ -25,6 +25,28 @@ def _some_heads(heads: int, rows: int) -> Iterator[tuple[int, int]]:
         yield first, end - first
 
 
+def ascend_fields(q: Tensor, fields: dict[str, Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attention over whole leaves, two or more, and what goes on from there: for a sequence that comes in pieces.
+
+    q (N, T, G, D), k and w (N, T, D), v (N, T, E), beta (N, T), gates (N, T, 1 | G) -> output (N, T, G, E) and
+    log-sum-exp (N, T, G); q in the frame of the first token, k in that of the last, and the product (N, D, D) of all.
+    """
+    assert q.shape[1] % LEAF == 0
+    assert q.shape[1] > LEAF
+    k, v, w, beta = (fields[name].unsqueeze(2) for name in ("k", "v", "w", "beta"))
+    log_gate = fields.get("gates")
+    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    sums = None if log_gate is None else gate_sums(log_gate, 1)
+    tops = []
+    for first, count in _some_heads(q.shape[0], q.shape[1] * q.shape[2]):
+        leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
+        top = Tree(leaves).ascend(out, lse[first : first + count], to_top=True)
+        assert top is not None
+        tops.append((top.queries, top.keys, top.products[:, 0]))
+    queries, keys, products = (torch.cat(part) for part in zip(*tops, strict=True))
+    return out, lse, queries, keys, products
+
+
 @torch.library.custom_op("deadreckon::householder", mutates_args=())
 def householder_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float

@@ -115,18 +115,23 @@ class Tree:
         width = self.leaves.k.shape[3]
         return self.buffer(self.group, width), self.buffer(width)
 
-    def ascend(self, out: Tensor, row: Tensor) -> None:
-        """Writes the output (B, T, Hq, E) and log-sum-exp (n, T, G) of these heads."""
+    def ascend(self, out: Tensor, row: Tensor, to_top: bool = False) -> Frames | None:
+        """Writes the output (B, T, Hq, E) and log-sum-exp (n, T, G) of these heads.
+
+        With to_top (and more than one leaf), returns queries in the frame of the first token, keys in that of the last,
+        and the product of all steps.
+        """
         part = self.buffer(self.group, out.shape[3])
         self.leaves.forward(self.frames, part, row)
         parts: list[Part] = []
+        above = None
         if self.frames:
             walk = Walk(self.frames, self.sums, self.leaves.scale)
-            above = Blocks(self, walk) if self.levels else None
+            above = Blocks(self, walk) if self.levels or to_top else None
             walk.forward(part, row, above.frames.queries if above else None)
-            if above:
-                parts = above.ascend()
+            parts = above.ascend(to_top) if above else []
         merge(part, row, parts, out, row, self.leaves.first)
+        return above.frames if above and to_top else None
 
     def descend(self, out: Tensor, grad: Tensor, lse: Tensor, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Writes dq, dk, dv, dw, dbeta of these heads; returns what gates receive by query and by key, (n, T, G)."""
@@ -190,14 +195,14 @@ class Blocks:
             first += 2 * run.pairs
         return kept, multiply(products, self.dtype)
 
-    def ascend(self) -> list[Part]:
-        """Outputs and log-sum-exps of all levels."""
+    def ascend(self, to_top: bool) -> list[Part]:
+        """Outputs and log-sum-exps of all levels. Frames stop below the topmost, unless they shall go on to the top."""
         parts: list[Part] = []
-        products = self.frames.products
         for number, runs in enumerate(self.levels):
             parts += [self.dense.forward(run) for run in runs]
-            if number + 1 < len(self.levels):
-                products = self.rise(runs, products, keep=False)[1]
+            if to_top or number + 1 < len(self.levels):
+                products = self.rise(runs, self.frames.products, keep=False)[1]
+                self.frames = self.frames._replace(products=products)
         return parts
 
     def descend(
