@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadreckon.kernels.flash import EDGE, LOG2E, Reach, Sums, flash_backward, flash_forward
+from deadreckon.kernels.flash import EDGE, Reach, Sums, flash_backward, flash_forward
 from deadreckon.kernels.gates import gate_sums, reach_of
 from deadreckon.kernels.merge import prepare
+from deadreckon.kernels.tiles import LOG2E
 
 PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.kernels.tiles import LOG2E, load_columns, load_rows, padded, store_rows
+
 EDGE = 64  # tokens that share one float64 sum of gates; tiles in a loop are no larger
-LOG2E = 1.4426950408889634
 
 
 class Sums(NamedTuple):
@@ -49,30 +50,6 @@ class Pairs(NamedTuple):
 
 
 @triton.jit
-def _rows(p_x, row, s_r, channel, m_row, W: tl.constexpr, BW: tl.constexpr):
-    """(rows, channels) of x."""
-    mask = m_row[:, None]
-    if W != BW:
-        mask = mask & (channel < W)[None, :]
-    return tl.load(p_x + row.to(tl.int64)[:, None] * s_r + channel[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _columns(p_x, row, s_r, channel, m_row, W: tl.constexpr, BW: tl.constexpr):
-    """(channels, rows) of x."""
-    mask = m_row[None, :]
-    if W != BW:
-        mask = mask & (channel < W)[:, None]
-    return tl.load(p_x + row.to(tl.int64)[None, :] * s_r + channel[:, None], mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(p_x, row, s_r, channel, m_row, value, W: tl.constexpr):
-    mask = m_row[:, None] & (channel < W)[None, :]
-    tl.store(p_x + row.to(tl.int64)[:, None] * s_r + channel[None, :], value.to(p_x.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _forward_along(
     b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, begin, end, origin, row,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
@@ -82,7 +59,7 @@ def _forward_along(
     for j in range(begin, end, BN):
         key = j + tl.arange(0, BN)
         m_key = (key < end) | (not MASKED)
-        b_k = _columns(p_k, key, s_kr, channel, m_key, D, BD)
+        b_k = load_columns(p_k, key, s_kr, channel, m_key, D, BD)
         b_s = tl.dot(b_q, b_k, input_precision=PRECISION) * scale2
         if GATED:
             shift = (reference - tl.load(p_edge + (origin + j) // 64)).to(tl.float32)
@@ -96,7 +73,7 @@ def _forward_along(
         b_p = tl.exp2(b_s - b_new[:, None])
         decay = tl.exp2(b_max - b_new)
         b_sum = b_sum * decay + tl.sum(b_p, 1)
-        b_v = _rows(p_v, key, s_vr, value_channel, m_key, E, BE)
+        b_v = load_rows(p_v, key, s_vr, value_channel, m_key, E, BE)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * decay[:, None], input_precision=PRECISION)
         b_max = b_new
     return b_acc, b_max, b_sum
@@ -127,7 +104,7 @@ def _forward(
     p_q += i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair.to(tl.int64) * s_qp
     p_k += i_b * s_kb + i_h * s_kh + i_pair.to(tl.int64) * s_kp
     p_v += i_b * s_vb + i_h * s_vh + i_pair.to(tl.int64) * s_vp
-    b_q = _rows(p_q, row, s_qr, tl.arange(0, BD), m_row, D, BD)
+    b_q = load_rows(p_q, row, s_qr, tl.arange(0, BD), m_row, D, BD)
     p_left += i_c * BLOCKS * 64
     p_edge += i_c * BLOCKS
     reference = tl.load(p_edge + (origin_q + first_row) // 64) if GATED else 0.0
@@ -154,7 +131,7 @@ def _forward(
         edge = tl.load(p_edge + token // 64, mask=m_row, other=0.0)
         b_lse += (edge - reference).to(tl.float32) - tl.load(p_left + token, mask=m_row, other=0.0)
     p_o += i_b * s_ob + i_h * s_oh + i_g * s_og + i_pair.to(tl.int64) * s_op
-    _store(p_o, row, s_or, tl.arange(0, BE), m_row, b_acc / b_sum[:, None], E)
+    store_rows(p_o, row, s_or, tl.arange(0, BE), m_row, b_acc / b_sum[:, None], E)
     p_lse += i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair.to(tl.int64) * s_lp
     tl.store(p_lse + row.to(tl.int64) * s_lr, b_lse * 0.6931471805599453, mask=m_row)
 
@@ -170,8 +147,8 @@ def _query_gradients_along(
     for j in range(begin, end, BN):
         key = j + tl.arange(0, BN)
         m_key = (key < end) | (not MASKED)
-        b_k = _columns(p_k, key, s_kr, channel, m_key, D, BD)
-        b_v = _columns(p_v, key, s_vr, value_channel, m_key, E, BE)
+        b_k = load_columns(p_k, key, s_kr, channel, m_key, D, BD)
+        b_v = load_columns(p_v, key, s_vr, value_channel, m_key, E, BE)
         b_s = tl.dot(b_q, b_k, input_precision=PRECISION) * scale2
         if GATED:
             shift = (reference - tl.load(p_edge + (origin + j) // 64)).to(tl.float32)
@@ -216,8 +193,8 @@ def _query_gradients(
     p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp
     p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
     p_do += i_b * s_ob + i_h * s_oh + i_g * s_og + i_pair * s_op
-    b_q = _rows(p_q, row, s_qr, tl.arange(0, BD), m_row, D, BD)
-    b_do = _rows(p_do, row, s_or, tl.arange(0, BE), m_row, E, BE)
+    b_q = load_rows(p_q, row, s_qr, tl.arange(0, BD), m_row, D, BD)
+    b_do = load_rows(p_do, row, s_or, tl.arange(0, BE), m_row, E, BE)
     at = i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair * s_lp + row.to(tl.int64) * s_lr
     b_delta = tl.load(p_delta + at, mask=m_row, other=0.0)
     b_own = tl.load(p_own + at, mask=m_row, other=float("-inf"))
@@ -242,7 +219,7 @@ def _query_gradients(
         origin_k, row, D, E, BD, BE, BN, CAUSAL, GATED, True, PRECISION,
     )  # fmt: skip
     p_dq += i_b * s_xb + i_h * s_xh + i_g * s_xg + i_pair * s_xp
-    _store(p_dq, row, s_xr, tl.arange(0, BD), m_row, b_dq * scale, D)
+    store_rows(p_dq, row, s_xr, tl.arange(0, BD), m_row, b_dq * scale, D)
     if GATED:
         if not CAUSAL:  # a row's sum goes over the blocks of all levels
             b_rows += tl.load(p_sums + at, mask=m_row, other=0.0)
@@ -260,8 +237,8 @@ def _key_gradients_along(
     for i in range(begin, end, BM):
         row = i + tl.arange(0, BM)
         m_row = row < end
-        b_q = _columns(p_q, row, s_qr, channel, m_row, D, BD)
-        b_do = _rows(p_do, row, s_or, value_channel, m_row, E, BE)
+        b_q = load_columns(p_q, row, s_qr, channel, m_row, D, BD)
+        b_do = load_rows(p_do, row, s_or, value_channel, m_row, E, BE)
         b_own = tl.load(p_own + row.to(tl.int64) * s_lr, mask=m_row, other=float("-inf"))
         b_delta = tl.load(p_delta + row.to(tl.int64) * s_lr, mask=m_row, other=0.0)
         b_s = tl.dot(b_k, b_q, input_precision=PRECISION) * scale2
@@ -298,8 +275,8 @@ def _key_gradients(
     i_pair = i_pair.to(tl.int64)
     p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp
     p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
-    b_k = _rows(p_k, key, s_kr, tl.arange(0, BD), m_key, D, BD)
-    b_v = _rows(p_v, key, s_vr, tl.arange(0, BE), m_key, E, BE)
+    b_k = load_rows(p_k, key, s_kr, tl.arange(0, BD), m_key, D, BD)
+    b_v = load_rows(p_v, key, s_vr, tl.arange(0, BE), m_key, E, BE)
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BE], tl.float32)
     whole = tl.minimum(first_key + BN, ROWS) if CAUSAL else 0
@@ -338,14 +315,9 @@ def _key_gradients(
                 b_sums += tl.load(p_to, mask=m_key, other=0.0)
             tl.store(p_to, b_sums, mask=m_key)
     p_dk += i_b * s_xb + i_h * s_xh + i_pair * s_xp
-    _store(p_dk, key, s_xr, tl.arange(0, BD), m_key, b_dk * scale, D)
+    store_rows(p_dk, key, s_xr, tl.arange(0, BD), m_key, b_dk * scale, D)
     p_dv += i_b * s_yb + i_h * s_yh + i_pair * s_yp
-    _store(p_dv, key, s_yr, tl.arange(0, BE), m_key, b_dv, E)
-
-
-def padded(width: int) -> int:
-    """The power of two that a tile's channels take. Narrower tiles than 64 were seen to be miscompiled on Hopper."""
-    return max(64, triton.next_power_of_2(width))
+    store_rows(p_dv, key, s_yr, tl.arange(0, BE), m_key, b_dv, E)
 
 
 class Tiles(NamedTuple):

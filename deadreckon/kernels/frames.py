@@ -17,9 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.kernels.flash import padded
-from deadreckon.kernels.leaf import DTYPES, mul, mul_exact
-from deadreckon.kernels.walk import matrix, through
+from deadreckon.kernels.tiles import DTYPES, matrix, mul, mul_exact, padded, through
 
 ROWS = 64  # of a tile
 CHUNK = 16  # tiles that one program adds up

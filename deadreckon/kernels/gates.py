@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.kernels.flash import EDGE, LOG2E, Reach, Sums
+from deadreckon.kernels.flash import EDGE, Reach, Sums
+from deadreckon.kernels.tiles import LOG2E
 
 
 @triton.jit

@@ -23,65 +23,16 @@ Sums over the queries of a group are taken in the program: a leaf and key head i
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.kernels.flash import LOG2E, Sums, padded
+from deadreckon.kernels.flash import Sums
+from deadreckon.kernels.tiles import DTYPES, LOG2E, load_rows, mul, mul_exact, padded, store_tile
 
 LEAF = 64
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@triton.jit
-def mul_single(a, b):
-    """a @ b in single precision: each factor as three bfloat16, which together have all its digits.
-
-    (Triton's own way, in tf32, takes more shared memory than there is. The interpreter has no bfloat16 products.)
-    """
-    if INTERPRETED:
-        return tl.dot(a, b, input_precision="ieee")
-    high_a, high_b = a.to(tl.bfloat16), b.to(tl.bfloat16)
-    rest_a, rest_b = a - high_a.to(tl.float32), b - high_b.to(tl.float32)
-    middle_a, middle_b = rest_a.to(tl.bfloat16), rest_b.to(tl.bfloat16)
-    low_a = (rest_a - middle_a.to(tl.float32)).to(tl.bfloat16)
-    low_b = (rest_b - middle_b.to(tl.float32)).to(tl.bfloat16)
-    small = tl.dot(middle_a, middle_b)
-    small = tl.dot(low_a, high_b, small)
-    small = tl.dot(high_a, low_b, small)
-    small = tl.dot(middle_a, high_b, small)
-    small = tl.dot(high_a, middle_b, small)
-    return tl.dot(high_a, high_b, small)
-
-
-@triton.jit
-def mul(a, b, DTYPE: tl.constexpr):
-    """a @ b in the precision of the inputs."""
-    if DTYPE == tl.float32:
-        return mul_single(a.to(DTYPE), b.to(DTYPE))
-    return tl.dot(a.to(DTYPE), b.to(DTYPE))
-
-
-@triton.jit
-def mul_exact(a, b, DTYPE: tl.constexpr):
-    """a @ b nearly in single precision, of factors that may be halves: what low halves lose is 2⁻¹⁶ or less."""
-    if DTYPE == tl.float32:
-        return mul_single(a.to(DTYPE), b.to(DTYPE))
-    high_a, high_b = a.to(DTYPE), b.to(DTYPE)
-    if a.dtype == tl.float32 and b.dtype == tl.float32:
-        small = tl.dot((a - high_a.to(tl.float32)).to(DTYPE), high_b)
-        small = tl.dot(high_a, (b - high_b.to(tl.float32)).to(DTYPE), small)
-        return tl.dot(high_a, high_b, small)
-    if a.dtype == tl.float32:
-        return tl.dot(high_a, high_b, tl.dot((a - high_a.to(tl.float32)).to(DTYPE), high_b))
-    if b.dtype == tl.float32:
-        return tl.dot(high_a, high_b, tl.dot(high_a, (b - high_b.to(tl.float32)).to(DTYPE)))
-    return tl.dot(high_a, high_b)
 
 
 @triton.jit
@@ -113,23 +64,6 @@ def _place(LEAVES):
 
 
 @triton.jit
-def _rows(p_x, token, s_t, channel, m_token, W: tl.constexpr, BW: tl.constexpr):
-    mask = m_token[:, None]
-    if W != BW:
-        mask = mask & (channel < W)[None, :]
-    return tl.load(p_x + token[:, None] * s_t + channel[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_rows(p_x, token, s_t, channel, value, W: tl.constexpr, BW: tl.constexpr):
-    offsets = token[:, None] * s_t + channel[None, :]
-    if W != BW:
-        tl.store(p_x + offsets, value.to(p_x.dtype.element_ty), mask=(channel < W)[None, :])
-    else:
-        tl.store(p_x + offsets, value.to(p_x.dtype.element_ty))
-
-
-@triton.jit
 def _leaf_forward(
     p_q, p_k, p_v, p_w, p_beta, p_left, p_frame_q, p_frame_k, p_values, p_products, p_out, p_lse,
     p_inverse, p_do, p_delta, p_own, p_dz, p_dv, p_by_query, p_by_key, scale, scale2,
@@ -146,8 +80,8 @@ def _leaf_forward(
     channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
     lower = i_row[:, None] >= i_row[None, :]
     strict = i_row[:, None] > i_row[None, :]
-    b_w = _rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD)
-    b_k = _rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
+    b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD)
+    b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
     b_ww = mul_exact(b_w, tl.trans(b_w), DTYPE)
     b_inverse = unit_lower_inverse(tl.where(strict, b_beta[:, None] * b_ww, 0.0), DTYPE)
@@ -165,19 +99,19 @@ def _leaf_forward(
     b_w = b_w.to(DTYPE)
     b_j = b_j.to(DTYPE)
     b_y = mul(b_j, tl.where(strict, mul(b_w, tl.trans(b_k), DTYPE), 0.0), DTYPE).to(DTYPE)
-    b_v = _rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
+    b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
     if FRAMES:
-        _store_rows(p_values + i_n * s_fv, token, E, value_channel, b_v, E, BE)
+        store_tile(p_values + i_n * s_fv, token, E, b_v, E, BE)
         b_frame = b_k.to(tl.float32) - mul(tl.trans(b_y), b_w, DTYPE)
-        _store_rows(p_frame_k + i_n * s_fk, token, D, channel, b_frame, D, BD)
+        store_tile(p_frame_k + i_n * s_fk, token, D, b_frame, D, BD)
     b_dv = tl.zeros([64, BE], tl.float32)
     for g in range(GROUP):
         i_hq = i_h * GROUP + g
-        b_q = _rows(p_q + i_b * s_qb + i_hq * s_qh, token, s_qt, channel, m_token, D, BD)
+        b_q = load_rows(p_q + i_b * s_qb + i_hq * s_qh, token, s_qt, channel, m_token, D, BD)
         b_a = tl.where(lower, mul(b_q, tl.trans(b_w), DTYPE), 0.0).to(DTYPE)
         if FRAMES:
             b_frame = b_q.to(tl.float32) - mul(b_a, b_x, DTYPE)
-            _store_rows(p_frame_q + i_n * s_fq + g * D, token, GROUP * D, channel, b_frame, D, BD)
+            store_tile(p_frame_q + i_n * s_fq + g * D, token, GROUP * D, b_frame, D, BD)
         b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_a, b_y, DTYPE)) * scale2
         if GATED:
             p_gate = p_left + (i_b * GATES + i_hq // (HEADS * GROUP // GATES)) * LEAVES * 64
@@ -189,7 +123,7 @@ def _leaf_forward(
             if GATED:
                 b_own += b_left  # it has the row's own gates, and b_s has them too
             b_e = tl.where(lower, tl.exp2(b_s + b_own[:, None]), 0.0)
-            b_do = _rows(p_do + i_n * s_fo + g * E, token, GROUP * E, value_channel, m_token, E, BE)
+            b_do = load_rows(p_do + i_n * s_fo + g * E, token, GROUP * E, value_channel, m_token, E, BE)
             b_dv += mul(tl.trans(b_e.to(DTYPE)), b_do, DTYPE)
             b_dz = b_e * (mul(b_do, tl.trans(b_v), DTYPE) - tl.load(p_delta + at)[:, None])
             if GATED:
@@ -203,10 +137,10 @@ def _leaf_forward(
             b_e = tl.exp2(b_s - b_max[:, None])
             b_sum = tl.sum(b_e, 1)
             b_o = mul(b_e, b_v, DTYPE) / b_sum[:, None]
-            _store_rows(p_out + i_n * s_fo + g * E, token, GROUP * E, value_channel, b_o, E, BE)
+            store_tile(p_out + i_n * s_fo + g * E, token, GROUP * E, b_o, E, BE)
             tl.store(p_lse + at, (b_max + tl.log2(b_sum)) * 0.6931471805599453)
     if BACK:
-        _store_rows(p_dv + i_n * LEAVES * 64 * E, token, E, value_channel, b_dv, E, BE)
+        store_tile(p_dv + i_n * LEAVES * 64 * E, token, E, b_dv, E, BE)
 
 
 @triton.jit
@@ -219,7 +153,7 @@ def sum_runs(b_total, runs, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.c
         inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left)
         offset = ((i_n * count + i_pair) * left + at) * W
         # A mask rather than a branch: the loads of all runs are under way at once.
-        b_total += _rows(p_x + offset, row, W, channel, (row >= 0) & inside, W, BW).to(tl.float32)
+        b_total += load_rows(p_x + offset, row, W, channel, (row >= 0) & inside, W, BW).to(tl.float32)
     return b_total
 
 
@@ -245,8 +179,8 @@ def _leaf_backward(
     p_dv += (i_b * T * HEADS + i_h) * E
     m_dv = m_token[:, None] & (value_channel < E)[None, :]
     tl.store(p_dv + token[:, None] * (HEADS * E) + value_channel[None, :], b_dv.to(p_dv.dtype.element_ty), mask=m_dv)
-    b_w = _rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD).to(DTYPE)
-    b_k = _rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
+    b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD).to(DTYPE)
+    b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
     p_inverse += (i_n * LEAVES + i_leaf) * 4096
     b_j = (tl.load(p_inverse + square).to(tl.float32) * b_beta[None, :]).to(DTYPE)
@@ -256,7 +190,7 @@ def _leaf_backward(
     b_dk = tl.zeros([64, BD], tl.float32)
     b_dw = tl.zeros([64, BD], tl.float32)
     for g in range(GROUP):
-        b_q = _rows(p_q + i_b * s_qb + (i_h * GROUP + g) * s_qh, token, s_qt, channel, m_token, D, BD)
+        b_q = load_rows(p_q + i_b * s_qb + (i_h * GROUP + g) * s_qh, token, s_qt, channel, m_token, D, BD)
         b_dz = tl.load(p_dz + ((i_n * LEAVES + i_leaf) * GROUP + g) * 4096 + square)
         b_dk += mul(tl.trans(b_dz), b_q, DTYPE)
         b_a = tl.where(lower, mul(b_q, tl.trans(b_w), DTYPE), 0.0).to(DTYPE)
@@ -265,7 +199,7 @@ def _leaf_backward(
         b_u = mul(b_dz, tl.trans(b_c), DTYPE)
         b_dq = mul(b_dz, b_k, DTYPE)
         if FRAMES:
-            b_frame = _rows(p_frame_dq + i_n * s_fq + g * D, token, GROUP * D, channel, m_token, D, BD)
+            b_frame = load_rows(p_frame_dq + i_n * s_fq + g * D, token, GROUP * D, channel, m_token, D, BD)
             b_u += mul(b_frame, tl.trans(b_w), DTYPE)
             b_dq += b_frame.to(tl.float32)
             b_dw -= mul(tl.trans(b_aj), b_frame, DTYPE)
@@ -277,7 +211,7 @@ def _leaf_backward(
         b_dw += mul(tl.trans(b_da), b_q, DTYPE)
         b_dj += mul(tl.trans(b_a), b_u, DTYPE)
     if FRAMES:
-        b_frame = _rows(p_frame_dk + i_n * s_fk, token, D, channel, m_token, D, BD)
+        b_frame = load_rows(p_frame_dk + i_n * s_fk, token, D, channel, m_token, D, BD)
         b_dk += b_frame.to(tl.float32)
         b_h = mul(b_frame, tl.trans(b_w), DTYPE).to(DTYPE)  # dK̃ Wᵀ
         b_dj += mul(tl.trans(b_h), tl.trans(b_c), DTYPE)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.kernels.flash import Sums, padded
+from deadreckon.kernels.flash import Sums
+from deadreckon.kernels.tiles import padded
 
 
 @triton.jit

@@ -16,66 +16,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.kernels.flash import LOG2E, Sums, padded
-from deadreckon.kernels.leaf import DTYPES, LEAF, Back, Frames, mul, mul_exact, mul_single
+from deadreckon.kernels.flash import Sums
+from deadreckon.kernels.leaf import LEAF, Back, Frames
+from deadreckon.kernels.tiles import (
+    DTYPES,
+    LOG2E,
+    load_tile,
+    matrix,
+    mul,
+    mul_exact,
+    padded,
+    store_matrix,
+    store_tile,
+    through,
+)  # fmt: skip
 
 WALK = 8  # leaves of a block
 PASSED = WALK * (WALK - 1) // 2  # pairs of leaves in a block
-
-
-@triton.jit
-def tile(p_x, row, s_r, W: tl.constexpr, BW: tl.constexpr):
-    """64 rows of x."""
-    channel = tl.arange(0, BW)
-    offsets = row[:, None] * s_r + channel[None, :]
-    if W != BW:
-        return tl.load(p_x + offsets, mask=(channel < W)[None, :] & (row >= 0)[:, None], other=0.0)
-    return tl.load(p_x + offsets)
-
-
-@triton.jit
-def store_tile(p_x, row, s_r, value, W: tl.constexpr, BW: tl.constexpr):
-    channel = tl.arange(0, BW)
-    offsets = row[:, None] * s_r + channel[None, :]
-    if W != BW:
-        tl.store(p_x + offsets, value.to(p_x.dtype.element_ty), mask=(channel < W)[None, :] & (row >= 0)[:, None])
-    else:
-        tl.store(p_x + offsets, value.to(p_x.dtype.element_ty))
-
-
-@triton.jit
-def matrix(p_x, W: tl.constexpr, BW: tl.constexpr):
-    """A (D, D) product."""
-    channel = tl.arange(0, BW)
-    offsets = channel[:, None] * W + channel[None, :]
-    if W != BW:
-        return tl.load(p_x + offsets, mask=(channel < W)[:, None] & (channel < W)[None, :], other=0.0)
-    return tl.load(p_x + offsets)
-
-
-@triton.jit
-def store_matrix(p_x, value, W: tl.constexpr, BW: tl.constexpr):
-    channel = tl.arange(0, BW)
-    offsets = channel[:, None] * W + channel[None, :]
-    tl.store(p_x + offsets, value.to(p_x.dtype.element_ty), mask=(channel < W)[:, None] & (channel < W)[None, :])
-
-
-@triton.jit
-def through(b_x, b_p, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr):
-    """x P or x Pᵀ, for half x with P as a high and a low half."""
-    if DTYPE == tl.float32:
-        if TRANSPOSED:
-            b_p = tl.trans(b_p)
-        return mul_single(b_x, b_p)
-    if b_p.dtype == DTYPE:
-        if TRANSPOSED:
-            b_p = tl.trans(b_p)
-        return tl.dot(b_x, b_p)
-    b_high = b_p.to(DTYPE)
-    b_low = (b_p - b_high.to(tl.float32)).to(DTYPE)
-    if TRANSPOSED:
-        return tl.dot(b_x, tl.trans(b_high), tl.dot(b_x, tl.trans(b_low)))
-    return tl.dot(b_x, b_high, tl.dot(b_x, b_low))
 
 
 @triton.jit
@@ -99,7 +56,7 @@ def _walk_forward(
     p_k += i_n * s_k
     p_v += i_n * s_v
     p_products += i_n * LEAVES * D * D
-    b_q = tile(p_q + i_n * s_q + i_g * D, token, GROUP * D, D, BD)
+    b_q = load_tile(p_q + i_n * s_q + i_g * D, token, GROUP * D, D, BD)
     p_at = p_lse + i_n * s_lse + token * GROUP + i_g
     p_out += i_n * s_out + i_g * E
     first = i_leaf // WALK * WALK
@@ -109,7 +66,7 @@ def _walk_forward(
     else:
         b_max = tl.load(p_at) * 1.4426950408889634
         b_sum = tl.full([64], 1.0, tl.float32)
-        b_acc = tile(p_out, token, GROUP * E, E, BE).to(tl.float32)
+        b_acc = load_tile(p_out, token, GROUP * E, E, BE).to(tl.float32)
         if GATED:
             i_c = i_n * GATES + i_g % GATES
             edge = tl.load(p_edge + i_c * LEAVES + i_leaf)
@@ -120,7 +77,7 @@ def _walk_forward(
         if BACK:
             store_tile(p_passing + (j - first) * (GROUP * 64 * D), row, D, b_q, D, BD)
         else:
-            b_s = mul(b_q, tl.trans(tile(p_k, key, D, D, BD)), DTYPE) * scale2
+            b_s = mul(b_q, tl.trans(load_tile(p_k, key, D, D, BD)), DTYPE) * scale2
             if GATED:
                 shift = (edge - tl.load(p_edge + i_c * LEAVES + j)).to(tl.float32)
                 b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[None, :] - b_own[:, None]
@@ -128,7 +85,7 @@ def _walk_forward(
             b_e = tl.exp2(b_s - b_new[:, None])
             decay = tl.exp2(b_max - b_new)
             b_sum = b_sum * decay + tl.sum(b_e, 1)
-            b_v = tile(p_v, key, E, E, BE)
+            b_v = load_tile(p_v, key, E, E, BE)
             b_acc = b_acc * decay[:, None] + mul(b_e, b_v, DTYPE)
             b_max = b_new
         b_q = through(b_q, matrix(p_products + j * (D * D), D, BD), True, DTYPE).to(DTYPE)
@@ -159,7 +116,7 @@ def _walk_back(
     p_passing += i_slot * slot + i_g * 64 * D
     p_passing_grad += i_slot * slot + i_g * 64 * D
     p_at = i_n * s_lse + token * GROUP + i_g
-    b_do = tile(p_do + i_n * s_out + i_g * E, token, GROUP * E, E, BE)
+    b_do = load_tile(p_do + i_n * s_out + i_g * E, token, GROUP * E, E, BE)
     b_delta = tl.load(p_delta + p_at)
     b_own = tl.load(p_own + p_at)
     if GATED:
@@ -169,20 +126,20 @@ def _walk_back(
     p_grad += i_n * s_grad + i_g * D
     b_grad = tl.zeros([64, BD], tl.float32)
     if ONWARD:
-        b_grad += tile(p_grad, token, GROUP * D, D, BD).to(tl.float32)
+        b_grad += load_tile(p_grad, token, GROUP * D, D, BD).to(tl.float32)
     for j in range(first, i_leaf):
         key = j * 64 + row
         b_half = b_grad.to(DTYPE)
         store_tile(p_passing_grad + (j - first) * slot, row, D, b_half, D, BD)
         b_grad = through(b_half, matrix(p_products + j * (D * D), D, BD).to(DTYPE), False, DTYPE)
-        b_q = tile(p_passing + (j - first) * slot, row, D, D, BD)
-        b_k = tile(p_k, key, D, D, BD)
+        b_q = load_tile(p_passing + (j - first) * slot, row, D, D, BD)
+        b_k = load_tile(p_k, key, D, D, BD)
         b_s = mul(b_q, tl.trans(b_k), DTYPE) * scale2
         if GATED:
             shift = (edge - tl.load(p_edge + i_c * LEAVES + j)).to(tl.float32)
             b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[None, :]
         b_e = tl.exp2(b_s + b_own[:, None])
-        b_ds = b_e * (mul(b_do, tl.trans(tile(p_v, key, E, E, BE)), DTYPE) - b_delta[:, None])
+        b_ds = b_e * (mul(b_do, tl.trans(load_tile(p_v, key, E, E, BE)), DTYPE) - b_delta[:, None])
         if GATED:
             b_sums += tl.sum(b_ds, 1)
         b_grad += mul(b_ds * scale, b_k, DTYPE)
@@ -203,17 +160,17 @@ def _gather(
     j, i_n = pid % LEAVES, (pid // LEAVES).to(tl.int64)
     row = tl.arange(0, 64).to(tl.int64)
     key = j * 64 + row
-    b_k = tile(p_k + i_n * s_k, key, D, D, BD)
-    b_v = tile(p_v + i_n * s_v, key, E, E, BE)
+    b_k = load_tile(p_k + i_n * s_k, key, D, D, BD)
+    b_v = load_tile(p_v + i_n * s_v, key, E, E, BE)
     p_grad_k += i_n * s_grad
     p_grad_v += i_n * s_grad_v
     at = (i_n * LEAVES + j) * D * D
     b_dk = tl.zeros([64, BD], tl.float32)
     if ONWARD:  # keys went on to the block's end
-        b_onward = tile(p_grad_k, key, D, D, BD)
+        b_onward = load_tile(p_grad_k, key, D, D, BD)
         b_dk += through(b_onward, matrix(p_suffix + at, D, BD), True, DTYPE)
         store_matrix(p_grad_suffix + at, mul(tl.trans(b_k), b_onward, DTYPE), D, BD)
-    b_dv = tile(p_grad_v, key, E, E, BE).to(tl.float32)
+    b_dv = load_tile(p_grad_v, key, E, E, BE).to(tl.float32)
     b_dp = tl.zeros([BD, BD], tl.float32)
     first = j // WALK * WALK
     slot = GROUP * 64 * D
@@ -221,8 +178,8 @@ def _gather(
         i_slot = _slot(i_n, j, i - first, LEAVES, WALK) + (j - first)
         token = i * 64 + row
         for g in range(GROUP):
-            b_q = tile(p_passing + i_slot * slot + g * 64 * D, row, D, D, BD)
-            b_do = tile(p_do + i_n * s_out + g * E, token, GROUP * E, E, BE)
+            b_q = load_tile(p_passing + i_slot * slot + g * 64 * D, row, D, D, BD)
+            b_do = load_tile(p_do + i_n * s_out + g * E, token, GROUP * E, E, BE)
             p_at = i_n * s_lse + token * GROUP + g
             b_own, b_delta = tl.load(p_own + p_at), tl.load(p_delta + p_at)
             b_s = mul(b_k, tl.trans(b_q), DTYPE) * scale2
@@ -238,7 +195,7 @@ def _gather(
                 p_to = p_by_key + i_n * s_lse + key * GROUP + g
                 tl.store(p_to, tl.load(p_to) + tl.sum(b_ds, 1))
             b_dk += mul(b_ds * scale, b_q, DTYPE)
-            b_passing = tile(p_passing_grad + i_slot * slot + g * 64 * D, row, D, D, BD)
+            b_passing = load_tile(p_passing_grad + i_slot * slot + g * 64 * D, row, D, D, BD)
             b_dp += mul(tl.trans(b_passing), b_q, DTYPE)
     store_tile(p_grad_k, key, D, b_dk, D, BD)
     store_tile(p_grad_v, key, E, b_dv, E, BE)

@@ -27,7 +27,9 @@ def print_listing() -> None:
             summary = f"{name.removesuffix('-values')}, values turning too."
         encodings.add_row(name, summary, options)
     console.print(encodings)
-    implementations = Table(title='Implementations; "auto" picks blockwise on every device', title_justify="left")
+    implementations = Table(
+        title='Implementations; "auto" picks triton on CUDA where it serves, else blockwise', title_justify="left"
+    )
     implementations.add_column("impl", no_wrap=True)
     implementations.add_column("what it is")
     for name, what in dr.IMPLEMENTATIONS.items():
