@@ -85,7 +85,7 @@ def test_list_names_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     cli.main()
     text = capsys.readouterr().out
     assert "conformal-sympow" in text
-    assert '"auto" picks blockwise' in text
+    assert '"auto" picks triton on CUDA' in text
 
 
 def test_command_line_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
