@@ -128,6 +128,19 @@ def test_gates_that_grow_are_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("transport", [None, "householder"])
+def test_gradients_of_any_layout(transport: str | None) -> None:
+    """Autograd hands on expanded and transposed gradients."""
+    case = Case(transport, "learned", length=70, batch=1, heads=1)
+    leaves = {name: x.float().to(DEVICE).requires_grad_() for name, x in case.inputs().items()}
+    exact = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    for loss in (lambda o: o.sum(), lambda o: o.transpose(-1, -2).contiguous().square().sum()):
+        ours = torch.autograd.grad(loss(case.attend(leaves, impl="triton")), list(leaves.values()))
+        theirs = torch.autograd.grad(loss(case.attend(exact, impl="reference")), list(exact.values()))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
 def test_packed_documents() -> None:
     case = Case("householder", "learned", length=100, batch=1, heads=1)
     leaves = {name: x.float().to(DEVICE) for name, x in case.inputs().items()}

@@ -153,6 +153,23 @@ def test_states_go_back(name: str) -> None:
         torch.testing.assert_close(y, whole, rtol=0, atol=1e-5)
 
 
+def test_going_back_leaves_others_alone() -> None:
+    """Neither a state on the same device nor what a caller gave is written to."""
+    layer, (x, y, z) = make_layer("rope"), torch.randn(3, 1, 70, 32)
+    _, state = layer(x, state=None)
+    other = state.to("cpu")
+    state.crop(5)
+    layer(y, state=state)
+    expected = layer(torch.cat([x, z], dim=1)).detach()[:, 70:]
+    torch.testing.assert_close(layer(z, state=other)[0], expected, rtol=0, atol=1e-5)
+    past, keys = Past(), torch.randn(1, 30, 1, 8)
+    given = keys.clone()
+    attend_next(keys, keys, keys, past=past)
+    past.crop(10)
+    attend_next(*torch.randn(3, 1, 4, 1, 8), past=past)
+    assert torch.equal(keys, given)
+
+
 def test_how_far_states_go_back() -> None:
     x = torch.randn(1, 300, 32)
     _, state = make_layer("path")(x, state=None)

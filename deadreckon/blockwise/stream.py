@@ -38,6 +38,7 @@ class Segment:
         self.length = next(iter(fields.values())).shape[1]
         self.product = product
         self.shared = False  # with another continuation: what is in it stays as it is
+        self.owned = False  # storage may be somebody else's, until it has grown
 
     def __getitem__(self, name: str) -> Tensor:
         return self.storage[name][:, : self.length]
@@ -51,18 +52,19 @@ class Segment:
         added = next(iter(fields.values())).shape[1]
         for name, new in fields.items():
             held = self.storage[name]
-            if self.length + added > held.shape[1]:
+            if not self.owned or self.length + added > held.shape[1]:
                 room = max(self.length + added, self.length + self.length // 16, 64)
                 grown = held.new_empty(held.shape[0], room, *held.shape[2:])
                 grown[:, : self.length] = held[:, : self.length]
                 self.storage[name] = grown
             self.storage[name][:, self.length : self.length + added] = new
         self.length += added
+        self.owned = True
 
     def shortened(self, tokens: int) -> Segment:
         """Without its last tokens; storage is the same, and written to again by one continuation alone."""
         shorter = Segment(self.storage, self.product)
-        shorter.length, shorter.shared = self.length - tokens, self.shared
+        shorter.length, shorter.shared, shorter.owned = self.length - tokens, self.shared, self.owned
         return shorter
 
     def map(self, change: Change) -> Segment:
@@ -176,6 +178,7 @@ def attend_stream(
         output = attend_stream(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past)
         return turn.back(output) if transport.values else output
     heads, given = k.shape[2], q.dtype
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels take them
     if q.device.type == "cpu" or score != "softmax":  # where half precision gains nothing
         q = q.to(work(given))
     fields: Fields = {name: by_head(x, heads).squeeze(2) for name, x in (("k", k), ("v", v))}  # in the dtype given
@@ -190,7 +193,7 @@ def attend_stream(
         fields["gates"] = gates_by_head(log_gate, heads)
     if transport is not None:
         fields["w"], fields["beta"] = (
-            by_head(x.to(work(given)), heads).squeeze(2) for x in (transport.w, transport.beta)
+            by_head(x.to(work(given)).contiguous(), heads).squeeze(2) for x in (transport.w, transport.beta)
         )
     outputs = []
     for piece, close in _pieces(length, past, transport is not None, queries, scale):

@@ -60,7 +60,8 @@ def attend_fused(
     if score == "stick-breaking":
         return stick_breaking(q, k, v, scale)
     if isinstance(transport, Householder):
-        return attend_householder(q, k, v, _dense(transport.w), transport.beta, log_gate, scale)
+        w = transport.w.float() if transport.w.dtype == torch.float64 else transport.w
+        return attend_householder(q, k, v, _dense(w), transport.beta, log_gate, scale)
     if log_gate is not None:
         return attend_gated(q, k, v, log_gate, scale)
     return plain(q, k, v, scale)

@@ -21,11 +21,12 @@ def gated_forward(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: floa
     batch, length, heads, _ = k.shape
     out = q.new_empty(batch, length, q.shape[2], v.shape[3])
     lse = q.new_empty(batch * heads, -(-length // EDGE) * EDGE, q.shape[2] // heads, dtype=torch.float32)
-    sums = gate_sums(log_gate, heads)
-    flash_forward(
-        _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
-        reach=_reach(q, k, log_gate, sums, scale),
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        sums = gate_sums(log_gate, heads)
+        flash_forward(
+            _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
+            reach=_reach(q, k, log_gate, sums, scale),
+        )  # fmt: skip
     return out, lse
 
 
@@ -62,15 +63,17 @@ def gated_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v and log_gate."""
     heads = k.shape[2]
-    sums = gate_sums(log_gate, heads)
-    delta, own = prepare(out, grad, lse, sums, heads, 0, None)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     by_query, by_key = torch.zeros_like(lse), torch.zeros_like(lse)
-    flash_backward(
-        _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
-        _statistic(own, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v), _statistic(by_query, k),
-        by_key, reach=_reach(q, k, log_gate, sums, scale),
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        sums = gate_sums(log_gate, heads)
+        delta, own = prepare(out, grad, lse, sums, heads, 0, None)
+        flash_backward(
+            _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
+            _statistic(own, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v), _statistic(by_query, k),
+            by_key, reach=_reach(q, k, log_gate, sums, scale),
+        )  # fmt: skip
     return [grad_q, grad_k, grad_v, gate_gradient(by_query, by_key, log_gate, heads)]
 
 
@@ -88,7 +91,7 @@ def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int
         ends = ends.sum(2, keepdim=True)
     ends = ends.flip(1).cumsum(1, dtype=torch.float64).flip(1)  # long sums, of which little is left
     ends = ends.unflatten(0, (log_gate.shape[0], heads)).transpose(1, 2).flatten(2, 3)
-    return ends[:, : log_gate.shape[1]].to(log_gate.dtype, memory_format=torch.contiguous_format)
+    return ends[:, : log_gate.shape[1]].to(log_gate.dtype).contiguous()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

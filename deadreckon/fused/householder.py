@@ -36,13 +36,14 @@ def ascend_fields(q: Tensor, fields: dict[str, Tensor], scale: float) -> tuple[T
     k, v, w, beta = (fields[name].unsqueeze(2) for name in ("k", "v", "w", "beta"))
     log_gate = fields.get("gates")
     out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
-    sums = None if log_gate is None else gate_sums(log_gate, 1)
     tops = []
-    for first, count in _some_heads(q.shape[0], q.shape[1] * q.shape[2]):
-        leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
-        top = Tree(leaves).ascend(out, lse[first : first + count], to_top=True)
-        assert top is not None
-        tops.append((top.queries, top.keys, top.products[:, 0]))
+    with torch.cuda.device_of(q):
+        sums = None if log_gate is None else gate_sums(log_gate, 1)
+        for first, count in _some_heads(q.shape[0], q.shape[1] * q.shape[2]):
+            leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
+            top = Tree(leaves).ascend(out, lse[first : first + count], to_top=True)
+            assert top is not None
+            tops.append((top.queries, top.keys, top.products[:, 0]))
     queries, keys, products = (torch.cat(part) for part in zip(*tops, strict=True))
     return out, lse, queries, keys, products
 
@@ -56,10 +57,11 @@ def householder_forward(
     group, tokens = q.shape[2] // heads, -(-length // LEAF) * LEAF
     out = q.new_empty(batch, length, q.shape[2], v.shape[3])
     lse = q.new_empty(batch * heads, tokens, group, dtype=torch.float32)
-    sums = None if log_gate is None else gate_sums(log_gate, heads)
-    for first, count in _some_heads(batch * heads, tokens * group):
-        leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
-        Tree(leaves).ascend(out, lse[first : first + count])
+    with torch.cuda.device_of(q):
+        sums = None if log_gate is None else gate_sums(log_gate, heads)
+        for first, count in _some_heads(batch * heads, tokens * group):
+            leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
+            Tree(leaves).ascend(out, lse[first : first + count])
     return out, lse
 
 
@@ -82,11 +84,13 @@ def householder_backward(
     batch, length, heads, _ = k.shape
     group, tokens = q.shape[2] // heads, -(-length // LEAF) * LEAF
     found = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, w, beta))
-    sums = None if log_gate is None else gate_sums(log_gate, heads)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     sides = []
-    for first, count in _some_heads(batch * heads, tokens * group):
-        leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
-        sides.append(Tree(leaves).descend(out, grad, lse[first : first + count], found))
+    with torch.cuda.device_of(q):
+        sums = None if log_gate is None else gate_sums(log_gate, heads)
+        for first, count in _some_heads(batch * heads, tokens * group):
+            leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
+            sides.append(Tree(leaves).descend(out, grad, lse[first : first + count], found))
     if log_gate is None:
         return list(found)
     by_query, by_key = (torch.cat(side) for side in zip(*sides, strict=True))

@@ -281,8 +281,9 @@ def _key_gradients(
     b_dv = tl.zeros([BN, BE], tl.float32)
     whole = tl.minimum(first_key + BN, ROWS) if CAUSAL else 0
     for g in range(GROUP):
-        i_stat = i_b * s_lb + i_h * s_lh + g * s_lg + i_pair * s_lp
-        i_c = i_n * GATES + g % GATES
+        i_g = tl.cast(g, tl.int64)
+        i_stat = i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair * s_lp
+        i_c = i_n * GATES + i_g % GATES
         b_bias = tl.zeros([BN], tl.float32)
         reference = 0.0
         end = ROWS
@@ -295,8 +296,8 @@ def _key_gradients(
             i_block = (origin_k + tl.minimum(first_key + BN, KEYS) - 1) // 64
             end = tl.maximum(tl.minimum(tl.load(p_last + i_c * BLOCKS + i_block) - origin_q, ROWS), whole)
         b_sums = tl.zeros([BN], tl.float32)
-        p_qg = p_q + i_b * s_qb + i_h * s_qh + g * s_qg + i_pair * s_qp
-        p_og = p_do + i_b * s_ob + i_h * s_oh + g * s_og + i_pair * s_op
+        p_qg = p_q + i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair * s_qp
+        p_og = p_do + i_b * s_ob + i_h * s_oh + i_g * s_og + i_pair * s_op
         if CAUSAL:
             b_dk, b_dv, b_sums = _key_gradients_along(
                 b_dk, b_dv, b_sums, b_k, b_v, b_bias, p_qg, p_og, p_delta + i_stat, p_own + i_stat,
@@ -310,7 +311,7 @@ def _key_gradients(
         )  # fmt: skip
         if GATED:
             # Keys have their sums where they stand in the sequence, which is not where their queries do.
-            p_to = p_sums + i_b * s_lb + i_h * s_lh + g * s_lg + (origin_k + key).to(tl.int64) * s_lr
+            p_to = p_sums + i_b * s_lb + i_h * s_lh + i_g * s_lg + (origin_k + key).to(tl.int64) * s_lr
             if not CAUSAL:
                 b_sums += tl.load(p_to, mask=m_key, other=0.0)
             tl.store(p_to, b_sums, mask=m_key)
