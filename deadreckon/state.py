@@ -51,8 +51,8 @@ class LayerState:
         Raises:
             ValueError: where that is more than there have been, or than is kept.
         """
-        if not 0 <= tokens <= self.length:
-            raise ValueError(f"crop: expected 0 to {self.length} tokens, which have been, got {tokens}")
+        if not isinstance(tokens, int) or not 0 <= tokens <= self.length:
+            raise ValueError(f"crop: expected 0 to {self.length} tokens, which have been, got {tokens!r}")
         if tokens == self.length:
             self.past, self.recent, self.kept = Past(), {}, 0
         elif tokens:

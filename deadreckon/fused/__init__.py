@@ -17,6 +17,7 @@ from deadreckon.blockwise.rotation import for_each_query_head
 from deadreckon.factors import Factors, Householder, Rotation
 from deadreckon.fused.gated import attend_gated
 from deadreckon.fused.householder import attend_householder
+from deadreckon.fused.operators import dense
 from deadreckon.kernels.rotation import turn, turn_back
 from deadreckon.kernels.stick import stick_breaking
 
@@ -56,17 +57,12 @@ def attend_fused(
         q, k, v, phase = turn(q, k, v, transport.angles, transport.values)
         output = attend_fused(q, k, v, Factors(None, log_gate, score), scale, None)
         return turn_back(output, phase) if transport.values else output
-    q, k, v = (_dense(x) for x in (q, k, v))
+    q, k, v = (dense(x) for x in (q, k, v))
     if score == "stick-breaking":
         return stick_breaking(q, k, v, scale)
     if isinstance(transport, Householder):
         w = transport.w.float() if transport.w.dtype == torch.float64 else transport.w
-        return attend_householder(q, k, v, _dense(w), transport.beta, log_gate, scale)
+        return attend_householder(q, k, v, dense(w), transport.beta, log_gate, scale)
     if log_gate is not None:
         return attend_gated(q, k, v, log_gate, scale)
     return plain(q, k, v, scale)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x with its channels side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deadreckon.fused.operators import dense, gate_gradient, gradients_for, results, save
 from deadreckon.kernels.flash import EDGE, Reach, Sums, flash_backward, flash_forward
 from deadreckon.kernels.gates import gate_sums, reach_of
 from deadreckon.kernels.merge import prepare
@@ -18,9 +19,8 @@ PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 @torch.library.custom_op("deadreckon::gated", mutates_args=())
 def gated_forward(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax attention with forget gates: output (B, T, Hq, E) and log-sum-exp (B·H, T padded, G)."""
-    batch, length, heads, _ = k.shape
-    out = q.new_empty(batch, length, q.shape[2], v.shape[3])
-    lse = q.new_empty(batch * heads, -(-length // EDGE) * EDGE, q.shape[2] // heads, dtype=torch.float32)
+    heads = k.shape[2]
+    out, lse = results(q, k, v)
     with torch.cuda.device_of(q):
         sums = gate_sums(log_gate, heads)
         flash_forward(
@@ -51,10 +51,7 @@ def _statistic(x: Tensor, k: Tensor) -> Tensor:
 
 @gated_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _ = k.shape
-    tokens = -(-length // EDGE) * EDGE
-    out = q.new_empty(batch, length, q.shape[2], v.shape[3])
-    return out, q.new_empty(batch * heads, tokens, q.shape[2] // heads, dtype=torch.float32)
+    return results(q, k, v)
 
 
 @torch.library.custom_op("deadreckon::gated_backward", mutates_args=())
@@ -63,8 +60,8 @@ def gated_backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v and log_gate."""
     heads = k.shape[2]
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    grad = dense(grad)
+    grad_q, grad_k, grad_v = gradients_for(q, k, v)
     by_query, by_key = torch.zeros_like(lse), torch.zeros_like(lse)
     with torch.cuda.device_of(q):
         sums = gate_sums(log_gate, heads)
@@ -81,30 +78,14 @@ def gated_backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> list[Tensor]:
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, log_gate)]
-
-
-def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int) -> Tensor:
-    """A gate at s is on the routes that end at s or later, less those that also begin there: from (B·H, T, G)."""
-    ends = by_query - by_key
-    if ends.shape[2] * heads != log_gate.shape[2]:
-        ends = ends.sum(2, keepdim=True)
-    ends = ends.flip(1).cumsum(1, dtype=torch.float64).flip(1)  # long sums, of which little is left
-    ends = ends.unflatten(0, (log_gate.shape[0], heads)).transpose(1, 2).flatten(2, 3)
-    return ends[:, : log_gate.shape[1]].to(log_gate.dtype).contiguous()
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
+    return gradients_for(q, k, v, log_gate)
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return (*gated_backward(grad, *ctx.saved_tensors, ctx.scale), None)
 
 
-gated_forward.register_autograd(_gradients, setup_context=_save)
+gated_forward.register_autograd(_gradients, setup_context=save)
 
 
 def attend_gated(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadreckon.fused.gated import gate_gradient
+from deadreckon.fused.operators import dense, gate_gradient, gradients_for, results, save
 from deadreckon.fused.tree import Tree
 from deadreckon.kernels.gates import gate_sums
 from deadreckon.kernels.leaf import LEAF, Leaves
@@ -17,9 +17,10 @@ from deadreckon.kernels.leaf import LEAF, Leaves
 ROWS = 1 << 20  # rows of queries that are worked on at a time: what is kept between kernels stays small
 
 
-def _some_heads(heads: int, rows: int) -> Iterator[tuple[int, int]]:
-    """First and count of the key heads that are worked on together: as equal as can be."""
-    parts = max(1, min(heads, heads * rows // ROWS))
+def _some_heads(lse: Tensor) -> Iterator[tuple[int, int]]:
+    """First and count of the key heads of lse (B·H, T, G) that are worked on together: as equal as can be."""
+    heads = lse.shape[0]
+    parts = max(1, min(heads, lse.numel() // ROWS))
     edges = [heads * part // parts for part in range(parts + 1)]
     for first, end in pairwise(edges):
         yield first, end - first
@@ -39,7 +40,7 @@ def ascend_fields(q: Tensor, fields: dict[str, Tensor], scale: float) -> tuple[T
     tops = []
     with torch.cuda.device_of(q):
         sums = None if log_gate is None else gate_sums(log_gate, 1)
-        for first, count in _some_heads(q.shape[0], q.shape[1] * q.shape[2]):
+        for first, count in _some_heads(lse):
             leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
             top = Tree(leaves).ascend(out, lse[first : first + count], to_top=True)
             assert top is not None
@@ -53,13 +54,11 @@ def householder_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention along Householder routes, gated or not: output (B, T, Hq, E) and log-sum-exp (B·H, T padded, G)."""
-    batch, length, heads, _ = k.shape
-    group, tokens = q.shape[2] // heads, -(-length // LEAF) * LEAF
-    out = q.new_empty(batch, length, q.shape[2], v.shape[3])
-    lse = q.new_empty(batch * heads, tokens, group, dtype=torch.float32)
+    heads = k.shape[2]
+    out, lse = results(q, k, v)
     with torch.cuda.device_of(q):
         sums = None if log_gate is None else gate_sums(log_gate, heads)
-        for first, count in _some_heads(batch * heads, tokens * group):
+        for first, count in _some_heads(lse):
             leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
             Tree(leaves).ascend(out, lse[first : first + count])
     return out, lse
@@ -69,10 +68,7 @@ def householder_forward(
 def _(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _ = k.shape
-    tokens = -(-length // LEAF) * LEAF
-    out = q.new_empty(batch, length, q.shape[2], v.shape[3])
-    return out, q.new_empty(batch * heads, tokens, q.shape[2] // heads, dtype=torch.float32)
+    return results(q, k, v)
 
 
 @torch.library.custom_op("deadreckon::householder_backward", mutates_args=())
@@ -81,14 +77,12 @@ def householder_backward(
     lse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta and, if there is one, log_gate."""
-    batch, length, heads, _ = k.shape
-    group, tokens = q.shape[2] // heads, -(-length // LEAF) * LEAF
-    found = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, w, beta))
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    heads, grad = k.shape[2], dense(grad)
+    found = tuple(gradients_for(q, k, v, w, beta))
     sides = []
     with torch.cuda.device_of(q):
         sums = None if log_gate is None else gate_sums(log_gate, heads)
-        for first, count in _some_heads(batch * heads, tokens * group):
+        for first, count in _some_heads(lse):
             leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
             sides.append(Tree(leaves).descend(out, grad, lse[first : first + count], found))
     if log_gate is None:
@@ -102,14 +96,7 @@ def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, out: Tensor,
     lse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    given = [q, k, v, w, beta] if log_gate is None else [q, k, v, w, beta, log_gate]
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
+    return gradients_for(q, k, v, w, beta, *([] if log_gate is None else [log_gate]))
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,7 +104,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return (*found, None) if len(found) == 6 else (*found, None, None)
 
 
-householder_forward.register_autograd(_gradients, setup_context=_save)
+householder_forward.register_autograd(_gradients, setup_context=save)
 
 
 def attend_householder(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.kernels.tiles import DTYPES, matrix, mul, mul_exact, padded, through
+from deadreckon.kernels.tiles import DTYPES, matrix, mul, mul_exact, padded, store_matrix, through
 
 ROWS = 64  # of a tile
 CHUNK = 16  # tiles that one program adds up
@@ -85,23 +85,16 @@ def _cross_back(
         b_new = through(b_grad, b_p, not TRANSPOSED, DTYPE)
         b_new += tl.load(p_fresh + offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(p_grad + offsets, b_new.to(DTYPE), mask=mask)
-    p_outer += tl.program_id(0).to(tl.int64) * D * D
-    m_outer = (channel < D)[:, None] & (channel < D)[None, :]
-    tl.store(p_outer + channel[:, None] * D + channel[None, :], b_outer, mask=m_outer)
+    store_matrix(p_outer + tl.program_id(0).to(tl.int64) * D * D, b_outer, D, BD)
 
 
 @triton.jit
 def _multiply(p_products, p_above, s_products, s_above, count, D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr):
     """P_left P_right of each pair."""
     i_n, i_pair = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
-    channel = tl.arange(0, BD)
-    mask = (channel < D)[:, None] & (channel < D)[None, :]
-    offsets = channel[:, None] * D + channel[None, :]
     p_left = p_products + i_n * s_products + 2 * i_pair.to(tl.int64) * D * D
-    b_left = tl.load(p_left + offsets, mask=mask, other=0.0)
-    b_right = tl.load(p_left + D * D + offsets, mask=mask, other=0.0)
-    p_above += i_n * s_above + i_pair.to(tl.int64) * D * D
-    tl.store(p_above + offsets, mul_exact(b_left, b_right, DTYPE), mask=mask)
+    b_product = mul_exact(matrix(p_left, D, BD), matrix(p_left + D * D, D, BD), DTYPE)
+    store_matrix(p_above + i_n * s_above + i_pair.to(tl.int64) * D * D, b_product, D, BD)
 
 
 @triton.jit
@@ -111,9 +104,6 @@ def _multiply_back(
 ):  # fmt: skip
     """Gradients of P_left and P_right: what the chunks of crossing rows have gathered, and that of their product."""
     i_n, i_pair = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
-    channel = tl.arange(0, BD)
-    mask = (channel < D)[:, None] & (channel < D)[None, :]
-    offsets = channel[:, None] * D + channel[None, :]
     p_grad += i_n * s_grad + (first + 2 * i_pair).to(tl.int64) * D * D
     p_products += i_n * s_products + (first + 2 * i_pair).to(tl.int64) * D * D
     p_above += i_n * s_above + (first_above + i_pair).to(tl.int64) * D * D
@@ -125,15 +115,15 @@ def _multiply_back(
             p_parts, parts = p_right_parts, RIGHT_PARTS
         p_parts += tl.program_id(0).to(tl.int64) * parts * D * D
         for part in range(parts):
-            b_grad += tl.load(p_parts + part * D * D + offsets, mask=mask, other=0.0)
+            b_grad += matrix(p_parts + part * D * D, D, BD)
         if ABOVE:
-            b_above = tl.load(p_above + offsets, mask=mask, other=0.0)
-            b_other = tl.load(p_products + (1 - side) * D * D + offsets, mask=mask, other=0.0)
+            b_above = matrix(p_above, D, BD)
+            b_other = matrix(p_products + (1 - side) * D * D, D, BD)
             if side == 0:
                 b_grad += mul_exact(b_above, tl.trans(b_other), DTYPE)
             else:
                 b_grad += mul_exact(tl.trans(b_other), b_above, DTYPE)
-        tl.store(p_grad + side * D * D + offsets, b_grad, mask=mask)
+        store_matrix(p_grad + side * D * D, b_grad, D, BD)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Sums of log gates for the kernels, what they leave in reach, and their gradient."""
+"""Sums of log gates for the kernels, and what they leave in reach."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from deadreckon.kernels.tiles import (
     store_matrix,
     store_tile,
     through,
-)  # fmt: skip
+)
 
 WALK = 8  # leaves of a block
 PASSED = WALK * (WALK - 1) // 2  # pairs of leaves in a block

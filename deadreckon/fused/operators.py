@@ -1,0 +1,43 @@
+"""What the operators share: room for their results, what they save, and the gradient of gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deadreckon.kernels.leaf import LEAF
+
+
+def results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for an output (B, T, Hq, E) and a log-sum-exp (B·H, T padded to leaves, G)."""
+    batch, length, heads, _ = k.shape
+    out = q.new_empty(batch, length, q.shape[2], v.shape[3])
+    return out, q.new_empty(batch * heads, -(-length // LEAF) * LEAF, q.shape[2] // heads, dtype=torch.float32)
+
+
+def gradients_for(*inputs: Tensor) -> list[Tensor]:
+    """Room for a gradient of each, contiguous."""
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+
+
+def dense(x: Tensor) -> Tensor:
+    """x with its channels side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int) -> Tensor:
+    """A gate at s is on the routes that end at s or later, less those that also begin there: from (B·H, T, G)."""
+    ends = by_query - by_key
+    if ends.shape[2] * heads != log_gate.shape[2]:
+        ends = ends.sum(2, keepdim=True)
+    ends = ends.flip(1).cumsum(1, dtype=torch.float64).flip(1)  # long sums, of which little is left
+    ends = ends.unflatten(0, (log_gate.shape[0], heads)).transpose(1, 2).flatten(2, 3)
+    return ends[:, : log_gate.shape[1]].to(log_gate.dtype).contiguous()
