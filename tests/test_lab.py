@@ -17,7 +17,8 @@ from deadreckon.lab.demo import make_model, run_demo
 from deadreckon.lab.drift import in_place_drift, model_drift
 from deadreckon.lab.rivals import RIVALS, Inputs, Method, sdpa
 from deadreckon.lab.training import Recipe, error_rate, train
-from deadreckon.tasks.flipflop import NOT_SCORED, FlipFlop, spell
+from deadreckon.tasks.flipflop import FlipFlop
+from deadreckon.tasks.task import NOT_SCORED
 
 
 def seed(number: int = 0) -> torch.Generator:
@@ -28,7 +29,7 @@ def seed(number: int = 0) -> torch.Generator:
 def test_flipflop_reads_what_was_written_last(ignore: float) -> None:
     tokens, labels = FlipFlop(ignore).sample(40, 64, seed())
     for row, scored in zip(tokens, labels, strict=True):
-        symbols, memory = spell(row).split(), None
+        symbols, memory = FlipFlop().spell(row).split(), None
         assert symbols[0] == "w"
         assert symbols[-2] == "r"
         for place in range(0, 64, 2):
@@ -44,7 +45,7 @@ def test_flipflop_draws_as_asked() -> None:
     shares = torch.bincount(tokens[:, 2:-2:2].flatten(), minlength=3) / tokens[:, 2:-2:2].numel()
     torch.testing.assert_close(shares, torch.tensor([0.2, 0.2, 0.6]), rtol=0, atol=0.01)
     assert torch.equal(FlipFlop().sample(3, 20, seed(5))[0], FlipFlop().sample(3, 20, seed(5))[0])
-    with pytest.raises(ValueError, match="length: expected an even number"):
+    with pytest.raises(ValueError, match="length: expected 4 or more in steps of 2, got 7"):
         FlipFlop().sample(1, 7, seed())
     with pytest.raises(ValueError, match="ignore: expected a probability"):
         FlipFlop(1.2)

@@ -1,0 +1,183 @@
+"""The word problem of A5, the even permutations of five things: the smallest group that is not solvable, so that
+keeping track of a product in it is NC¹-complete, and out of reach for transformers of fixed depth unless TC⁰ = NC¹.
+
+Two forms. `A5Products`: tokens are the group's 60 elements, and at each place the product of all so far is asked for.
+It counts as solved where more than 90% of rows are right throughout; trained and tested at lengths 2 to 20, each row
+on one side of an 80/20 split. (Merrill, Petty and Sabharwal 2024.) Permutations are written as what becomes of 12345:
+
+    reads     21354 31245 31245
+    to say    21354 13254 32154
+
+Labels are not the tokens that stand there: what is to be said after reading place t is the label of place t + 1, and
+one token more, which ends the row, stands for the last.
+
+`A5Identity`: words over g1 = (1 2 3), g2 = (1 2 4), g3 = (1 2 5) and their inverses: are they the identity? One token
+is scored. (Yang et al. 2025.)
+
+    g1 g2 g1' g2' = no
+
+Of random words, 1 in 6 is the identity at length 2, 1 in 52 at length 10 and 1 in 60 from length 20 on, so that "no" is
+right for 98.3% of them. Rows here are therefore half and half, each half drawn from all words of its kind, each word
+alike; a guess is right for half of them. Products are taken from left to right: ab is first a, then b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from deadreckon.tasks import task
+
+ORDER = 60
+IDENTITY = 0  # its element: the first
+GENERATORS = ("23145", "24315", "25341", "31245", "41325", "51342")  # (1 2 3), (1 2 4), (1 2 5), then their inverses
+WORDS = ("g1", "g2", "g3", "g1'", "g2'", "g3'", "=", "yes", "no", "_")
+EQUALS, YES, NO, PAD = range(6, 10)
+
+
+@cache
+def elements() -> tuple[str, ...]:
+    """The even permutations as what becomes of 12345, in order; the identity is the first."""
+    even = []
+    for images in permutations("12345"):
+        inversions = sum(images[i] > images[j] for j in range(5) for i in range(j))
+        if inversions % 2 == 0:
+            even.append("".join(images))
+    return tuple(even)
+
+
+@cache
+def product_table() -> Tensor:
+    """Products of elements (60, 60): first the row's, then the column's."""
+    number = {element: i for i, element in enumerate(elements())}
+    rows = [[number["".join(b[int(x) - 1] for x in a)] for b in elements()] for a in elements()]
+    return torch.tensor(rows)
+
+
+def products(factors: Tensor) -> Tensor:
+    """The product of all elements up to each place (count, length)."""
+    table, so_far = product_table(), [factors[:, 0]]
+    for factor in factors[:, 1:].unbind(1):
+        so_far.append(table[so_far[-1], factor])
+    return torch.stack(so_far, dim=1)
+
+
+@dataclass(frozen=True)
+class A5Products:
+    """The product so far, at every place.
+
+    Args:
+        part: "train", "test", or "all" rows. Which part a row belongs to follows from the row: a fifth is for testing.
+    """
+
+    part: str = "all"
+    vocab_size: int = ORDER + 1  # 60 is the end and the padding
+    lengths: Sequence[int] = range(2, task.ENDLESS)
+
+    def __post_init__(self) -> None:
+        if self.part not in ("train", "test", "all"):
+            raise ValueError(f"part: expected 'train', 'test' or 'all', got {self.part!r}")
+
+    def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Rows, one token longer than their length, and the products, each one place after its last factor."""
+        lengths = task.draw_lengths(count, length, self.lengths, generator)
+        there = torch.arange(int(lengths.max())) < lengths[:, None]
+        factors = torch.where(there, torch.randint(0, ORDER, there.shape, generator=generator), IDENTITY)
+        while self.part != "all":
+            wrong = is_for_testing(torch.where(there, factors, ORDER)) != (self.part == "test")
+            if not wrong.any():
+                break
+            again = torch.randint(0, ORDER, (int(wrong.sum()), there.shape[1]), generator=generator)
+            factors[wrong] = torch.where(there[wrong], again, IDENTITY)
+        labels = torch.where(there, products(factors), task.NOT_SCORED)
+        tokens = torch.where(there, factors, ORDER)
+        return (
+            torch.cat([tokens, task.column(tokens, ORDER)], dim=1),
+            torch.cat([task.column(labels, task.NOT_SCORED), labels], dim=1),
+        )
+
+    def spell(self, tokens: Tensor) -> str:
+        """One row as permutations."""
+        return " ".join(elements()[token] for token in tokens.tolist() if token < ORDER)
+
+
+def is_for_testing(rows: Tensor) -> Tensor:
+    """Whether a row (count, longest), filled up with 60, is in the fifth that is kept for testing: by a hash of it."""
+    prime = 2**31 - 1
+    code = torch.zeros(len(rows), dtype=torch.long)
+    for token in rows.unbind(1):
+        code = torch.where(token < ORDER, (code * 1_103_515_245 + token + 12_345) % prime, code)
+    return (code * 48_271 % prime) % 5 == 0
+
+
+@dataclass(frozen=True)
+class A5Identity:
+    """Is a word the identity?
+
+    Args:
+        identity: the share of rows whose word is; None leaves it to chance.
+    """
+
+    identity: float | None = 0.5
+    vocab_size: int = len(WORDS)
+    lengths: Sequence[int] = range(2, task.ENDLESS)  # no word of one letter is the identity
+
+    def __post_init__(self) -> None:
+        if self.identity is not None and not 0 <= self.identity <= 1:
+            raise ValueError(f"identity: expected a share or None, got {self.identity!r}")
+
+    def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Words, then = and the answer, which is what is scored."""
+        lengths = task.draw_lengths(count, length, self.lengths, generator)
+        is_identity = torch.arange(ORDER) == IDENTITY
+        ends = torch.stack([~is_identity, is_identity]) if self.identity is not None else torch.ones(2, ORDER)
+        kinds = (torch.rand(count, generator=generator) < (self.identity or 0.0)).long()
+        words, product = draw_words(lengths, ends.double(), kinds, generator)
+        said = torch.where(product == IDENTITY, YES, NO)[:, None]
+        tokens = task.compact(torch.cat([words, task.column(words, EQUALS), said], dim=1), fill=PAD)
+        return tokens, torch.where((tokens == YES) | (tokens == NO), tokens, task.NOT_SCORED)
+
+    def spell(self, tokens: Tensor) -> str:
+        """One row as words."""
+        return " ".join(WORDS[token] for token in tokens.tolist() if token != PAD)
+
+
+@cache
+def steps() -> Tensor:
+    """Where each generator leads from each element (60, 6)."""
+    return product_table()[:, [elements().index(generator) for generator in GENERATORS]]
+
+
+def draw_words(lengths: Tensor, ends: Tensor, kinds: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Words over the generators (count, longest), each word alike among those whose product is where it should be.
+
+    The chance that random letters lead from an element to one where words may end is known for any number of letters
+    to come; each letter is drawn by the chance that it leaves.
+
+    Args:
+        lengths: of the words, (count,).
+        ends: for each kind of word, 1 for each element where it may end, 0 for the others, (kinds, 60).
+        kinds: of the words, (count,).
+
+    Returns:
+        the words, with holes beyond their ends, and their products (count,).
+    """
+    longest = int(lengths.max())
+    chances = [ends]
+    for _ in range(longest - 1):
+        chances.append(chances[-1][:, steps()].mean(2))
+    to_come = torch.stack(chances, dim=1)  # (kinds, letters to come, 60)
+    at, letters = torch.full_like(lengths, IDENTITY), []
+    for place in range(longest):
+        left = lengths - place - 1
+        weights = to_come[kinds[:, None], left.clamp(min=0)[:, None], steps()[at]]
+        weights = torch.where(left[:, None] < 0, 1.0, weights)
+        letter = torch.multinomial(weights, 1, generator=generator)
+        letters.append(torch.where(left[:, None] < 0, task.HOLE, letter))
+        at = torch.where(left < 0, at, steps()[at, letter[:, 0]])
+    return torch.cat(letters, dim=1), at

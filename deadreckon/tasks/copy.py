@@ -1,0 +1,34 @@
+"""Copy: say a row of digits again.
+
+    8349216=8349216.
+
+Only what is right of = is scored, the end included. Its length is the number of digits; each is any of ten, 0 also in
+front. (The PRISM paper, table 3: trained up to length 10 and up to 40.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deadreckon.tasks import task
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The task; see above."""
+
+    vocab_size: int = task.VOCAB_SIZE
+    lengths: Sequence[int] = range(1, task.ENDLESS)
+
+    def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Rows and what is scored in them."""
+        digits = task.draw_digits(task.draw_lengths(count, length, self.lengths, generator), generator)
+        return task.complete(digits, digits)
+
+    def spell(self, tokens: Tensor) -> str:
+        """One row as text."""
+        return task.spell(tokens)

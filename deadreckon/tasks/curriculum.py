@@ -1,0 +1,67 @@
+"""How lengths grow while a model learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Lengths from `shortest` up to what the stage allows, in the end up to `longest`.
+
+    Args:
+        longest: what the last stage allows, which has no end.
+        stages: what comes before it: steps, and the greatest length in them.
+        shortest: the least length; lengths that a task does not have are left out.
+    """
+
+    longest: int
+    stages: tuple[tuple[int, int], ...] = ()
+    shortest: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shortest < 1:
+            raise ValueError(f"shortest: expected 1 or more, got {self.shortest}")
+        if self.longest < self.shortest:
+            raise ValueError(f"longest: expected {self.shortest} or more, got {self.longest}")
+        for steps, longest in self.stages:
+            if steps < 1 or longest < self.shortest:
+                raise ValueError(
+                    f"stages: expected 1 or more steps, {self.shortest} or longer, got {steps} steps of {longest}"
+                )
+
+    def lengths_at(self, step: int) -> range:
+        """The lengths of a step, counted from 0."""
+        for steps, longest in self.stages:
+            if step < steps:
+                return range(self.shortest, longest + 1)
+            step -= steps
+        return range(self.shortest, self.longest + 1)
+
+
+def prism_curriculum(longest: int, *, growing: bool = True) -> Curriculum:
+    """The PRISM paper's: 5000 steps up to length 5, 5000 up to 10, then 10 more each 10 000 steps.
+
+    How lengths are drawn below the greatest, the paper does not say; a task draws each alike.
+
+    Args:
+        growing: whether to go on by tens, or from 10 to the greatest length at once.
+    """
+    stages = [(5_000, 5), (5_000, 10)]
+    if growing:
+        stages += [(10_000, length) for length in range(20, longest, 10)]
+    return Curriculum(longest, tuple(stage for stage in stages if stage[1] < longest))
+
+
+# As in the paper's figures. Copying was also trained up to 10 alone, copying from a digit on also up to 5. The text
+# lets addition grow beyond 10, the figure does not.
+PRISM_CURRICULA = {
+    "addition": prism_curriculum(10),
+    "copy": prism_curriculum(40),
+    "reverse": prism_curriculum(40),
+    "odds-first": prism_curriculum(40),
+    "stack": prism_curriculum(40),
+    "scan": prism_curriculum(22, growing=False),
+    "dynamic-copy": prism_curriculum(10),
+    "multiplication": prism_curriculum(9),
+}

@@ -1,0 +1,47 @@
+"""Dynamic string copy: say a row of digits from a given digit on.
+
+    5839472,3=39472.
+
+The digit after the comma occurs exactly once in the row. Only what is right of = is scored, the end included. Its
+length is the number of digits in the row; where the copy starts, each place alike. (The PRISM paper, table 4, there
+dyn_str_cpy: trained up to length 5 and up to 10. The paper does not say how the rest is drawn: the digit is any of ten,
+every other place any of the other nine, so that 0 may stand in front.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deadreckon.tasks import task
+
+
+@dataclass(frozen=True)
+class DynamicCopy:
+    """The task; see above."""
+
+    vocab_size: int = task.VOCAB_SIZE
+    lengths: Sequence[int] = range(1, task.ENDLESS)
+
+    def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Rows and what is scored in them."""
+        lengths = task.draw_lengths(count, length, self.lengths, generator)
+        first = torch.randint(0, 10, (count, 1), generator=generator)
+        start = (torch.rand(count, 1, generator=generator) * lengths[:, None]).long()
+        others = task.draw_digits(lengths, generator, base=9)
+        digits = (others + (others >= first)).scatter(1, start, first)  # skips the digit that is to occur once
+        question = torch.cat([digits, task.column(digits, task.TOKEN[","]), first], dim=1)
+        return task.complete(question, answer(digits, first))
+
+    def spell(self, tokens: Tensor) -> str:
+        """One row as text."""
+        return task.spell(tokens)
+
+
+def answer(digits: Tensor, first: Tensor) -> Tensor:
+    """What is to be said to rows (count, longest), which may have holes, and the digit to start from (count, 1)."""
+    begun = (digits == first).cumsum(1) > 0
+    return torch.where(begun, digits, task.HOLE)

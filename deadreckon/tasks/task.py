@@ -1,0 +1,148 @@
+"""What a task is, and what tasks share: lengths, numbers, one alphabet, rows of question and answer.
+
+A row is scored where its labels are; elsewhere they are NOT_SCORED. `labels[:, t]` is what a model should say at place
+t having read the tokens before it. In most tasks that is the token that stands there, and then a row is answered
+exactly if every scored token is the most likely one *given the right tokens before it*: greedy decoding from the end
+of the question goes wrong first where this goes wrong first, so both accept the same rows, end token included.
+
+Rows differ in length and are padded on the right, which a causal model does not see.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+NOT_SCORED = -100  # what Hugging Face's loss leaves out
+HOLE = -1  # no token: what `compact` takes out
+ENDLESS = sys.maxsize
+
+# One alphabet for all tasks of questions and answers. A digit's token is the digit.
+ALPHABET = (
+    *"0123456789", "_", "=", ".", "+", ",", "→", "x", "[", "]", "*", "(", ")", ":",
+    "walk", "look", "run", "jump", "turn", "left", "right", "opposite", "around", "twice", "thrice", "and", "after",
+    "I_WALK", "I_LOOK", "I_RUN", "I_JUMP", "I_TURN_LEFT", "I_TURN_RIGHT",
+)  # fmt: skip
+TOKEN = {word: token for token, word in enumerate(ALPHABET)}
+PAD, EQUALS, END = TOKEN["_"], TOKEN["="], TOKEN["."]
+VOCAB_SIZE = 64  # the paper's, for every task; the alphabet does not fill it
+
+
+class Task(Protocol):
+    """What a task must offer to be trained on and scored."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The lengths there are, in the task's own measure: digits, actions, tokens."""
+
+    def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Rows of one length, or each of its own out of a range: every length there is alike, or, where the examples
+        are a given set, every example.
+
+        Returns:
+            tokens (count, width), padded on the right to the longest row, and labels alike.
+        """
+
+    def spell(self, tokens: Tensor) -> str:
+        """One row for people, without its padding."""
+
+
+def draw_lengths(
+    count: int, length: int | range, offered: Sequence[int], generator: torch.Generator, weights: Tensor | None = None
+) -> Tensor:
+    """The length of each row (count,): `length` itself, or drawn from those that are in the range and on offer.
+
+    Args:
+        weights: how often each possible length is drawn, (longest + 1,); alike by default.
+    """
+    if count < 1:
+        raise ValueError(f"count: expected 1 or more, got {count}")
+    if isinstance(length, int):
+        if length not in offered:
+            raise ValueError(f"length: expected {_spell_lengths(offered)}, got {length}")
+        return torch.full((count,), length)
+    candidates = torch.tensor([n for n in length if n in offered])
+    if not len(candidates):
+        raise ValueError(f"length: expected a range with {_spell_lengths(offered)} in it, got {length}")
+    chances = torch.ones(len(candidates)) if weights is None else weights[candidates].float()
+    return candidates[torch.multinomial(chances, count, replacement=True, generator=generator)]
+
+
+def _spell_lengths(offered: Sequence[int]) -> str:
+    if isinstance(offered, range) and offered.stop == ENDLESS:
+        return f"{offered.start} or more" + (f" in steps of {offered.step}" if offered.step > 1 else "")
+    return "one of " + ", ".join(map(str, offered))
+
+
+def draw_digits(lengths: Tensor, generator: torch.Generator, *, base: int = 10) -> Tensor:
+    """A row of digits of each length (count, longest), all alike, 0 also in front; holes beyond a row's end."""
+    width = int(lengths.max())
+    digits = torch.randint(0, base, (len(lengths), width), generator=generator)
+    return torch.where(torch.arange(width) < lengths[:, None], digits, HOLE)
+
+
+def draw_operands(lengths: Tensor, equal: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Two numbers a row, digits (count, longest), the least significant first, holes beyond the most significant.
+
+    One of them, either, has as many digits as asked; the other 1 to as many, each number alike, or as many if `equal`.
+    A number of more than one digit does not begin with 0.
+    """
+    others = lengths
+    if not equal:
+        others = 1 + (torch.rand(len(lengths), generator=generator) * lengths).long()
+    swap = torch.randint(0, 2, (len(lengths),), generator=generator) == 1
+    sizes = torch.where(swap, others, lengths), torch.where(swap, lengths, others)
+    return _draw_number(sizes[0], generator), _draw_number(sizes[1], generator)
+
+
+def _draw_number(lengths: Tensor, generator: torch.Generator) -> Tensor:
+    digits = draw_digits(lengths, generator)
+    leading = torch.randint(1, 10, (len(lengths), 1), generator=generator)
+    last = lengths[:, None] - 1
+    return digits.scatter(1, last, torch.where(last > 0, leading, digits[:, :1]))
+
+
+def compact(tokens: Tensor, fill: int = PAD) -> Tensor:
+    """Rows without their holes, moved to the left and filled up on the right: (count, width) to (count, longest)."""
+    kept = tokens != HOLE
+    longest = int(kept.sum(1).max())
+    places = torch.where(kept, kept.cumsum(1) - 1, longest)  # holes go to one column more, which is cut off
+    rows = tokens.new_full((len(tokens), longest + 1), fill)
+    return rows.scatter_(1, places, tokens)[:, :longest]
+
+
+def complete(question: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens ``question = answer .`` and their labels: the answer and the end. Both may have holes."""
+    asked = (question != HOLE).sum(1, keepdim=True) + 1
+    tokens = compact(torch.cat([question, column(question, EQUALS), answer, column(question, END)], dim=1))
+    scored = (torch.arange(tokens.shape[1]) >= asked) & (tokens != PAD)
+    return tokens, torch.where(scored, tokens, NOT_SCORED)
+
+
+def column(like: Tensor, token: int) -> Tensor:
+    """One token for each row (count, 1)."""
+    return like.new_full((len(like), 1), token)
+
+
+def encode(text: str) -> Tensor:
+    """Tokens (1, length) of a text in the alphabet: words, or single characters; blanks only separate."""
+    words = re.findall(r"[A-Za-z_]+|\S", text)
+    if strange := [word for word in words if word not in TOKEN]:
+        raise ValueError(f"text: expected words of the alphabet, got {strange[0]!r} in {text!r}")
+    return torch.tensor([[TOKEN[word] for word in words]])
+
+
+def spell(tokens: Tensor) -> str:
+    """The text of one row in the alphabet (length,): characters side by side, words with blanks around them."""
+    words = [ALPHABET[token] for token in tokens.tolist() if token != PAD]
+    apart = [len(left) > 1 or len(right) > 1 for left, right in pairwise(words)]
+    return "".join(word + " " * space for word, space in zip(words, [*apart, False], strict=False))

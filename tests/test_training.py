@@ -1,0 +1,104 @@
+"""Curricula, and how models are scored on tasks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deadreckon.lab.demo import make_model
+from deadreckon.lab.training import (
+    Recipe,
+    count_exact,
+    exact_match,
+    exact_match_by_length,
+    exact_match_on,
+    mean_of_best,
+    train,
+)
+from deadreckon.tasks import TASKS, task
+from deadreckon.tasks.copy import Copy
+from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum, prism_curriculum
+from deadreckon.tasks.task import NOT_SCORED
+
+
+def seed(number: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def test_curricula() -> None:
+    grown = PRISM_CURRICULA["reverse"]
+    for step, longest in {
+        0: 5, 4_999: 5, 5_000: 10, 9_999: 10, 10_000: 20, 19_999: 20, 20_000: 30, 29_999: 30, 30_000: 40, 149_999: 40
+    }.items():  # fmt: skip
+        assert grown.lengths_at(step) == range(1, longest + 1)
+    assert prism_curriculum(5) == Curriculum(5)
+    assert prism_curriculum(10) == Curriculum(10, ((5_000, 5),))
+    assert prism_curriculum(45).stages[-1] == (10_000, 40) and prism_curriculum(45).longest == 45
+    assert PRISM_CURRICULA["scan"] == Curriculum(22, ((5_000, 5), (5_000, 10)))
+    assert set(PRISM_CURRICULA) == set(TASKS) - {"flip-flop", "a5-products", "a5-identity", "mqrar"}
+    with pytest.raises(ValueError, match="longest: expected 3 or more, got 2"):
+        Curriculum(2, shortest=3)
+    with pytest.raises(ValueError, match="shortest: expected 1 or more, got 0"):
+        Curriculum(2, shortest=0)
+    with pytest.raises(ValueError, match="stages: expected 1 or more steps, 1 or longer, got 0 steps of 5"):
+        Curriculum(9, ((0, 5),))
+
+
+def test_training_follows_a_curriculum() -> None:
+    asked = []
+
+    class Watched(Copy):
+        def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+            asked.append(length)
+            return super().sample(count, length, generator)
+
+    recipe = Recipe(steps=4, batch_size=4)
+    list(train(make_model("path", 64, 0), Watched(), recipe, Curriculum(7, ((1, 2), (2, 4)))))
+    assert asked == [range(1, 3), range(1, 5), range(1, 5), range(1, 8)]
+
+
+class Peeks(torch.nn.Module):
+    """Says the very next token, but for rows with a given first token, where it goes wrong at the very end."""
+
+    def __init__(self, wrong: int) -> None:
+        super().__init__()
+        self.wrong, self.device = wrong, torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens: Tensor) -> Peeks:
+        coming = tokens.roll(-1, 1)
+        coming = torch.where((tokens[:, :1] == self.wrong) & (coming == task.END), task.PAD, coming)
+        self.logits = torch.nn.functional.one_hot(coming, task.VOCAB_SIZE).float()
+        return self
+
+
+def test_exact_match_counts_whole_rows_and_the_end() -> None:
+    model, lengths = Peeks(wrong=3), (2, 5, 9)
+    found = exact_match_by_length(model, Copy(), lengths, count=500, batch_size=64, seed=7)
+    for length in lengths:
+        tokens, labels = Copy().sample(500, length, seed(7))
+        expected = 1 - float((tokens[:, 0] == 3).float().mean())
+        assert expected < 1 and found[length] == pytest.approx(expected)
+        assert exact_match_on(model, tokens, labels) == pytest.approx(expected)
+    assert exact_match(Peeks(wrong=task.EQUALS), Copy(), range(1, 20)) == 1.0
+    labels = torch.tensor([[NOT_SCORED, 1, 2], [NOT_SCORED, 1, 2], [NOT_SCORED, NOT_SCORED, 2]])
+    said = torch.tensor([[1, 2, 0], [1, 1, 0], [0, 2, 0]])
+    assert count_exact(torch.nn.functional.one_hot(said, 3).float(), labels) == 2
+
+
+def test_mean_of_best() -> None:
+    assert mean_of_best([0.2, 0.9, 0.5, 0.7]) == pytest.approx(0.7)
+    assert mean_of_best([0.2, 0.9], best=1) == 0.9
+    with pytest.raises(ValueError, match="evaluations: expected 3 or more, got 2"):
+        mean_of_best([0.2, 0.9])
+
+
+def test_exact_match_is_greedy_decoding() -> None:
+    """A model that does not know the order of digits gets some rows right."""
+    model, one = make_model("nope", 64, 1), Copy()
+    list(train(model, one, Recipe(steps=120, batch_size=64, length=3, seed=2)))
+    tokens, labels = one.sample(100, 3, seed(5))
+    decoded = model.generate(tokens[:, :4], max_new_tokens=4, do_sample=False)
+    matched = (decoded == tokens).all(1).float().tolist()
+    assert 3 < sum(matched) < 97
+    assert [exact_match_on(model, *pair) for pair in zip(tokens.split(1), labels.split(1), strict=True)] == matched
