@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deadreckon.attention import IMPLEMENTATIONS, attend, share_in_reach
+    from deadreckon.attention import IMPLEMENTATIONS, attend, attend_next, share_in_reach
+    from deadreckon.blockwise.stream import Past
     from deadreckon.encoding import Context, Encoding, Sizes
     from deadreckon.encodings import ENCODINGS
     from deadreckon.factors import Factors, Householder, Power, Rotation
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "attend": "attention",
+    "attend_next": "attention",
     "IMPLEMENTATIONS": "attention",
     "share_in_reach": "attention",
     "Rotation": "factors",
@@ -36,6 +38,7 @@ _HOME = {
     "ENCODINGS": "encodings",
     "AttentionLayer": "layer",
     "LayerState": "state",
+    "Past": "blockwise.stream",
     "DeadReckonConfig": "model",
     "DeadReckonModel": "model",
     "DeadReckonForCausalLM": "model",
@@ -54,10 +57,12 @@ __all__ = [
     "Factors",
     "Householder",
     "LayerState",
+    "Past",
     "Power",
     "Rotation",
     "Sizes",
     "attend",
+    "attend_next",
     "share_in_reach",
 ]
 

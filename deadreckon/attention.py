@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from numbers import Real
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.blockwise import attend_blockwise
+from deadreckon.blockwise.decode import Decoder, TokenDecoder, attend_token
 from deadreckon.blockwise.stream import Ascend, Past, attend_stream
 from deadreckon.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.reference import attend_reference
@@ -141,13 +143,18 @@ def attend_next(
     _check_transport(transport, q, k, v)
     _check_score(score)
     factors = Factors(transport, _check_gate(log_gate, q, k), score)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
         ascend: Ascend | None = None
+        make: Callable[[Past, int], Decoder] = TokenDecoder
         if isinstance(transport, Householder) and q.is_cuda and _reason_against_kernels(q, v, factors) is None:
+            from deadreckon.fused.decode import KernelDecoder
             from deadreckon.fused.householder import ascend_fields
 
-            ascend = ascend_fields
-        return attend_stream(q, k, v, factors, q.shape[-1] ** -0.5 if scale is None else scale, past, ascend)
+            ascend, make = ascend_fields, KernelDecoder
+        if isinstance(transport, Householder) and score == "softmax" and q.shape[1] == 1 and past.waiting is not None:
+            return attend_token(q, k, v, transport, factors.log_gate, scale, past, make)
+        return attend_stream(q, k, v, factors, scale, past, ascend)
 
 
 def _shape(x: Tensor) -> str:

@@ -16,8 +16,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import deadreckon.fused.tree
+from deadreckon.blockwise.decode import attend_token
+from deadreckon.blockwise.stream import Past, attend_stream
 from deadreckon.factors import Factors, Householder, Rotation
 from deadreckon.fused import attend_fused
+from deadreckon.fused.decode import KernelDecoder
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
@@ -28,7 +31,8 @@ found: dict[str, int] = {}
 def signature(value: Any, path: tuple[int, ...], constants: dict, attributes: dict) -> Any:
     """The type of an argument as Triton would specialise it."""
     if isinstance(value, tuple):
-        return tuple(signature(part, (*path, i), constants, attributes) for i, part in enumerate(value))
+        parts = [signature(part, (*path, i), constants, attributes) for i, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if value is None or (isinstance(value, int) and value == 1):
         constants[path] = value
         return "constexpr"
@@ -72,6 +76,17 @@ def call(
     output.sum().backward()
 
 
+def decode(dtype: torch.dtype, width: int, gated: bool) -> None:
+    past = Past()
+    for tokens in (192, 1):
+        q, k, v, w = (torch.randn(1, tokens, heads, width).to(dtype) for heads in (4, 1, 1, 1))
+        beta, gate = torch.rand(1, tokens, 1), -torch.rand(1, tokens, 4) if gated else None
+        if tokens > 1:
+            attend_stream(q, k, v, Factors(Householder(w, beta), gate), 0.1, past)
+        else:
+            attend_token(q, k, v, Householder(w, beta), gate, 0.1, past, KernelDecoder)
+
+
 JITFunction.run = compile_only  # type: ignore[method-assign]
 deadreckon.fused.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
@@ -80,6 +95,9 @@ call(torch.bfloat16, 100, 1, 256, None, True)
 call(torch.float32, 100, 1, 128, None, True)
 call(torch.float16, 100, 1, 64, "rotation", False)
 call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
+decode(torch.bfloat16, 64, gated=True)
+decode(torch.bfloat16, 128, gated=False)
+decode(torch.float32, 64, gated=True)
 worst = max(found.values())
 if worst > SHARED:
     sys.exit(f"a kernel takes {worst} bytes of shared memory; there are {SHARED}")

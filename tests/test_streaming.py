@@ -14,8 +14,10 @@ from transformers import DynamicCache
 
 import deadreckon as dr
 from deadreckon.attention import attend_next
+from deadreckon.blockwise.decode import TokenDecoder, attend_token
 from deadreckon.blockwise.stream import Past, attend_stream
 from deadreckon.fused import tree
+from deadreckon.fused.decode import KernelDecoder
 from deadreckon.fused.householder import ascend_fields
 from deadreckon.kernels import walk
 
@@ -69,6 +71,40 @@ def test_long_pieces_climb_by_kernels(gate: str | None, monkeypatch: pytest.Monk
         q, k, v = piece["q"], piece["k"], piece["v"]
         outputs.append(attend_stream(q, k, v, factors, case.width**-0.5, past, ascend_fields))
     torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [TokenDecoder, KernelDecoder])
+@pytest.mark.parametrize("gate", [None, "learned", "learned per key head"])
+def test_single_tokens(gate: str | None, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across closings of segments, between longer pieces, after going back, and twice from one place."""
+    monkeypatch.setattr("deadreckon.blockwise.decode.ROOM", 128)
+    monkeypatch.setattr("deadreckon.fused.decode.SHORTEST", 64)
+    case = Case("householder", gate, length=270, batch=2, heads=1, group=3)
+    leaves = {name: x.float() for name, x in case.inputs().items()}
+    expected = case.attend({name: x.double() for name, x in leaves.items()})
+    past = Past()
+
+    def attend(start: int, end: int, past: Past) -> None:
+        piece = {name: x[:, start:end] for name, x in leaves.items()}
+        factors = dr.Factors(dr.Householder(piece["w"], piece["beta"]), piece.get("log_gate"))
+        q, k, v = piece["q"], piece["k"], piece["v"]
+        if end - start > 1:
+            found = attend_stream(q, k, v, factors, case.width**-0.5, past)
+        else:
+            found = attend_token(q, k, v, factors.transport, factors.log_gate, case.width**-0.5, past, make)
+        torch.testing.assert_close(found.double(), expected[:, start:end], rtol=0, atol=1e-5)
+
+    pieces = [(0, 150), *((i, i + 1) for i in range(150, 205)), (205, 210), *((i, i + 1) for i in range(210, 240))]
+    for start, end in pieces:
+        attend(start, end, past)
+    past.crop(20)
+    for i in range(220, 240):
+        attend(i, i + 1, past)
+    other = past.fork()
+    for i in range(240, 270):
+        attend(i, i + 1, past)
+        attend(i, i + 1, other)
+    assert [segment.length for segment in past.segments] == [128, 64]
 
 
 def make_layer(name: str) -> dr.AttentionLayer:
@@ -297,6 +333,8 @@ def test_states_take_little_more_than_keys_and_values(name: str) -> None:
             _, state = layer(x[:, start : start + length], state=state)
             start += length
         needed = 2000 * 2 * 2 * 8 * 4  # k and v, two heads of 8, float32
-        sums = 2000 * 4 * 8 if name.endswith("fox") else 0  # one float64 for each query head
-        rest = 127 * 256 + 66 * 256 + 5 * 2 * 8 * 8 * 4  # tokens that wait, recent inputs, products of segments
+        sums = (
+            2000 * 4 * (4 if name == "path-fox" else 8) if name.endswith("fox") else 0
+        )  # one number for each query head
+        rest = 320 * 2 * 8 * 32 + 66 * 256 + 10 * 2 * 8 * 8 * 4  # tokens that wait, recent inputs, products of segments
         assert state.bytes() <= 1.1 * (needed + sums) + rest

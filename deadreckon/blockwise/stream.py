@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,26 +27,40 @@ from deadreckon.blockwise.rotation import turned
 from deadreckon.blockwise.runs import Gate
 from deadreckon.factors import Factors, Power, Rotation, Score
 
+if TYPE_CHECKING:
+    from deadreckon.blockwise.decode import Decoder
+
 Fields = dict[str, Tensor]
 Change = Callable[[Tensor], Tensor]
 
 
 class Segment:
-    """Keys, values and running sums of log gates, (N, S, ...), with room to grow; and the product of its steps."""
+    """Some neighbouring tokens, (N, S, ...) of each field, with room to grow.
 
-    def __init__(self, fields: Fields, product: Tensor | None = None) -> None:
+    Closed segments hold keys, values and what gates leave of a key at the segment's end: `bias`, or the running `sums`
+    that give it, where the end still moves. With Householder steps there is their product, and the sum of all gates.
+    """
+
+    def __init__(self, fields: Fields, product: Tensor | None = None, total: Tensor | None = None) -> None:
         self.storage = fields
         self.length = next(iter(fields.values())).shape[1]
-        self.product = product
+        self.product, self.total = product, total
         self.shared = False  # with another continuation: what is in it stays as it is
         self.owned = False  # storage may be somebody else's, until it has grown
 
     def __getitem__(self, name: str) -> Tensor:
         return self.storage[name][:, : self.length]
 
-    @property
-    def sums(self) -> Tensor | None:
-        return self["sums"] if "sums" in self.storage else None
+    def fields(self) -> Fields:
+        """Without the room."""
+        return {name: self[name] for name in self.storage}
+
+    def gates(self) -> tuple[Tensor, Tensor] | None:
+        """The sums of log gates from each token to the end, (N, S, 1 | G), and of all, (N, 1, 1 | G)."""
+        if "sums" in self.storage:
+            sums = self["sums"]
+            return sums[:, -1:] - sums, sums[:, -1:]
+        return None if self.total is None else (self["bias"], self.total)
 
     def append(self, fields: Fields) -> None:
         """Adds tokens at the end. Full storage grows by a sixteenth, which costs as much as a lookup."""
@@ -63,18 +78,21 @@ class Segment:
 
     def shortened(self, tokens: int) -> Segment:
         """Without its last tokens; storage is the same, and written to again by one continuation alone."""
-        shorter = Segment(self.storage, self.product)
+        shorter = Segment(self.storage, self.product, self.total)
         shorter.length, shorter.shared, shorter.owned = self.length - tokens, self.shared, self.owned
         return shorter
 
     def map(self, change: Change) -> Segment:
         """A segment of its own, every tensor changed along its first dimension."""
-        fields = {name: change(self[name]) for name in self.storage}
-        return Segment(fields, None if self.product is None else change(self.product))
+        fields = {name: change(x) for name, x in self.fields().items()}
+        return Segment(fields, *(None if x is None else change(x) for x in (self.product, self.total)))
+
+    def tensors(self) -> list[Tensor]:
+        """Everything held."""
+        return [*self.storage.values(), *(x for x in (self.product, self.total) if x is not None)]
 
     def bytes(self) -> int:
-        held = [*self.storage.values(), *([] if self.product is None else [self.product])]
-        return sum(x.numel() * x.element_size() for x in held)
+        return sum(x.numel() * x.element_size() for x in self.tensors())
 
 
 def joined(older: Segment, younger: Segment) -> Segment:
@@ -83,9 +101,11 @@ def joined(older: Segment, younger: Segment) -> Segment:
     assert younger.product is not None
     keys = (older["k"].to(younger.product.dtype) @ younger.product).to(older["k"].dtype)
     fields = {"k": torch.cat([keys, younger["k"]], dim=1), "v": torch.cat([older["v"], younger["v"]], dim=1)}
-    if older.sums is not None and younger.sums is not None:
-        fields["sums"] = torch.cat([older.sums, older.sums[:, -1:] + younger.sums], dim=1)
-    return Segment(fields, older.product @ younger.product)
+    total = None
+    if older.total is not None and younger.total is not None:
+        far = (older["bias"] + younger.total).to(older["bias"].dtype)
+        fields["bias"], total = torch.cat([far, younger["bias"]], dim=1), older.total + younger.total
+    return Segment(fields, older.product @ younger.product, total)
 
 
 @dataclass
@@ -94,21 +114,24 @@ class Past:
 
     Attributes:
         segments: from the oldest to the youngest.
-        waiting: inputs of the last tokens, fewer than two leaves (Householder steps only).
+        waiting: the last tokens as they came (Householder steps only).
         phases: sums of step angles up to each of the last tokens, one more than it is possible to go back.
         longest: what keys are divided by, with powers.
+        decoder: what it takes to go on by single tokens; it alone writes to `waiting` in place.
     """
 
     segments: list[Segment] = field(default_factory=list)
-    waiting: Fields | None = None
+    waiting: Segment | None = None
     phases: Tensor | None = None
     longest: Tensor | None = None
+    decoder: Decoder | None = None
 
     def fork(self) -> Past:
         """Another continuation. Segments are shared from here on, not copied."""
         for segment in self.segments:
             segment.shared = True
-        return replace(self, segments=list(self.segments))
+        waiting = None if self.waiting is None else Segment(self.waiting.fields())
+        return replace(self, segments=list(self.segments), waiting=waiting, decoder=None)
 
     def map(self, batch: int, change: Change) -> Past:
         """Every tensor changed along the batch, of which this holds `batch` rows: reordered, repeated, moved."""
@@ -118,22 +141,21 @@ class Past:
 
         return Past(
             [segment.map(by_row) for segment in self.segments],
-            None if self.waiting is None else {name: by_row(x) for name, x in self.waiting.items()},
+            None if self.waiting is None else self.waiting.map(by_row),
             self.phases if self.phases is None or self.phases.shape[0] == 1 else change(self.phases),
             None if self.longest is None else by_row(self.longest),
         )
 
     def tensors(self) -> list[Tensor]:
         """Everything held, once."""
-        found = [x for segment in self.segments for x in segment.storage.values()]
-        found += [segment.product for segment in self.segments if segment.product is not None]
-        found += list((self.waiting or {}).values())
+        held = [*self.segments, *(part for part in (self.waiting, self.decoder) if part is not None)]
+        found = [x for part in held for x in part.tensors()]
         return found + [x for x in (self.phases, self.longest) if x is not None]
 
     @property
     def croppable(self) -> int:
         """By how many tokens it can go back."""
-        waiting = 0 if self.waiting is None else self.waiting["k"].shape[1]
+        waiting = 0 if self.waiting is None else self.waiting.length
         allowed = waiting + sum(segment.length for segment in self.segments if segment.product is None)
         return allowed if self.phases is None else min(allowed, self.phases.shape[1] - 1)
 
@@ -143,8 +165,8 @@ class Past:
         if self.phases is not None:
             self.phases = self.phases[:, : self.phases.shape[1] - tokens]
         if self.waiting is not None:
-            left = self.waiting["k"].shape[1] - tokens
-            self.waiting = {name: x[:, :left] for name, x in self.waiting.items()} if left else None
+            self.waiting = self.waiting.shortened(tokens) if tokens < self.waiting.length else None
+            self.decoder = None
             return
         while tokens >= self.segments[-1].length:
             tokens -= self.segments.pop().length
@@ -211,20 +233,32 @@ def _pieces(length: int, past: Past, householder: bool, queries: Tensor, scale: 
     """
     if not householder:
         return [(slice(0, length), True)]
-    waiting = 0 if past.waiting is None else past.waiting["k"].shape[1]
+    waiting = 0 if past.waiting is None else past.waiting.length
     closed = max(0, (waiting + length) // LEAF - 1) * LEAF
     if closed > waiting:
         return [(slice(0, closed - waiting), True), (slice(closed - waiting, length), False)]
-    if closed and past.waiting is not None:
-        fields = {name: x[:, :closed] for name, x in past.waiting.items()}
-        rest = {name: x[:, closed:] for name, x in past.waiting.items()} if closed < waiting else None
-        nobody = queries.new_zeros(queries.shape[0], closed, *queries.shape[2:])
-        climb = _climb(nobody, fields, "softmax", scale)
-        climb.ascend(to_top=True)
-        past.waiting = None
-        _move_on(climb, fields, closed, past, True)
-        past.waiting = rest
+    if closed:
+        close_waiting(past, closed)
     return [(slice(0, length), False)]
+
+
+def close_waiting(past: Past, tokens: int) -> None:
+    """Makes a segment of the oldest that wait, whole leaves of them."""
+    assert past.waiting is not None
+    fields = {name: x[:, :tokens] for name, x in past.waiting.fields().items()}
+    rest = {name: x[:, tokens:] for name, x in past.waiting.fields().items()}
+    climb = climb_alone(fields)
+    past.waiting = None
+    _move_on(climb, fields, tokens, past, True)
+    past.waiting = Segment(rest) if rest["k"].shape[1] else None
+
+
+def climb_alone(fields: Fields) -> Climb:
+    """Takes tokens up to the top without queries of their own: their keys to the last frame, and all their steps."""
+    keys, group = fields["k"], fields["gates"].shape[2] if "gates" in fields else 1
+    climb = _climb(keys.new_zeros(*keys.shape[:2], group, keys.shape[2]), fields, "softmax", 1.0)
+    climb.ascend(to_top=True)
+    return climb
 
 
 def _climb(queries: Tensor, fields: Fields, score: Score, scale: float) -> Climb:
@@ -251,7 +285,7 @@ def _attend_piece(
     if past.waiting is not None:  # their keys are needed again, their outputs are not
         fields = {name: torch.cat([past.waiting[name], x], dim=1) for name, x in fields.items()}
         queries = pad(queries, (0, 0, 0, 0, fields["k"].shape[1] - length, 0))
-        past.waiting = None
+        past.waiting = past.decoder = None
     total = queries.shape[1]
     climb = _climb(queries, fields, score, scale)
     if ascend is not None and total > LEAF:
@@ -273,11 +307,10 @@ def _look_back(climb: Climb, new: slice, out: Tensor, row: Tensor, past: Past) -
     shift = None if climb.sums is None else climb.sums[:, new].unsqueeze(1)
     for segment in reversed(past.segments):
         keys, values = (segment[name].to(queries.dtype).unsqueeze(1) for name in ("k", "v"))
-        gate = None
-        if shift is not None and segment.sums is not None:
-            end = segment.sums[:, -1:]
-            gate = Gate(shift, (end - segment.sums).unsqueeze(1))
-            shift = shift + end.unsqueeze(1)
+        gate, gates = None, segment.gates()
+        if shift is not None and gates is not None:
+            bias, total = (x.unsqueeze(1) for x in gates)
+            gate, shift = Gate(shift, bias), shift + total
         climb.add_block(queries, keys, values, gate, out, row)
         if segment.product is not None:
             crossed = queries.flatten(2, 3) @ segment.product.mT.unsqueeze(1)
@@ -287,21 +320,25 @@ def _look_back(climb: Climb, new: slice, out: Tensor, row: Tensor, past: Past) -
 def _move_on(climb: Climb, fields: Fields, total: int, past: Past, close: bool) -> None:
     """Keeps what the next piece will need of this one: as a segment, or as it came."""
     if not close:
-        past.waiting = fields
+        past.waiting = Segment(fields)
         return
     kept = {"k": fields["k"], "v": fields["v"]}
-    if climb.sums is not None:
-        kept["sums"] = climb.sums[:, :total]
     if climb.products is not None:
-        kept["k"] = climb.keys[:, :total].to(fields["k"].dtype)
-        past.segments.append(Segment(kept, climb.products[:, 0]))
+        kept = {"k": climb.keys[:, :total].to(fields["k"].dtype).contiguous(), "v": fields["v"].contiguous()}
+        gates = None
+        if climb.sums is not None:
+            gates = climb.sums[:, total - 1 : total]
+            # Near the end, where it matters, little is lost.
+            kept["bias"] = (gates - climb.sums[:, :total]).to(work(fields["k"].dtype))
+        past.segments.append(Segment(kept, climb.products[:, 0], gates))
         while len(past.segments) > 1 and past.segments[-2].length <= past.segments[-1].length:
             younger, older = past.segments.pop(), past.segments.pop()
             past.segments.append(joined(older, younger))
-    elif past.segments and not past.segments[-1].shared:
-        last = past.segments[-1]
-        if last.sums is not None:
-            kept["sums"] = kept["sums"] + last.sums[:, -1:]
-        last.append(kept)
-    else:
+        return
+    last = past.segments[-1] if past.segments and not past.segments[-1].shared else None
+    if climb.sums is not None:
+        kept["sums"] = climb.sums[:, :total] if last is None else climb.sums[:, :total] + last["sums"][:, -1:]
+    if last is None:
         past.segments.append(Segment(kept))
+    else:
+        last.append(kept)
