@@ -336,5 +336,5 @@ def test_states_take_little_more_than_keys_and_values(name: str) -> None:
         sums = (
             2000 * 4 * (4 if name == "path-fox" else 8) if name.endswith("fox") else 0
         )  # one number for each query head
-        rest = 320 * 2 * 8 * 32 + 66 * 256 + 10 * 2 * 8 * 8 * 4  # tokens that wait, recent inputs, products of segments
+        rest = 192 * 2 * 8 * 32 + 66 * 256 + 10 * 2 * 8 * 8 * 4  # tokens that wait, recent inputs, products of segments
         assert state.bytes() <= 1.1 * (needed + sums) + rest

@@ -18,7 +18,7 @@ from deadreckon.blockwise.precision import usual_scale, work
 from deadreckon.blockwise.stream import Past, Segment, climb_alone, close_waiting
 from deadreckon.factors import Householder
 
-ROOM = LEAF + 256  # tokens of the tail, all but a leaf of which are closed when it is full
+ROOM = LEAF + 128  # tokens of the tail, all but a leaf of which are closed when it is full
 
 
 class Decoder(Protocol):
@@ -73,7 +73,7 @@ class Tail:
             assert segment.product is not None
             product = segment.product.to(dtype) @ product
             if total is not None and segment.total is not None:
-                total = (total + segment.total[:, 0]).to(dtype)
+                total = (total + segment.total[..., 0]).to(dtype)
 
     @property
     def full(self) -> bool:
@@ -119,7 +119,9 @@ class TokenDecoder:
         seen = [(tail.keys[:, : new + 1], waiting["v"], q, None if tail.bias is None else tail.bias[:, : new + 1])]
         carried = q @ tail.product.mT
         for segment, product, total in tail.segments:
-            bias = None if total is None or tail.total is None else segment["bias"] + (tail.total + total).unsqueeze(1)
+            bias = None
+            if total is not None and tail.total is not None and segment.bias is not None:
+                bias = (segment.bias + (tail.total + total).unsqueeze(2)).mT
             seen.append((segment["k"], segment["v"], carried @ product.mT, bias))
         logits = []
         for keys, _, queries, bias in seen:

@@ -37,14 +37,17 @@ Change = Callable[[Tensor], Tensor]
 class Segment:
     """Some neighbouring tokens, (N, S, ...) of each field, with room to grow.
 
-    Closed segments hold keys, values and what gates leave of a key at the segment's end: `bias`, or the running `sums`
-    that give it, where the end still moves. With Householder steps there is their product, and the sum of all gates.
+    Closed segments hold keys and values. Where their end still moves, gates are there as running sums, (N, S, 1 | G);
+    with Householder steps, which do not end later, as the sums from each token to the end, `bias` (N, 1 | G, S), and
+    of all, `total` (N, 1 | G, 1), beside the product of the steps (N, D, D).
     """
 
-    def __init__(self, fields: Fields, product: Tensor | None = None, total: Tensor | None = None) -> None:
+    def __init__(
+        self, fields: Fields, product: Tensor | None = None, bias: Tensor | None = None, total: Tensor | None = None
+    ) -> None:
         self.storage = fields
         self.length = next(iter(fields.values())).shape[1]
-        self.product, self.total = product, total
+        self.product, self.bias, self.total = product, bias, total
         self.shared = False  # with another continuation: what is in it stays as it is
         self.owned = False  # storage may be somebody else's, until it has grown
 
@@ -60,7 +63,7 @@ class Segment:
         if "sums" in self.storage:
             sums = self["sums"]
             return sums[:, -1:] - sums, sums[:, -1:]
-        return None if self.total is None else (self["bias"], self.total)
+        return None if self.bias is None or self.total is None else (self.bias.mT, self.total.mT)
 
     def append(self, fields: Fields) -> None:
         """Adds tokens at the end. Full storage grows by a sixteenth, which costs as much as a lookup."""
@@ -78,18 +81,19 @@ class Segment:
 
     def shortened(self, tokens: int) -> Segment:
         """Without its last tokens; storage is the same, and written to again by one continuation alone."""
-        shorter = Segment(self.storage, self.product, self.total)
+        assert self.product is None
+        shorter = Segment(self.storage)
         shorter.length, shorter.shared, shorter.owned = self.length - tokens, self.shared, self.owned
         return shorter
 
     def map(self, change: Change) -> Segment:
         """A segment of its own, every tensor changed along its first dimension."""
         fields = {name: change(x) for name, x in self.fields().items()}
-        return Segment(fields, *(None if x is None else change(x) for x in (self.product, self.total)))
+        return Segment(fields, *(None if x is None else change(x) for x in (self.product, self.bias, self.total)))
 
     def tensors(self) -> list[Tensor]:
         """Everything held."""
-        return [*self.storage.values(), *(x for x in (self.product, self.total) if x is not None)]
+        return [*self.storage.values(), *(x for x in (self.product, self.bias, self.total) if x is not None)]
 
     def bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in self.tensors())
@@ -101,11 +105,13 @@ def joined(older: Segment, younger: Segment) -> Segment:
     assert younger.product is not None
     keys = (older["k"].to(younger.product.dtype) @ younger.product).to(older["k"].dtype)
     fields = {"k": torch.cat([keys, younger["k"]], dim=1), "v": torch.cat([older["v"], younger["v"]], dim=1)}
-    total = None
-    if older.total is not None and younger.total is not None:
-        far = (older["bias"] + younger.total).to(older["bias"].dtype)
-        fields["bias"], total = torch.cat([far, younger["bias"]], dim=1), older.total + younger.total
-    return Segment(fields, older.product @ younger.product, total)
+    bias = total = None
+    if older.bias is not None and younger.bias is not None:
+        assert older.total is not None
+        assert younger.total is not None
+        bias = torch.cat([(older.bias + younger.total).to(older.bias.dtype), younger.bias], dim=2)
+        total = older.total + younger.total
+    return Segment(fields, older.product @ younger.product, bias, total)
 
 
 @dataclass
@@ -325,12 +331,12 @@ def _move_on(climb: Climb, fields: Fields, total: int, past: Past, close: bool) 
     kept = {"k": fields["k"], "v": fields["v"]}
     if climb.products is not None:
         kept = {"k": climb.keys[:, :total].to(fields["k"].dtype).contiguous(), "v": fields["v"].contiguous()}
-        gates = None
+        bias = gates = None
         if climb.sums is not None:
-            gates = climb.sums[:, total - 1 : total]
-            # Near the end, where it matters, little is lost.
-            kept["bias"] = (gates - climb.sums[:, :total]).to(work(fields["k"].dtype))
-        past.segments.append(Segment(kept, climb.products[:, 0], gates))
+            sums = climb.sums[:, :total].mT
+            gates = sums[..., -1:].contiguous()
+            bias = (gates - sums).to(work(fields["k"].dtype)).contiguous()  # near the end, where it matters, exact
+        past.segments.append(Segment(kept, climb.products[:, 0], bias, gates))
         while len(past.segments) > 1 and past.segments[-2].length <= past.segments[-1].length:
             younger, older = past.segments.pop(), past.segments.pop()
             past.segments.append(joined(older, younger))

@@ -9,7 +9,7 @@ from deadreckon.blockwise.decode import Tail
 from deadreckon.blockwise.stream import Past
 from deadreckon.kernels.decode import CHUNK, Found, Last, look, placed
 
-PROGRAMS = 1056  # that segments are divided among, about: eight on each of an H200's multiprocessors
+PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors
 SHORTEST, LONGEST = 128, 4096  # tokens of a segment for one program
 
 
@@ -30,7 +30,7 @@ class KernelDecoder:
         rows, parts = [], []
         for number, (segment, product, total) in enumerate(tail.segments):
             halves = [placed(segment[name], self.last.k) for name in ("k", "v")]
-            singles = [placed(x, tail.keys) for x in (None if total is None else segment["bias"], product, total)]
+            singles = [placed(x, tail.keys) for x in (segment.bias, product, total)]
             rows.append([*halves, *singles, segment.length])
             pieces = -(-segment.length // share)
             size = -(-segment.length // pieces // CHUNK) * CHUNK

@@ -121,16 +121,16 @@ class Tree:
         With to_top (and more than one leaf), returns queries in the frame of the first token, keys in that of the last,
         and the product of all steps.
         """
-        part = self.buffer(self.group, out.shape[3])
-        self.leaves.forward(self.frames, part, row)
+        part, lse = self.buffer(self.group, out.shape[3]), torch.empty_like(row)
+        self.leaves.forward(self.frames, part, lse)
         parts: list[Part] = []
         above = None
         if self.frames:
             walk = Walk(self.frames, self.sums, self.leaves.scale)
             above = Blocks(self, walk) if self.levels or to_top else None
-            walk.forward(part, row, above.frames.queries if above else None)
+            walk.forward(part, lse, above.frames.queries if above else None)
             parts = above.ascend(to_top) if above else []
-        merge(part, row, parts, out, row, self.leaves.first)
+        merge(part, lse, parts, out, row, self.leaves.first)
         return above.frames if above and to_top else None
 
     def descend(self, out: Tensor, grad: Tensor, lse: Tensor, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

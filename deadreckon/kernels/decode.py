@@ -88,6 +88,7 @@ def _look_at_tail(
             p_bias = last.bias + at * GATES + g
             b_bias = tl.load(p_bias, mask=row < tokens, other=0.0) + gate
             b_bias = tl.where(is_new, 0.0, b_bias)
+            tl.debug_barrier()  # several threads load a number, one of them writes it
             tl.store(p_bias, b_bias, mask=m_row)
             tl.store(last.gates + at * GATES + g, gate, mask=is_new)
             if i_part == 0:
@@ -147,7 +148,8 @@ def _look_at_segment(
         b_k = tl.load(p_keys + at[None, :] * D + channel[:, None], mask=m_row[None, :] & m_channel[:, None], other=0.0)
         b_s = mul(b_queries, b_k, DTYPE)
         if GATES:
-            b_bias = tl.load(p_bias + at[None, :] * GATES + gate_of[:, None], mask=m_row[None, :], other=0.0)
+            m_bias = m_row[None, :] & (query < G)[:, None]
+            b_bias = tl.load(p_bias + gate_of[:, None] * length + at[None, :], mask=m_bias, other=0.0)
             b_s += b_bias + b_shift[:, None]
         b_s = tl.where(m_row[None, :], b_s * 1.4426950408889634, float("-inf"))
         b_new = tl.maximum(b_greatest, tl.max(b_s, 1))

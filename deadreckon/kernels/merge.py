@@ -97,15 +97,20 @@ TOGETHER = 8  # parts merged in one pass
 def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, row: Tensor, first: int) -> None:
     """Blocks' out (n, T, G, E) and lse (n, T, G) with the parts of all levels -> to (B, T, Hq, E) and row, like lse.
 
-    The heads are key heads `first` … of B·H; T is padded to whole leaves, in `to` it is not.
+    Out and lse may be written to on the way. The heads are key heads `first` … of B·H; T is padded to whole leaves, in
+    `to` it is not.
     """
     count, tokens, group, width = out.shape[0], row.shape[1], out.shape[2], out.shape[3]
-    for start in range(0, max(1, len(parts)), TOGETHER):
-        some = tuple(parts[start : start + TOGETHER])
+    passes = max(1, triton.cdiv(len(parts), TOGETHER))
+    rows = (lse, row) if passes % 2 else (row, lse)  # a pass never writes what it reads: its threads are not in step
+    if passes % 2 == 0:
+        row.copy_(lse)
+    for number in range(passes):
+        some = tuple(parts[number * TOGETHER : (number + 1) * TOGETHER])
         _merge[(count * tokens // 64 * group,)](
-            out, lse if start == 0 else row, some, to, row, out.stride(0), row.stride(0), first, to.shape[1],
+            out, rows[number % 2], some, to, rows[(number + 1) % 2], out.stride(0), row.stride(0), first, to.shape[1],
             tokens // 64, to.shape[2] // group, group, E=width, BE=padded(width), RUNS=len(some),
-            LAST=start + TOGETHER >= len(parts),
+            LAST=number + 1 == passes,
         )  # fmt: skip
 
 
