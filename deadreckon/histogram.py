@@ -16,6 +16,7 @@ from deadreckon.blockwise.superposition import superpose_blockwise
 from deadreckon.reference import filter_reference
 
 Implementation = Literal["auto", "reference", "blockwise", "triton"]
+HAS_TRITON = find_spec("triton") is not None
 
 
 def histogram_filter(
@@ -139,7 +140,7 @@ def _reason_against_kernels(reset: Tensor, positions: int) -> str | None:
     """What the Triton kernels would need and do not have. Triton is imported here at the earliest."""
     if not reset.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"tensors on a CUDA device (or TRITON_INTERPRET=1), got {reset.device}"
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "the package triton, which is not installed"
     from deadreckon.fused.histogram import reason_against
 
@@ -156,7 +157,7 @@ def _state(reset: Tensor, positions: int, initial: Tensor | None) -> Tensor:
 
 
 def _shape(x: Tensor) -> str:
-    return "(" + ", ".join(map(str, x.shape)) + ")"
+    return str(tuple(x.shape))
 
 
 def _check_tensor(name: str, x: object, like: Tensor | None) -> None:

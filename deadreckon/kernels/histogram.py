@@ -100,24 +100,24 @@ def _filter_backward(
     left, right = tl.maximum(position - 1, 0), tl.minimum(position + 1, P - 1)
     m_p = position < P
     gamma = tl.load(p_gamma + i_c).to(tl.float32)
-    p_out += (i_b * STEPS * C + i_c) * P + position
-    p_grad += (i_b * STEPS * C + i_c) * P + position
+    p_out += position
+    p_grad += position
     p_state += i_b * s_b + i_c * s_c + position * s_p
     p_carry += i_n * P + position
     b_carry = tl.load(p_carry, mask=m_p, other=0.0)
-    b_after = tl.load(p_out + (STEPS - 1).to(tl.int64) * C * P, mask=m_p, other=0.0).to(tl.float32)
+    b_after = tl.load(p_out + ((i_b * STEPS + STEPS - 1) * C + i_c) * P, mask=m_p, other=0.0).to(tl.float32)
     b_gamma = tl.zeros([BP], tl.float32)
     for back in range(STEPS):
         t = STEPS - 1 - back
-        i_at = (i_b * T + FIRST + t) * C + i_c
+        i_at, i_row = (i_b * T + FIRST + t) * C + i_c, (i_b * STEPS + t) * C + i_c
         reset, up, down, stay = _gates(p_reset, p_move, i_at)
         if t > 0:
-            b_h = tl.load(p_out + (t - 1).to(tl.int64) * C * P, mask=m_p, other=0.0).to(tl.float32)
+            b_h = tl.load(p_out + (i_row - C) * P, mask=m_p, other=0.0).to(tl.float32)
             total = tl.full([], 1.0, tl.float32)
         else:
             b_h = tl.load(p_state, mask=m_p, other=0.0).to(tl.float32)
             total = tl.sum(b_h, 0)
-        b_grad = b_carry + tl.load(p_grad + t.to(tl.int64) * C * P, mask=m_p, other=0.0).to(tl.float32)
+        b_grad = b_carry + tl.load(p_grad + i_row * P, mask=m_p, other=0.0).to(tl.float32)
         b_grad = b_after * (b_grad - tl.sum(b_grad * b_after, 0))  # of γ log(new + ε)
 
         b_from = (1 - reset) * b_h + tl.where(position == 0, reset * total, 0.0)
