@@ -274,15 +274,15 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_little_is_kept() -> None:
-    """Of what autograd would keep for each token a filter keeps the result alone; a superposition a sixteenth of it."""
-    case = leaves(draw(2, 64, 4, 32, initial=False), torch.float32)
-    size = 2 * 64 * 4 * 32 * 4
-    table = torch.randn(32, 8)
+    """Of what autograd would keep for each token a filter keeps the result alone; a superposition an eighth of it."""
+    case = leaves(draw(2, 64, 4, 64, initial=False), torch.float32)
+    size = 2 * 64 * 4 * 64 * 4
+    table = torch.randn(64, 8)
     kept = {}
     for name, run in {
-        "filter": lambda: dr.histogram_filter(**case, positions=32, impl="blockwise"),
+        "filter": lambda: dr.histogram_filter(**case, positions=64, impl="blockwise"),
         "superpose": lambda: dr.superpose(**case, table=table, impl="blockwise"),
-        "definition": lambda: dr.histogram_filter(**case, positions=32, impl="reference"),
+        "definition": lambda: dr.histogram_filter(**case, positions=64, impl="reference"),
     }.items():
         storages: dict[int, int] = {}
 
@@ -294,8 +294,9 @@ def test_little_is_kept() -> None:
             result = run()
         kept[name] = sum(storages.values())
         del result
-    assert kept["filter"] < 1.2 * size
-    assert kept["superpose"] < 0.25 * size
+    given = table.nbytes + sum(x.nbytes for x in case.values() if x is not None) + 64 * 4  # with where mass begins
+    assert kept["filter"] <= size + given
+    assert kept["superpose"] <= size // 8 + given
     assert kept["definition"] > 3 * size
 
 

@@ -9,7 +9,7 @@ step of a call computes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ def work_type(reset: Tensor) -> torch.dtype:
 
 
 BLOCK = 8  # tokens that `retreat` prepares at a time
+NUMBERS = 1 << 16  # of histograms that a thread of a CPU works on at a time, so that they stay in its cache
 
 
 class Moves(NamedTuple):
@@ -93,6 +94,24 @@ def advance(
 
     Writes out (B, steps, C, P) and final (B, C, P), where they are given.
     """
+    for some in _parts(state):
+        copies = None if copy is None else copy[some]
+        outs = None if out is None else out[some]
+        ends = None if final is None else final[some]
+        _advance(reset[some], move[some], gamma, copies, state[some], eps, first, steps, outs, ends)
+
+
+def _parts(state: Tensor) -> Iterator[slice]:
+    """Some sequences at a time."""
+    batch, cursors, positions = state.shape
+    count = batch if state.is_cuda else max(1, NUMBERS * torch.get_num_threads() // (cursors * positions))
+    return (slice(first, first + count) for first in range(0, batch, count))
+
+
+def _advance(
+    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, state: Tensor, eps: float,
+    first: int, steps: int, out: Tensor | None, final: Tensor | None,
+) -> None:  # fmt: skip
     dtype, some = work_type(reset), slice(first, first + steps)
     h, new = (Shifted.of(torch.empty(state.shape, dtype=dtype, device=state.device)) for _ in range(2))
     total, power = h.all.copy_(state).sum(-1, keepdim=True), gamma.to(dtype).unsqueeze(-1)
@@ -121,6 +140,19 @@ def retreat(
     carry (B, C, P), contiguous, is the gradient of the histogram after these tokens, and becomes that of state. Writes
     the tokens' grad_reset, grad_move and grad_copy; adds to grad_gamma (B, C).
     """
+    for some in _parts(state):
+        copies, grad_copies = (None if x is None else x[some] for x in (copy, grad_copy))
+        _retreat(
+            reset[some], move[some], gamma, copies, state[some], eps, first, steps, out[some], grad[some], carry[some],
+            grad_reset[some], grad_move[some], grad_gamma[some], grad_copies,
+        )  # fmt: skip
+
+
+def _retreat(
+    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, state: Tensor, eps: float,
+    first: int, steps: int, out: Tensor, grad: Tensor, carry: Tensor,
+    grad_reset: Tensor, grad_move: Tensor, grad_gamma: Tensor, grad_copy: Tensor | None,
+) -> None:  # fmt: skip
     floor = torch.full_like(carry, eps if copy is None else 0.0)
     room = [carry.new_empty(min(BLOCK, steps) + extra, *carry.shape) for extra in (1, 0, 0, 0)]
     for end in range(steps, 0, -BLOCK):

@@ -1,9 +1,9 @@
 """Superpositions e_t = Σ_k h_t[k] · table[k] of a filter's histograms, without all of them at once.
 
-The filter goes through CHUNK tokens, a matrix product takes their histograms, and their room is used again. The state
-that each chunk begins with is kept: going back, a chunk's histograms are computed again from it, their gradients are
-another matrix product, and the filter goes back through the chunk. `forth` and `back` are `advance` and `retreat`, here
-or in the kernels.
+The filter goes through a chunk of tokens, a matrix product takes their histograms, and their room is used again. The
+state that each chunk begins with is kept: going back, a chunk's histograms are computed again from it, their gradients
+are another matrix product, and the filter goes back through the chunk. `forth` and `back` are `advance` and `retreat`,
+here or in the kernels.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from torch.autograd.function import once_differentiable
 
 from deadreckon.blockwise.histogram import Inputs, advance, gradient_room, retreat, work_type
 
-CHUNK = 16  # tokens: in all, T / 16 states and the histograms of 16 tokens are kept
+
+def chunk(length: int) -> int:
+    """Tokens of a chunk: about √(T/2), so that states and what a chunk takes are as much, and little."""
+    return 8 if length <= 128 else 16 if length <= 512 else 32 if length <= 2048 else 64
 
 
 def room(reset: Tensor, initial: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For superpositions (B, T, C, d), the last histograms (B, C, P), and states (chunks, B, C, P)."""
-    chunks, dtype = (reset.shape[1] + CHUNK - 1) // CHUNK, work_type(reset)
-    states = initial.new_empty(chunks, *initial.shape, dtype=dtype)
+    size, dtype = chunk(reset.shape[1]), work_type(reset)
+    states = initial.new_empty((reset.shape[1] + size - 1) // size, *initial.shape, dtype=dtype)
     return table.new_empty(*reset.shape, table.shape[1]), initial.new_empty(initial.shape, dtype=dtype), states
 
 
 def _chunks(length: int) -> Iterator[tuple[int, int]]:
     """First and number of tokens of each."""
-    for first in range(0, length, CHUNK):
-        yield first, min(CHUNK, length - first)
+    for first in range(0, length, chunk(length)):
+        yield first, min(chunk(length), length - first)
 
 
 class Buffer:
@@ -39,7 +42,7 @@ class Buffer:
     def __init__(self, reset: Tensor, positions: int, dtype: torch.dtype) -> None:
         batch, length, cursors = reset.shape
         self.shape = batch, cursors, positions
-        self.memory = reset.new_empty(batch * min(CHUNK, length) * cursors * positions, dtype=dtype)
+        self.memory = reset.new_empty(batch * min(chunk(length), length) * cursors * positions, dtype=dtype)
 
     def of(self, steps: int) -> Tensor:
         """The beginning of it."""
