@@ -126,7 +126,9 @@ def test_both_ends_hold(impl: Any) -> None:
     reset, gamma = torch.zeros(1, 6, 2), torch.ones(2)
     move = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]).expand(1, 6, 2, 3)
     initial = torch.tensor([0.5, 0.0, 0.25, 0.25]).expand(1, 2, 4)
-    h = dr.histogram_filter(reset, move, gamma, positions=4, initial=initial, impl=impl)
+    tensors = (x.to(DEVICE if impl == "triton" else "cpu") for x in (reset, move, gamma, initial))
+    reset, move, gamma, initial = tensors
+    h = dr.histogram_filter(reset, move, gamma, positions=4, initial=initial, impl=impl).cpu()
     torch.testing.assert_close(h.sum(-1), torch.ones(1, 6, 2))
     torch.testing.assert_close(h[0, :2, 0], torch.tensor([[0, 0.5, 0, 0.5], [0, 0, 0.5, 0.5]]), rtol=0, atol=1e-6)
     ends = torch.tensor([[0.0, 0, 0, 1], [1, 0, 0, 0]])
@@ -344,22 +346,23 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "eps of nothing": ({"eps": float("nan")}, "eps: expected a number"),
     "unknown": ({"impl": "cuda"}, "impl: expected 'auto', 'reference', 'blockwise' or 'triton', got 'cuda'"),
     "double precision": (
-        {"impl": "triton", "reset": torch.rand(B, T, C).double()},
+        {"impl": "triton", "reset": torch.rand(B, T, C, device=DEVICE).double()},
         "impl: 'triton' needs dtype float32",
     ),
     "too wide": ({"impl": "triton", "positions": 5000, "copy": None}, "impl: 'triton' needs at most 4096 positions"),
 }
 
 
-def good() -> dict[str, Any]:
-    return {"reset": torch.rand(B, T, C), "move": torch.rand(B, T, C, 3), "gamma": torch.ones(C)}
+def good(device: str = "cpu") -> dict[str, Any]:
+    shapes = {"reset": (B, T, C), "move": (B, T, C, 3), "gamma": (C,)}
+    return {name: torch.rand(shape, device=device) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments(name: str) -> None:
     arguments, message = BAD[name]
     with pytest.raises(ValueError, match=message):
-        dr.histogram_filter(**{"positions": P, **good(), **arguments})
+        dr.histogram_filter(**{"positions": P, **good(DEVICE if "impl" in arguments else "cpu"), **arguments})
 
 
 def test_bad_tables() -> None:
