@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deadreckon.encoding import Context, Encoding, Sizes
     from deadreckon.encodings import ENCODINGS
     from deadreckon.factors import Factors, Householder, Power, Rotation
+    from deadreckon.histogram import histogram_filter, superpose
     from deadreckon.layer import AttentionLayer
     from deadreckon.model import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
     from deadreckon.state import LayerState
@@ -36,6 +37,8 @@ _HOME = {
     "Sizes": "encoding",
     "Context": "encoding",
     "ENCODINGS": "encodings",
+    "histogram_filter": "histogram",
+    "superpose": "histogram",
     "AttentionLayer": "layer",
     "LayerState": "state",
     "Past": "blockwise.stream",
@@ -63,7 +66,9 @@ __all__ = [
     "Sizes",
     "attend",
     "attend_next",
+    "histogram_filter",
     "share_in_reach",
+    "superpose",
 ]
 
 

@@ -21,6 +21,7 @@ from deadreckon.blockwise.stream import Past, attend_stream
 from deadreckon.factors import Factors, Householder, Rotation
 from deadreckon.fused import attend_fused
 from deadreckon.fused.decode import KernelDecoder
+from deadreckon.fused.histogram import filter_fused, superpose_fused
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
@@ -87,6 +88,15 @@ def decode(dtype: torch.dtype, width: int, gated: bool) -> None:
             attend_token(q, k, v, Householder(w, beta), gate, 0.1, past, KernelDecoder)
 
 
+def call_filter(dtype: torch.dtype, length: int, positions: int, copy: bool) -> None:
+    reset, move, gamma = torch.rand(2, length, 3), torch.rand(2, length, 3, 3), torch.ones(3).requires_grad_()
+    jumps = torch.rand(2, length, 3, positions + 1).to(dtype) if copy else None
+    initial = torch.rand(positions).expand(2, 3, -1)
+    h = filter_fused(reset.to(dtype), move.to(dtype), gamma, jumps, initial, 1e-8)
+    e, _ = superpose_fused(reset, move, gamma, jumps, initial, torch.rand(positions, 8).to(dtype), 1e-8)
+    (h.float().sum() + e.float().sum()).backward()
+
+
 JITFunction.run = compile_only  # type: ignore[method-assign]
 deadreckon.fused.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
@@ -98,6 +108,9 @@ call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
 decode(torch.bfloat16, 64, gated=True)
 decode(torch.bfloat16, 128, gated=False)
 decode(torch.float32, 64, gated=True)
+call_filter(torch.bfloat16, 20, 512, copy=True)
+call_filter(torch.float32, 1, 99, copy=False)
+call_filter(torch.float32, 20, 4096, copy=False)
 worst = max(found.values())
 if worst > SHARED:
     sys.exit(f"a kernel takes {worst} bytes of shared memory; there are {SHARED}")

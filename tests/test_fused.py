@@ -270,4 +270,6 @@ def test_kernels_compile_for_hopper() -> None:
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    assert {"_leaf_backward", "_gather", "_key_gradients", "_turn_by_phase"} <= set(done.stdout.split())
+    assert {"_leaf_backward", "_gather", "_key_gradients", "_turn_by_phase", "_filter_backward"} <= set(
+        done.stdout.split()
+    )

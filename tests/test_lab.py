@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from deadreckon.lab import bench, cases, cli
+from deadreckon.lab import bench, cases, cli, filters
 from deadreckon.lab.bench import Figures, peak_bytes, run_bench
 from deadreckon.lab.cases import Shape
 from deadreckon.lab.demo import make_model, run_demo
@@ -114,6 +115,30 @@ def test_bench_prints_ratios(
         cli.main()
     error = " ".join(capsys.readouterr().err.split())
     assert "only: expected names among causal SDPA, RoPE," in error and error.endswith("got pow(2)")
+
+
+def test_filters_are_checked_then_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "filters.md"
+    monkeypatch.setattr(sys, "argv", ["filters", "--size", "2x9x2x6x4", "--rounds", "1", "--save", str(page)])
+    filters.main()
+    text = page.read_text()
+    assert text.startswith("# Histogram filters on ")
+    assert "python -m deadreckon.lab.filters --device cpu --size 2x9x2x6x4 --rounds 1" in text
+    assert text.count("| loop of scatter_add |") == text.count("| PyTorch |") == 2
+    fits = filters.measure
+
+    def small(size: filters.Size, *rest: Any) -> tuple[float, float]:
+        if size.batch > 1:
+            raise torch.OutOfMemoryError
+        return fits(size, *rest)
+
+    monkeypatch.setattr(filters, "measure", small)
+    assert filters.scaled(filters.Size(2, 9, 2, 6, 4), None, "reference", 1, "cpu")[2] == ", scaled up from batch 1"
+    monkeypatch.setattr(
+        filters, "run", lambda gates, table, grad, impl: [x + (impl != "reference") for x in (grad, *gates)]
+    )
+    with pytest.raises(RuntimeError, match=r"PyTorch is off by .* nothing was timed"):
+        filters.main()
 
 
 def test_bench_parses_shapes() -> None:

@@ -279,16 +279,21 @@ def ratio(value: float, base: float) -> str:
     return f"{value / base:.2f}" if base else ""
 
 
-def describe(device: str, rounds: int) -> str:
-    """The machine, versions, and what the columns mean."""
+def setting(device: str, packages: tuple[str, ...] = ("triton",)) -> list[str]:
+    """The machine and versions."""
     threads = torch.get_num_threads()
     machine = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {threads} threads"
     versions = [f"torch {torch.__version__}"]
-    for package in ("triton", "fla-core"):
+    for package in packages:
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
+    return [machine, *versions]
+
+
+def describe(device: str, rounds: int) -> str:
+    """The machine, versions, and what the columns mean."""
     word, _ = SUMMARIES[device]
     dtype = DTYPES[device]
     output, gradient = LIMITS[dtype]
@@ -302,7 +307,9 @@ def describe(device: str, rounds: int) -> str:
     if absent:
         notes.append(f"not installed: {', '.join(absent)}")
     notes.append(f"error is the worst relative error against float64, over what is allowed ({allowed})")
-    return "; ".join([machine, *versions, str(dtype).removeprefix("torch."), f"{word} of {rounds}", *notes])
+    return "; ".join(
+        [*setting(device, ("triton", "fla-core")), str(dtype).removeprefix("torch."), f"{word} of {rounds}", *notes]
+    )
 
 
 def draw(title: str, headings: list[str], rows: list[list[str]]) -> Table:
@@ -316,14 +323,16 @@ def draw(title: str, headings: list[str], rows: list[list[str]]) -> Table:
     return table
 
 
-def write(path: Path, about: str, command: str, headings: list[str], rows: list[list[str]]) -> None:
+def write(
+    path: Path, about: str, command: str, headings: list[str], rows: list[list[str]], title: str = "Attention"
+) -> None:
     """For the record."""
 
     def line(cells: list[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     machine, _ = about.split("; ", 1)
-    lines = [f"# Attention on {machine}", "", f"{date.today()}: {about}. Inputs drawn with seed 0.", ""]
+    lines = [f"# {title} on {machine}", "", f"{date.today()}: {about}. Inputs drawn with seed 0.", ""]
     lines += [f"    {command}", "", line(headings), line(["---", "---", *["---:"] * (len(headings) - 2)])]
     lines += map(line, rows)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,272 @@
+"""Histogram filters in plain PyTorch: shifts in place of scatters, nothing kept for each token but what is returned.
+
+`advance` and `retreat` go through some tokens, forth and back, as the kernels of the same names do; `superposition.py`
+takes either pair. Going back through a step needs the histograms before and after it: a filter has returned them.
+
+After a step the total is 1, and the gradient of a total that cannot change is lost in the normalisation: only the first
+step of a call computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""reset (B, T, C), move (B, T, C, 3), gamma (C,), copy (B, T, C, P + 1)."""
+
+
+def work_type(reset: Tensor) -> torch.dtype:
+    """What histograms are computed in."""
+    return torch.float64 if reset.dtype == torch.float64 else torch.float32
+
+
+BLOCK = 8  # tokens that `retreat` prepares at a time
+NUMBERS = 1 << 16  # of histograms that a thread of a CPU works on at a time, so that they stay in its cache
+
+
+class Moves(NamedTuple):
+    """What gates come to: the shares of h that go up, down and stay, also at the ends, and what resets bring."""
+
+    up: Tensor  # (T, B, C, 1)
+    down: Tensor
+    stay: Tensor
+    ends: Tensor  # (T, B, C, 2): down, which stays at 0; up, which stays at P − 1
+    fresh: Tensor  # (T, B, C, 2): to 0 and 1
+
+    @classmethod
+    def of(cls, reset: Tensor, move: Tensor, total: Tensor) -> Moves:
+        """reset (T, B, C, 1), move (T, B, C, 3); total (B, C, 1) is that before the first token."""
+        up, down, stay = move.split(1, dim=-1)
+        fresh = torch.cat([reset * (down + stay), reset * up], dim=-1)
+        fresh[0] *= total
+        up, down, stay = ((1 - reset) * move).split(1, dim=-1)
+        return cls(up, down, stay, torch.cat([down, up], dim=-1), fresh)
+
+    def each(self) -> list[Moves]:
+        """Token by token."""
+        return [Moves(*parts) for parts in zip(*(x.unbind() for x in self), strict=True)]
+
+    def apply(self, h: Shifted, new: Shifted, eps: Tensor) -> None:
+        """Where h (..., P) goes, plus eps."""
+        torch.addcmul(eps, h.all, self.stay, out=new.all)
+        new.upper.addcmul_(h.lower, self.up)
+        new.lower.addcmul_(h.upper, self.down)
+        new.ends.addcmul_(h.ends, self.ends)
+        new.first.add_(self.fresh)
+
+    def apply_back(self, grad: Shifted, found: Shifted) -> None:
+        """The gradient of h from that of where it goes."""
+        torch.mul(grad.all, self.stay, out=found.all)
+        found.lower.addcmul_(grad.upper, self.up)
+        found.upper.addcmul_(grad.lower, self.down)
+        found.ends.addcmul_(grad.ends, self.ends)
+
+
+class Shifted(NamedTuple):
+    """A buffer (..., P) and views of it: making them anew for every token would take as long as the arithmetic."""
+
+    all: Tensor
+    lower: Tensor  # 0, ..., P − 2
+    upper: Tensor  # 1, ..., P − 1
+    ends: Tensor
+    first: Tensor  # 0 and 1
+
+    @classmethod
+    def of(cls, x: Tensor) -> Shifted:
+        return cls(x, x[..., :-1], x[..., 1:], x[..., :: x.shape[-1] - 1], x[..., :2])
+
+
+def _by_token(x: Tensor, some: slice, dtype: torch.dtype) -> Tensor:
+    """(B, T, ...) -> (n, B, ...)."""
+    return x[:, some].transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+
+
+def advance(
+    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, state: Tensor, eps: float,
+    first: int, steps: int, out: Tensor | None, final: Tensor | None,
+) -> None:  # fmt: skip
+    """Filters tokens first, ..., first + steps − 1 from state (B, C, P).
+
+    Writes out (B, steps, C, P) and final (B, C, P), where they are given.
+    """
+    for some in _parts(state):
+        copies = None if copy is None else copy[some]
+        outs = None if out is None else out[some]
+        ends = None if final is None else final[some]
+        _advance(reset[some], move[some], gamma, copies, state[some], eps, first, steps, outs, ends)
+
+
+def _parts(state: Tensor) -> Iterator[slice]:
+    """Some sequences at a time."""
+    batch, cursors, positions = state.shape
+    count = batch if state.is_cuda else max(1, NUMBERS * torch.get_num_threads() // (cursors * positions))
+    return (slice(first, first + count) for first in range(0, batch, count))
+
+
+def _advance(
+    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, state: Tensor, eps: float,
+    first: int, steps: int, out: Tensor | None, final: Tensor | None,
+) -> None:  # fmt: skip
+    dtype, some = work_type(reset), slice(first, first + steps)
+    h, new = (Shifted.of(torch.empty(state.shape, dtype=dtype, device=state.device)) for _ in range(2))
+    total, power = h.all.copy_(state).sum(-1, keepdim=True), gamma.to(dtype).unsqueeze(-1)
+    moves = Moves.of(_by_token(reset, some, dtype).unsqueeze(-1), _by_token(move, some, dtype), total)
+    floor = torch.full_like(h.all, eps if copy is None else 0.0)
+    outs = None if out is None else out.unbind(1)
+    for t, step in enumerate(moves.each()):
+        step.apply(h, new, floor)
+        if copy is not None:
+            jump, none = copy[:, first + t].to(dtype).split([state.shape[-1], 1], dim=-1)
+            new.all.mul_(none).add_(jump if t else jump * total).add_(eps)
+        torch.softmax(new.all.log_().mul_(power), -1, out=h.all)
+        if outs is not None:
+            outs[t].copy_(h.all)
+    if final is not None:
+        final.copy_(h.all)
+
+
+def retreat(
+    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, state: Tensor, eps: float,
+    first: int, steps: int, out: Tensor, grad: Tensor, carry: Tensor,
+    grad_reset: Tensor, grad_move: Tensor, grad_gamma: Tensor, grad_copy: Tensor | None,
+) -> None:  # fmt: skip
+    """Goes back through the same tokens: out as `advance` has written it, grad its gradient.
+
+    carry (B, C, P), contiguous, is the gradient of the histogram after these tokens, and becomes that of state. Writes
+    the tokens' grad_reset, grad_move and grad_copy; adds to grad_gamma (B, C).
+    """
+    for some in _parts(state):
+        copies, grad_copies = (None if x is None else x[some] for x in (copy, grad_copy))
+        _retreat(
+            reset[some], move[some], gamma, copies, state[some], eps, first, steps, out[some], grad[some], carry[some],
+            grad_reset[some], grad_move[some], grad_gamma[some], grad_copies,
+        )  # fmt: skip
+
+
+def _retreat(
+    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, state: Tensor, eps: float,
+    first: int, steps: int, out: Tensor, grad: Tensor, carry: Tensor,
+    grad_reset: Tensor, grad_move: Tensor, grad_gamma: Tensor, grad_copy: Tensor | None,
+) -> None:  # fmt: skip
+    floor = torch.full_like(carry, eps if copy is None else 0.0)
+    room = [carry.new_empty(min(BLOCK, steps) + extra, *carry.shape) for extra in (1, 0, 0, 0)]
+    for end in range(steps, 0, -BLOCK):
+        begin = max(0, end - BLOCK)
+        here, count = slice(first + begin, first + end), end - begin
+        h, slope, logs, pulls = room[0][: count + 1], *(x[:count] for x in room[1:])  # (n, B, C, P)
+        h[0] = out[:, begin - 1] if begin else state
+        h[1:] = out[:, begin:end].transpose(0, 1)
+        total = h[0].sum(-1, keepdim=True) if begin == 0 else h.new_ones(())
+        gates = _by_token(reset, here, h.dtype).unsqueeze(-1), _by_token(move, here, h.dtype)
+        moves = Moves.of(*gates, total)
+        moves.apply(Shifted.of(h[:-1]), Shifted.of(slope), floor)
+        jumps = None if copy is None else Jumps(_by_token(copy, here, h.dtype), slope, total, eps)
+        torch.log(slope, out=logs)
+        torch.div(gamma.to(h.dtype).unsqueeze(-1), slope, out=slope)
+        _pull_back(h[1:], grad[:, begin:end], slope, moves, jumps, carry, pulls)
+        grad_gamma += logs.mul_(pulls).sum((0, 3))
+        pulls.mul_(slope)  # now those of new
+        if jumps is not None and grad_copy is not None:
+            of_copy, of_total = jumps.back(pulls)
+            grad_copy[:, here] = of_copy.transpose(0, 1)
+            carry += of_total[0] if begin == 0 else 0
+            pulls.mul_(jumps.none)
+        of_move, of_reset, of_total = _gate_gradients(*gates, h[:-1], pulls, total, logs)
+        grad_move[:, here], grad_reset[:, here] = of_move.transpose(0, 1), of_reset.transpose(0, 1)
+        carry += of_total[0] if begin == 0 else 0
+
+
+def _pull_back(
+    h: Tensor, grad: Tensor, slope: Tensor, moves: Moves, jumps: Jumps | None, carry: Tensor, pulls: Tensor
+) -> None:
+    """The steps that wait for each other: pulls (n, B, C, P) are gradients of γ log(new + ε), whose slope is given."""
+    pull, found = Shifted.of(torch.empty_like(carry)), Shifted.of(carry)
+    steps = zip(moves.each(), h.unbind(), grad.unbind(1), slope.unbind(), pulls.unbind(), strict=True)
+    for t, (step, after, fresh, factor, drawn) in reversed(list(enumerate(steps))):
+        torch.ops.aten._softmax_backward_data.out(carry.add_(fresh), after, -1, carry.dtype, grad_input=drawn)
+        torch.mul(drawn, factor, out=pull.all)
+        if jumps is not None:
+            pull.all.mul_(jumps.none[t])
+        step.apply_back(pull, found)
+
+
+class Jumps:
+    """Copying: copy (n, B, C, P + 1). Turns where mass has moved (n, B, C, P) into where it lands, plus eps."""
+
+    def __init__(self, copy: Tensor, moved: Tensor, total: Tensor, eps: float) -> None:
+        self.jump, self.none = copy.split([moved.shape[-1], 1], dim=-1)
+        self.moved, self.total = moved.clone(), total
+        moved.mul_(self.none).add_(self.jump).add_(eps)
+        moved[0] += (total - 1) * self.jump[0]
+
+    def back(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of copy, and of totals (n, B, C, 1)."""
+        of_none, of_total = ((grad * x).sum(-1, keepdim=True) for x in (self.moved, self.jump))
+        of_copy = torch.cat([grad, of_none], dim=-1)
+        of_copy[0, ..., :-1] *= self.total
+        return of_copy, of_total
+
+
+def _gate_gradients(
+    reset: Tensor, move: Tensor, h: Tensor, grad: Tensor, total: Tensor, scratch: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of move, reset and totals: h (n, B, C, P) are the histograms before, grad the gradient of where they move."""
+    stay = torch.mul(h, grad, out=scratch).sum(-1)
+    up = torch.mul(h[..., :-1], grad[..., 1:], out=scratch[..., 1:]).sum(-1) + h[..., -1] * grad[..., -1]
+    down = torch.mul(h[..., 1:], grad[..., :-1], out=scratch[..., 1:]).sum(-1) + h[..., 0] * grad[..., 0]
+    moved = torch.stack([up, down, stay], dim=-1)
+    origin, above = grad[..., :1], grad[..., 1:2]
+    fresh = torch.cat([above, origin, origin], dim=-1)
+    of_total = (reset * move * fresh).sum(-1, keepdim=True)
+    fresh[0] *= total
+    return (1 - reset) * moved + reset * fresh, (move * (fresh - moved)).sum(-1), of_total
+
+
+def gradient_room(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """For the gradients of reset, move, gamma (still (B, C), and zero) and copy."""
+    reset, move, _, copy = inputs
+    of_reset, of_move = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (reset, move))
+    of_copy = None if copy is None else torch.empty(copy.shape, dtype=copy.dtype, device=copy.device)
+    return of_reset, of_move, reset.new_zeros(reset.shape[0], reset.shape[2], dtype=work_type(reset)), of_copy
+
+
+def filter_back(
+    back: Callable[..., None], inputs: Inputs, initial: Tensor, eps: float, out: Tensor, grad: Tensor
+) -> list[Tensor]:
+    """Gradients of reset, move, gamma, initial and, if there is one, copy."""
+    of_reset, of_move, by_cursor, of_copy = gradient_room(inputs)
+    carry = initial.new_zeros(initial.shape, dtype=work_type(inputs[0]))
+    back(*inputs, initial, eps, 0, out.shape[1], out, grad, carry, of_reset, of_move, by_cursor, of_copy)
+    found = [of_reset, of_move, by_cursor.sum(0).to(inputs[2].dtype), carry.to(initial.dtype)]
+    return found if of_copy is None else [*found, of_copy]
+
+
+class _Filter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, eps: float
+    ) -> Tensor:
+        out = reset.new_empty(*reset.shape, initial.shape[-1])
+        advance(reset, move, gamma, copy, initial, eps, 0, reset.shape[1], out, None)
+        ctx.eps = eps
+        ctx.save_for_backward(reset, move, gamma, copy, initial, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, initial, out = ctx.saved_tensors
+        found = filter_back(retreat, tuple(inputs), initial, ctx.eps, out, grad)
+        return (*found, None) if len(found) == 5 else (*found, None, None)
+
+
+def filter_blockwise(
+    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, eps: float
+) -> Tensor:
+    """See :func:`deadreckon.histogram_filter`; initial (B, C, P)."""
+    return _Filter.apply(reset, move, gamma, initial, copy, eps)

@@ -1,0 +1,119 @@
+"""Histogram filters and superpositions: ours beside the loop of scatter_add that Algorithm 1 is when written down.
+
+    python -m deadreckon.lab.filters --device cuda --save filters.md
+
+Times are of forward and backward pass; memory is what these took beyond inputs, the result and its gradient. Where the
+loop runs out of memory it is timed with fewer sequences, and time and memory are scaled up in proportion.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.lab import bench
+
+NAMES = {"reference": "loop of scatter_add", "blockwise": "PyTorch", "triton": "Triton"}
+SIZES = {"cpu": "8x128x16x128x340", "cuda": "100x512x140x512x340"}
+HEADINGS = ["", "", "error", "forward + backward", "×", "peak memory", "×"]
+KINDS = {"histograms": None, "superpositions": torch.float32, "superpositions, bfloat16 table": torch.bfloat16}
+
+
+class Size(NamedTuple):
+    batch: int
+    length: int
+    cursors: int
+    positions: int
+    width: int  # of the table of encodings
+
+
+def draw(size: Size, dtype: torch.dtype | None, device: str) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """Gates and exponents, a table of that dtype, if any, and a gradient of the result."""
+    random = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
+    gates = [(random(*size[:3]) - 3).sigmoid(), random(*size[:3], 3).softmax(-1), 2 + 0.1 * random(size.cursors)]
+    if dtype is None:
+        return gates, None, random(*size[:4])
+    place, channel = torch.arange(size.positions, device=device), torch.arange(size.width, device=device)
+    angle = place[:, None] / 10_000 ** (channel // 2 * 2 / size.width)
+    table = torch.where(channel % 2 == 0, angle.sin(), angle.cos()).to(dtype)
+    return gates, table, random(*size[:3], size.width).to(dtype)
+
+
+def run(gates: list[Tensor], table: Tensor | None, grad: Tensor, impl: Any) -> list[Tensor]:
+    """The result and gradients: of superpositions, or of the histograms themselves."""
+    leaves = reset, move, gamma = [x.detach().requires_grad_() for x in gates]
+    if table is None:
+        out = dr.histogram_filter(reset, move, gamma, positions=grad.shape[-1], impl=impl)
+    else:
+        out = dr.superpose(reset, move, gamma, table, impl=impl)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def check(size: Size, dtype: torch.dtype | None, impl: str, device: str) -> float:
+    """The worst error against the definition in float64, over what is allowed; raises if that is above 1."""
+    gates, table, grad = draw(size._replace(batch=2, length=37, cursors=3), dtype, device)
+    exact = run([x.double() for x in gates], None if table is None else table.double(), grad.double(), "reference")
+    limits = [2.0**-8] + [2.0**-7] * 3 if dtype == torch.bfloat16 else [1e-5] + [1e-4] * 3
+    pairs = zip(run(gates, table, grad, impl), exact, limits, strict=True)
+    worst = max(float((x.double() - y).norm() / y.norm()) / limit for x, y, limit in pairs)
+    if not worst <= 1:
+        raise RuntimeError(f"{NAMES[impl]} is off by {worst:.3g} × what is allowed: nothing was timed")
+    return worst
+
+
+def measure(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float]:
+    """Seconds and bytes."""
+    inputs = draw(size, dtype, device)
+    peak = bench.peak_bytes(lambda: run(*inputs, impl), device)
+    times = [bench.seconds(lambda: (run(*inputs, impl), None)[1], device) for _ in range(rounds)]
+    return bench.SUMMARIES[device][1](times), peak - inputs[2].nbytes  # the result has that size too
+
+
+def scaled(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float, str]:
+    """The same and a remark, from as many sequences as fit."""
+    for part in (size.batch >> halved for halved in range(size.batch.bit_length())):
+        try:
+            time, memory = measure(size._replace(batch=part), dtype, impl, rounds, device)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            continue
+        remark = "" if part == size.batch else f", scaled up from batch {part}"
+        return time * size.batch / part, memory * size.batch / part, remark
+    raise RuntimeError(f"{NAMES[impl]}: not even one sequence fits into memory")
+
+
+def main() -> None:
+    """Checks, measures, prints, and saves if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=list(SIZES), default="cpu")
+    parser.add_argument("--size", help=f"batch x tokens x cursors x positions x width; {SIZES} by default")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", type=Path, help="also write the table as Markdown")
+    chosen = parser.parse_args()
+    device, size, rounds = chosen.device, chosen.size or SIZES[chosen.device], chosen.rounds
+    bench.check_device(device)
+    task, rows, base = Size(*map(int, size.split("x"))), list[list[str]](), (0.0, 0.0)
+    for kind, dtype in list(KINDS.items())[: 3 if device == "cuda" else 2]:
+        for impl in list(NAMES)[: 3 if device == "cuda" else 2]:
+            error = check(task, dtype, impl, device)
+            time, memory, remark = scaled(task, dtype, impl, rounds, device)
+            base = (time, memory) if impl == "reference" else base
+            cells = [bench.milliseconds(time), bench.ratio(base[0], time), bench.mebibytes(int(memory))]
+            rows.append([kind, NAMES[impl] + remark, f"{error:.2f}", *cells, bench.ratio(base[1], memory)])
+    notes = f"{bench.SUMMARIES[device][0]} of {rounds}; × is the loop's over ours; error is over what is allowed"
+    about = "; ".join([*bench.setting(device), f"size {size}", notes])
+    Console().print(about, bench.draw("Histogram filters", HEADINGS, rows), markup=False, highlight=False)
+    if chosen.save:
+        command = f"python -m deadreckon.lab.filters --device {device} --size {size} --rounds {rounds}"
+        bench.write(chosen.save, about, command, HEADINGS, rows, "Histogram filters")
+
+
+if __name__ == "__main__":
+    main()
