@@ -22,6 +22,7 @@ from deadreckon.factors import Factors, Householder, Rotation
 from deadreckon.fused import attend_fused
 from deadreckon.fused.decode import KernelDecoder
 from deadreckon.fused.histogram import filter_fused, superpose_fused
+from deadreckon.fused.power import attend_power
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
@@ -97,6 +98,13 @@ def call_filter(dtype: torch.dtype, length: int, positions: int, copy: bool) -> 
     (h.float().sum() + e.float().sum()).backward()
 
 
+def call_power(dtype: torch.dtype, length: int, group: int, width: int, p: int, gated: bool) -> None:
+    q = torch.randn(1, length, group, width).to(dtype).requires_grad_()
+    k, v = (torch.randn(1, length, 1, width).to(dtype).requires_grad_() for _ in range(2))
+    gate = (-torch.rand(1, length, 1)).requires_grad_() if gated else None
+    attend_power(q, k, v, gate, 0.1, p)[0].sum().backward()
+
+
 JITFunction.run = compile_only  # type: ignore[method-assign]
 deadreckon.fused.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
@@ -111,6 +119,10 @@ decode(torch.float32, 64, gated=True)
 call_filter(torch.bfloat16, 20, 512, copy=True)
 call_filter(torch.float32, 1, 99, copy=False)
 call_filter(torch.float32, 20, 4096, copy=False)
+call_power(torch.bfloat16, 1100, 2, 64, 2, True)
+call_power(torch.bfloat16, 2100, 1, 128, 2, False)
+call_power(torch.bfloat16, 4100, 1, 32, 4, True)
+call_power(torch.float32, 2100, 1, 128, 2, True)
 worst = max(found.values())
 if worst > SHARED:
     sys.exit(f"a kernel takes {worst} bytes of shared memory; there are {SHARED}")
