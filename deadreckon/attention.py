@@ -69,7 +69,7 @@ def attend(
     """
     _check_inputs(q, k, v)
     _check_transport(transport, q, k, v)
-    _check_score(score)
+    _check_score(score, transport)
     gates = _check_gate(log_gate, q, k)
     documents = check_documents(cu_seqlens, q)
     if scale is None:
@@ -141,7 +141,7 @@ def attend_next(
     """:func:`attend` of the next piece of a sequence, over itself and the past, which it moves on. No gradients."""
     _check_inputs(q, k, v)
     _check_transport(transport, q, k, v)
-    _check_score(score)
+    _check_score(score, transport)
     factors = Factors(transport, _check_gate(log_gate, q, k), score)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
@@ -238,10 +238,10 @@ def _check_gate(log_gate: object, q: Tensor, k: Tensor) -> Tensor | None:
     )
 
 
-def _check_score(score: object) -> None:
+def _check_score(score: object, transport: Transport | None) -> None:
     if isinstance(score, Power):
-        if score.form in ("chunked", "recurrent"):
-            raise ValueError(f"score.form: this version has 'attention' only, got {score.form!r}")
+        if score.form in ("chunked", "recurrent") and isinstance(transport, Householder):
+            raise ValueError(f"score.form: Householder steps allow 'attention' and 'auto' only, got {score.form!r}")
     elif not isinstance(score, str) or score not in ("softmax", "stick-breaking"):
         raise ValueError(f"score: expected 'softmax', 'stick-breaking' or Power(p), got {score!r}")
 

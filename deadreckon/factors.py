@@ -37,6 +37,9 @@ class Householder:
     beta: Tensor
 
 
+Form = Literal["auto", "attention", "chunked", "recurrent"]
+
+
 @dataclass(frozen=True)
 class Power:
     """The weight of a logit is its p-th power, p even; the row is divided by its sum.
@@ -44,13 +47,20 @@ class Power:
     A row whose weights are all zero attends to nothing: its output is zero. Keys are scaled by the longest of a head;
     those shorter by more than about 1e-38^(1/p) are lost in float32.
 
+    A power is a dot product of symmetric tensor powers, of C(D + p − 1, p) dimensions, so that a state of fixed size
+    can hold all keys: see ``deadreckon/blockwise/power.py``.
+
     Args:
         p: an even number, 2 or more.
-        form: ``"attention"`` is quadratic in T; ``"auto"`` picks the form by size.
+        form: how to compute it. ``"attention"`` is quadratic in T; ``"chunked"``, quadratic within chunks, carries the
+            state from chunk to chunk; ``"recurrent"`` carries it from token to token, in a Python loop, to learn from
+            and to test with; ``"auto"`` picks one of the first two by size. Householder steps need ``"attention"`` or
+            ``"auto"``; ``impl="reference"`` computes the definition, whatever the form. While a sequence comes in
+            pieces, keys become a state as soon as that is smaller, unless the form is ``"attention"``.
     """
 
     p: int
-    form: Literal["auto", "attention", "chunked", "recurrent"] = "auto"
+    form: Form = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.p, int) or isinstance(self.p, bool) or self.p < 2 or self.p % 2:

@@ -18,7 +18,8 @@ class LayerState:
     A layer moves on the state it is given and returns it; :meth:`fork` first to go on from one place twice.
 
     Attributes:
-        past: what attention needs: segments of keys and values, with gates, phases or Householder products.
+        past: what attention needs: segments of keys and values, with gates, phases or Householder products; with
+            powers, the state that all but the last tokens have become.
         recent: the last inputs of a short convolution, and some before them.
         length: how many tokens have been.
         kept: how many tokens recent inputs go back beyond what is needed.

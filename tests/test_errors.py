@@ -63,7 +63,12 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "gate is a number": (lambda: {"log_gate": -1.0}, "log_gate: expected a torch.Tensor, got float"),
     "unknown score": (lambda: {"score": "sigmoid"}, "score: expected 'softmax', 'stick-breaking' or Power"),
     "score is a tensor": (lambda: {"score": torch.ones(2)}, "score: expected"),
-    "form not there": (lambda: {"score": dr.Power(2, form="chunked")}, "score.form: .* 'chunked'"),
+    "chunks of reflections": (
+        lambda: {"score": dr.Power(2, form="chunked"), "transport": householder()}, "score.form: .* got 'chunked'",
+    ),
+    "recurrent reflections": (
+        lambda: {"score": dr.Power(2, form="recurrent"), "transport": householder()}, "score.form: .* got 'recurrent'",
+    ),
     "scale is infinite": (lambda: {"scale": float("inf")}, "scale: expected a finite number"),
     "scale is a tensor": (lambda: {"scale": torch.tensor(1.0)}, "scale: expected a finite number"),
     "packed batch": (lambda: {"cu_seqlens": torch.tensor([0, T], dtype=torch.int32)}, "need B = 1, got B = 2"),

@@ -145,7 +145,7 @@ def test_states_are_checked() -> None:
         layer(x[:1], cu_seqlens=torch.tensor([0, 5]), state=None)
 
 
-@pytest.mark.parametrize("name", ["path-fox", "rope", "selective-rope", "conformal-sympow"])
+@pytest.mark.parametrize("name", ["path-fox", "rope", "selective-rope", "fox"])
 def test_forks_share_what_is_behind(name: str) -> None:
     """Two continuations of 1100 tokens: the same as two sequences, without a copy of what they share."""
     layer = make_layer(name)

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deadreckon.blockwise.documents import unpacked
+from deadreckon.blockwise.power import attend_power
 from deadreckon.blockwise.precision import usual_scale
 from deadreckon.blockwise.rotation import turned
 from deadreckon.blockwise.stock import backend_for
 from deadreckon.blockwise.tree import attend_tree
-from deadreckon.factors import Factors, Rotation
+from deadreckon.factors import Factors, Power, Rotation
 
 
 def attend_blockwise(
@@ -29,6 +30,8 @@ def attend_blockwise(
         turn = turned(q, k, v, log_gate, transport)
         output = attend_blockwise(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, None)
         return turn.back(output) if transport.values else output
+    if isinstance(score, Power) and transport is None:
+        return attend_power(q, k, v, log_gate, score)
     if score == "softmax" and log_gate is None and transport is None and backend_for(q):
         return plain(q, k, v, scale)
     return attend_tree(q, k, v, transport, log_gate, score, scale)

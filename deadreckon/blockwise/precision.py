@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,20 @@ def lengths(x: Tensor) -> Tensor:
     """Norms of x (..., D) as (..., 1), safe from over- and underflow; never zero."""
     largest = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     return largest * (x / largest).norm(dim=-1, keepdim=True).clamp(min=0.5)
+
+
+def faded(log_gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp of a sum of log gates. What is next to nothing is nothing: arithmetic of denormal numbers is slow."""
+    nothing = 0.8 * math.log(torch.finfo(dtype).tiny)
+    return log_gate.exp().masked_fill(log_gate < nothing, 0).to(dtype)
+
+
+def in_range(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """q (N, T, G, D) and k (N, T, D), of lengths that keep powers in range.
+
+    Weights are divided by their sum, so that any length of a query and any unit for a head's keys will do.
+    """
+    return q / lengths(q.detach()), k / lengths(k.detach()).amax(1, keepdim=True)
 
 
 def usual_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from deadreckon.blockwise.precision import exact
+from deadreckon.blockwise.precision import exact, faded
 
 
 class Tiled(Protocol):
@@ -97,7 +97,7 @@ class EvenPower:
         return torch.zeros_like(rows, dtype=exact(rows.device))
 
     def _gated(self, power: Tensor, gate: Tensor | None, visible: Tensor | None) -> Tensor:
-        power = power if gate is None else power * gate.exp()
+        power = power if gate is None else power * faded(gate, power.dtype)
         return power if visible is None else power.masked_fill(~visible, 0)
 
     def add(self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, row: Tensor) -> None:

@@ -8,7 +8,8 @@ and continuations of one prefix share them.
 
 The last tokens, one leaf of them and less than another, wait as they came: their leaves are computed again with each
 piece, and it is possible to go back by a leaf. Without Householder steps nothing ever changes its frame, and there is
-one segment that grows.
+one segment that grows. With powers it does not grow for ever: once the state (`power.py`) takes less room than keys and
+values do, all but the last leaf are folded into it, and from then on a leaf at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deadreckon.blockwise.climb import LEAF, Climb, by_head, gates_by_head, leaf_tokens
+from deadreckon.blockwise.fold import Folded, fold, tokens_worth, unit_of
+from deadreckon.blockwise.power import chunk_tokens
 from deadreckon.blockwise.precision import lengths, usual_scale, work
 from deadreckon.blockwise.rotation import turned
 from deadreckon.blockwise.runs import Gate
+from deadreckon.blockwise.scores import EvenPower
 from deadreckon.factors import Factors, Power, Rotation, Score
 
 if TYPE_CHECKING:
@@ -58,11 +62,14 @@ class Segment:
         """Without the room."""
         return {name: self[name] for name in self.storage}
 
+    @property
+    def sums(self) -> Tensor | None:
+        return self["sums"] if "sums" in self.storage else None
+
     def gates(self) -> tuple[Tensor, Tensor] | None:
         """The sums of log gates from each token to the end, (N, S, 1 | G), and of all, (N, 1, 1 | G)."""
-        if "sums" in self.storage:
-            sums = self["sums"]
-            return sums[:, -1:] - sums, sums[:, -1:]
+        if self.sums is not None:
+            return self.sums[:, -1:] - self.sums, self.sums[:, -1:]
         return None if self.bias is None or self.total is None else (self.bias.mT, self.total.mT)
 
     def append(self, fields: Fields) -> None:
@@ -85,6 +92,13 @@ class Segment:
         shorter = Segment(self.storage)
         shorter.length, shorter.shared, shorter.owned = self.length - tokens, self.shared, self.owned
         return shorter
+
+    def later(self, tokens: int) -> Segment:
+        """Without its first tokens, in storage of its own."""
+        fields = {name: self[name][:, tokens:].clone() for name in self.storage}
+        if self.sums is not None:
+            fields["sums"] -= self.sums[:, tokens - 1 : tokens]
+        return Segment(fields)
 
     def map(self, change: Change) -> Segment:
         """A segment of its own, every tensor changed along its first dimension."""
@@ -124,12 +138,14 @@ class Past:
         phases: sums of step angles up to each of the last tokens, one more than it is possible to go back.
         longest: what keys are divided by, with powers.
         decoder: what it takes to go on by single tokens; it alone writes to `waiting` in place.
+        folded: all tokens before the segments, with powers.
     """
 
     segments: list[Segment] = field(default_factory=list)
     waiting: Segment | None = None
     phases: Tensor | None = None
     longest: Tensor | None = None
+    folded: Folded | None = None
     decoder: Decoder | None = None
 
     def fork(self) -> Past:
@@ -150,17 +166,18 @@ class Past:
             None if self.waiting is None else self.waiting.map(by_row),
             self.phases if self.phases is None or self.phases.shape[0] == 1 else change(self.phases),
             None if self.longest is None else by_row(self.longest),
+            None if self.folded is None else Folded(*map(by_row, self.folded)),
         )
 
     def tensors(self) -> list[Tensor]:
         """Everything held, once."""
         held = [*self.segments, *(part for part in (self.waiting, self.decoder) if part is not None)]
         found = [x for part in held for x in part.tensors()]
-        return found + [x for x in (self.phases, self.longest) if x is not None]
+        return found + [x for x in (self.phases, self.longest, *(self.folded or ())) if x is not None]
 
     @property
     def croppable(self) -> int:
-        """By how many tokens it can go back."""
+        """By how many tokens it can go back: those that are folded are beyond recall."""
         waiting = 0 if self.waiting is None else self.waiting.length
         allowed = waiting + sum(segment.length for segment in self.segments if segment.product is None)
         return allowed if self.phases is None else min(allowed, self.phases.shape[1] - 1)
@@ -174,10 +191,25 @@ class Past:
             self.waiting = self.waiting.shortened(tokens) if tokens < self.waiting.length else None
             self.decoder = None
             return
-        while tokens >= self.segments[-1].length:
+        while tokens and tokens >= self.segments[-1].length:
             tokens -= self.segments.pop().length
         if tokens:
             self.segments[-1] = self.segments[-1].shortened(tokens)
+
+    def fold(self, p: int) -> None:
+        """Folds all but the last leaf of tokens, where that saves room: a leaf at a time once there is a state."""
+        assert self.longest is not None
+        first = self.segments[0]
+        worth = LEAF if self.folded else tokens_worth(first["k"], first["v"], first.sums, p)
+        tokens = sum(segment.length for segment in self.segments) - LEAF
+        while tokens >= worth:
+            segment = self.segments.pop(0)
+            taken = min(tokens, segment.length)
+            k, v, sums = segment["k"][:, :taken], segment["v"][:, :taken], segment.sums
+            self.folded = fold(self.folded, k, v, None if sums is None else sums[:, :taken], self.longest, p)
+            if taken < segment.length:
+                self.segments.insert(0, segment.later(taken))
+            tokens, worth = tokens - taken, 1
 
 
 Ascend = Callable[[Tensor, Fields, float], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
@@ -211,12 +243,13 @@ def attend_stream(
         q = q.to(work(given))
     fields: Fields = {name: by_head(x, heads).squeeze(2) for name, x in (("k", k), ("v", v))}  # in the dtype given
     queries = by_head(q, heads)
+    size, folds = length, None  # to which power keys are folded, if they are
     if isinstance(score, Power):
-        if past.longest is None:  # a power of two: to divide by it costs no precision
-            past.longest = lengths(fields["k"].float()).amax(1, keepdim=True).log2().ceil().exp2().to(k.dtype)
-        fields["k"] = fields["k"] / past.longest
-        queries = queries / lengths(queries)
+        past.longest = unit_of(fields["k"].to(q.dtype), past.longest)
+        queries = queries / lengths(queries) / past.longest.unsqueeze(-1)  # keys stay as they came
         scale = 1.0
+        if transport is None and score.form != "attention":
+            size, folds = chunk_tokens(k.shape[3], score.p), score.p
     if log_gate is not None:
         fields["gates"] = gates_by_head(log_gate, heads)
     if transport is not None:
@@ -224,21 +257,26 @@ def attend_stream(
             by_head(x.to(work(given)).contiguous(), heads).squeeze(2) for x in (transport.w, transport.beta)
         )
     outputs = []
-    for piece, close in _pieces(length, past, transport is not None, queries, scale):
+    for piece, close in _pieces(length, size, past, transport is not None, queries, scale):
         some = {name: x[:, piece] for name, x in fields.items()}
         kernels = ascend if transport is not None and score == "softmax" and close else None
         outputs.append(_attend_piece(queries[:, piece], some, score, scale, past, close, kernels))
+        if folds is not None:
+            past.fold(folds)
     output = torch.cat(outputs, dim=1).unflatten(0, (batch, heads)).transpose(1, 2)
     return output.reshape(batch, length, query_heads, -1).to(given)
 
 
-def _pieces(length: int, past: Past, householder: bool, queries: Tensor, scale: float) -> list[tuple[slice, bool]]:
+def _pieces(
+    length: int, size: int, past: Past, householder: bool, queries: Tensor, scale: float
+) -> list[tuple[slice, bool]]:
     """The new tokens that, with those that wait, are closed to a segment; and the rest, which wait in turn.
 
-    A leaf of tokens always waits, once there are two. Leaves that are full without new tokens are closed here.
+    A leaf of tokens always waits, once there are two. Leaves that are full without new tokens are closed here. Without
+    Householder steps nothing waits, and new tokens come `size` at a time.
     """
     if not householder:
-        return [(slice(0, length), True)]
+        return [(slice(start, min(start + size, length)), True) for start in range(0, length, size)]
     waiting = 0 if past.waiting is None else past.waiting.length
     closed = max(0, (waiting + length) // LEAF - 1) * LEAF
     if closed > waiting:
@@ -321,6 +359,13 @@ def _look_back(climb: Climb, new: slice, out: Tensor, row: Tensor, past: Past) -
         if segment.product is not None:
             crossed = queries.flatten(2, 3) @ segment.product.mT.unsqueeze(1)
             queries = crossed.unflatten(2, queries.shape[2:4])
+    if past.folded is not None:
+        assert isinstance(climb.score, EvenPower)
+        assert past.longest is not None
+        unit_queries = queries.squeeze(1) * past.longest.unsqueeze(-1)
+        found = past.folded.read(unit_queries, None if shift is None else shift.squeeze(1), past.longest, climb.score.p)
+        out += found[..., :-1].unsqueeze(1)
+        row += found[..., -1].unsqueeze(1)
 
 
 def _move_on(climb: Climb, fields: Fields, total: int, past: Past, close: bool) -> None:

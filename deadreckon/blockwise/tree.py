@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deadreckon.blockwise.climb import Climb, by_head, gates_by_head, leaf_tokens
-from deadreckon.blockwise.precision import lengths, work
+from deadreckon.blockwise.precision import in_range, work
 from deadreckon.factors import Householder, Power, Score
 
 
@@ -60,10 +60,7 @@ def attend_tree(
     q, k, v = (whole(by_head(x, heads)) for x in (q, k, v))
     k, v = k.squeeze(2), v.squeeze(2)
     if isinstance(score, Power):
-        # Weights are divided by their sum, so q and k may have any length: one that keeps powers in range.
-        k = k / lengths(k.detach()).amax(1, keepdim=True)
-        q = q / lengths(q.detach())
-        scale = 1.0
+        (q, k), scale = in_range(q, k), 1.0
     output = _Tree.apply(q, k, v, w, beta, gates, score, scale, leaf)
     output = output[:, :length].unflatten(0, (batch, heads)).transpose(1, 2)  # (B, T, H, G, E)
     return output.reshape(batch, length, query_heads, -1).to(dtype)

@@ -2,7 +2,8 @@
 
     weight = Π γ · (q_iᵀ R^{i−j} k_j)^p,   γ_t = σ(w · x_t)
 
-Cost: that of attention, here. State: keys, values and gates.
+Cost: linear in T, or that of attention while that is less. State: keys, values and gates, until
+C(D + p − 1, p) · (D + 1) numbers a gate take less room.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""The symmetric tensor power: φ with ⟨φ(q), φ(k)⟩ = (qᵀk)^p, in as few dimensions as there are monomials of degree p.
+
+    φ(x)_α = √(p! / (α_1! ⋯ α_D!)) · x_1^{α_1} ⋯ x_D^{α_D},   α_1 + … + α_D = p,   C(D + p − 1, p) of them
+
+A monomial is a product x_i x_j ⋯ with i ≤ j ≤ …, and they are sorted by these indices. Those without the first i
+channels are then the last ones of their degree, and the next degree is x_i times these, for each i: nothing is ever of
+size D^p, and every product is one of slices. Tensors are (..., D, T), tokens last, so that the slices are long.
+
+The roots are for show: where φ(k) goes into a state, the state is multiplied once by the whole numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from math import comb
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def dimension(width: int, p: int) -> int:
+    """How many monomials of degree p there are in so many variables."""
+    return comb(width + p - 1, p)
+
+
+def symmetric_power(x: Tensor, p: int) -> Tensor:
+    """φ(x): (..., D) -> (..., C(D + p − 1, p)). Differentiable."""
+    powers = _Monomials.apply(x.reshape(-1, x.shape[-1]).mT.contiguous(), p).mT
+    return powers.reshape(*x.shape[:-1], -1) * multiplicities(x.shape[-1], p).sqrt().to(x)
+
+
+@cache
+def multiplicities(width: int, p: int) -> Tensor:
+    """p! / (α_1! ⋯ α_D!) of each monomial: in how many orders its factors can be written. float64, exact."""
+    ways = repeats = torch.ones(width, dtype=torch.float64)  # and how often the first index occurs
+    for degree in range(1, p):
+        more = []
+        for i, _, rest in _products(width, degree):
+            again = repeats[rest].clone()
+            with_i = dimension(width - i, degree) - dimension(width - i - 1, degree)
+            again[:with_i] += 1
+            again[with_i:] = 1
+            more.append((ways[rest] * (degree + 1) / again, again))
+        ways, repeats = (torch.cat(parts) for parts in zip(*more, strict=True))
+    return ways
+
+
+def _products(width: int, degree: int) -> Iterator[tuple[int, slice, slice]]:
+    """A channel i, where its products stand in the next degree, and which monomials of this degree they are of."""
+    start = 0
+    for i in range(width):
+        count = dimension(width - i, degree)
+        yield i, slice(start, start + count), slice(-count, None)
+        start += count
+
+
+def _degrees(x: Tensor, p: int) -> list[Tensor]:
+    """Monomials of x (..., D, T) of degree 1, 2, ..., p."""
+    width, found = x.shape[-2], [x]
+    for degree in range(1, p):
+        more = x.new_empty(*x.shape[:-2], dimension(width, degree + 1), x.shape[-1])
+        for i, here, rest in _products(width, degree):
+            torch.mul(x[..., i : i + 1, :], found[-1][..., rest, :], out=more[..., here, :])
+        found.append(more)
+    return found
+
+
+def monomials(x: Tensor, p: int) -> Tensor:
+    """(..., D, T) -> (..., C(D + p − 1, p), T), without the roots of multiplicities."""
+    return _degrees(x, p)[-1]
+
+
+def monomial_gradients(x: Tensor, p: int, grad: Tensor) -> Tensor:
+    """The gradient of x (..., D, T), given that of its monomials."""
+    width = x.shape[-2]
+    grad_x = torch.zeros_like(x)
+    for degree, lower in reversed(list(enumerate(_degrees(x, p - 1), start=1))):
+        grad_lower = torch.zeros_like(lower)
+        for i, here, rest in _products(width, degree):
+            grad_x[..., i, :] += (grad[..., here, :] * lower[..., rest, :]).sum(-2)
+            grad_lower[..., rest, :].addcmul_(x[..., i : i + 1, :], grad[..., here, :])
+        grad = grad_lower
+    return grad_x.add_(grad)
+
+
+class _Monomials(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.p = p
+        return monomials(x, p)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return monomial_gradients(x, ctx.p, grad), None

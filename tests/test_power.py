@@ -1,0 +1,412 @@
+"""Symmetric powers: three forms of one attention, the paper's propositions about them, and states that do not grow."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from math import comb, factorial, prod
+from time import process_time
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, relative_errors, run
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.attention import attend_next
+from deadreckon.blockwise import power
+from deadreckon.blockwise.power import form_for
+from deadreckon.blockwise.stream import Past
+from deadreckon.blockwise.symmetric import dimension, multiplicities, symmetric_power
+from deadreckon.lab.bench import peak_bytes
+
+FORMS = ("attention", "chunked", "recurrent")
+SYMPOWS = ("sympow", "sympow-gated", "conformal-sympow")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads gain nothing on tensors this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).detach().norm() / expected.detach().norm())
+
+
+# The symmetric power --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "p"), [(1, 4), (3, 2), (16, 2), (5, 4), (12, 4), (4, 6), (2, 8)])
+def test_a_dot_product_of_symmetric_powers_is_a_power(width: int, p: int) -> None:
+    q, k = draw(2, 9, 5, width)
+    found = (symmetric_power(q, p) * symmetric_power(k, p)).sum(-1)
+    assert symmetric_power(q, p).shape == (9, 5, comb(width + p - 1, p))
+    torch.testing.assert_close(found, (q * k).sum(-1) ** p, rtol=1e-11, atol=1e-11)
+    ways = [
+        factorial(p) / prod(map(factorial, Counter(indices).values()))
+        for indices in itertools.combinations_with_replacement(range(width), p)
+    ]
+    assert multiplicities(width, p).tolist() == ways
+
+
+def test_the_gradient_of_the_symmetric_power() -> None:
+    for p in (2, 4):
+        assert torch.autograd.gradcheck(lambda x, p=p: symmetric_power(x, p), draw(3, 4).requires_grad_())
+
+
+def induced(turn: Tensor, p: int) -> Tensor:
+    """The linear map that takes φ(x) to φ(turn x), found from more vectors than φ has dimensions."""
+    width = turn.shape[0]
+    x = draw(3 * dimension(width, p), width, seed=3)
+    return torch.linalg.lstsq(symmetric_power(x, p), symmetric_power(x @ turn.T, p)).solution.T
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_a_rotation_of_keys_rotates_their_powers(p: int) -> None:
+    """Proposition 2: φ(Pk) = P̄ φ(k) for every k, P̄ a rotation; and routes compose."""
+    first, second = (torch.linalg.qr(draw(4, 4, seed=seed)).Q for seed in (1, 2))
+    first, second = (turn * torch.linalg.det(turn).sign() ** torch.tensor([1, 0, 0, 0]) for turn in (first, second))
+    maps = induced(first, p), induced(second, p)
+    fresh = draw(7, 4, seed=9)
+    torch.testing.assert_close(symmetric_power(fresh @ first.T, p), symmetric_power(fresh, p) @ maps[0].T)
+    identity = torch.eye(dimension(4, p), dtype=torch.float64)
+    for turn in maps:
+        torch.testing.assert_close(turn @ turn.T, identity, rtol=0, atol=1e-9)
+        torch.testing.assert_close(torch.linalg.det(turn), torch.tensor(1.0).double())
+    torch.testing.assert_close(maps[0] @ maps[1], induced(first @ second, p), rtol=0, atol=1e-9)
+
+
+# Three forms ----------------------------------------------------------------------------------------------------------
+
+CASES = [
+    Case("rotation", None, dr.Power(2), length=1),
+    Case("rotation", "learned", dr.Power(4), length=50),
+    Case(None, "learned", dr.Power(2), length=129),
+    Case("rotation", None, dr.Power(2), length=300),  # propositions 1 and 3, and both at once
+    Case(None, "learned", dr.Power(2), length=300, width=8),
+    Case("rotation", "learned", dr.Power(2), length=300, value_width=5),
+    Case("rotation", "learned per key head", dr.Power(2), length=577, group=3, width=8),
+    Case("rotation per query head", "constant", dr.Power(2), length=300, width=8),
+    Case("rotation of values", "learned", dr.Power(2), length=300, width=8),
+    Case("rotation", None, dr.Power(4), length=300, width=6),
+    Case("rotation", "learned", dr.Power(4), length=700, width=6, batch=1),
+    Case(None, "learned", dr.Power(6), length=300, width=3, batch=1),
+]
+
+
+@cache
+def definition(case: Case) -> dict[str, Tensor]:
+    return run(case, impl="reference")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.transport}-{case.gate}-p{case.score.p}-T{case.length}")
+def test_the_three_forms_are_one(case: Case, form: Any) -> None:
+    """float64: to rounding, which few keys magnify. float32: 1e-5 forward, 1e-4 for every gradient."""
+    expected = definition(case)
+    case = replace(case, score=dr.Power(case.score.p, form))
+    for dtype, limit, grad_limit in ((torch.float64, 1e-9, 1e-7), (torch.float32, 1e-5, 1e-4)):
+        errors = relative_errors(run(case, dtype), expected)
+        bad = {n: e for n, e in errors.items() if not e <= (limit if n == "output" else grad_limit)}
+        assert not bad, f"{dtype}: {bad}"
+
+
+@pytest.mark.parametrize("gate", ["learned", "learned per key head"])
+def test_gates_that_reach_over_several_chunks(gate: str) -> None:
+    """Four chunks of 256, of which a tenth of the first is left in the last: output, gradients, and streamed."""
+    case = Case("rotation", gate, dr.Power(2), length=1000, batch=1, width=6, value_width=5)
+    results = []
+    for form, impl in (("attention", "reference"), ("chunked", "blockwise")):
+        leaves = {name: x.requires_grad_() for name, x in weak(case.inputs()).items()}
+        output = replace(case, score=dr.Power(2, form)).attend(leaves, impl=impl)
+        found = torch.autograd.grad(output, list(leaves.values()), draw(*output.shape, seed=1))
+        results.append({"output": output.detach(), **dict(zip(leaves, found, strict=True))})
+    errors = relative_errors(results[1], results[0])
+    assert max(errors.values()) < 1e-10, errors
+    leaves = weak(case.inputs())
+    past, outputs = Past(), []
+    for start, end in itertools.pairwise((0, 90, 200, 330, *range(331, 480), 800, 1000)):
+        outputs.append(next_piece(case, {name: x[:, start:end] for name, x in leaves.items()}, past))
+    assert past.folded is not None
+    assert error(torch.cat(outputs, dim=1), results[0]["output"]) < 1e-12
+
+
+def weak(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x * 0.02 if name == "log_gate" else x for name, x in leaves.items()}
+
+
+def next_piece(case: Case, piece: dict[str, Tensor], past: Past) -> Tensor:
+    return attend_next(
+        piece["q"], piece["k"], piece["v"],
+        transport=dr.Rotation(piece["angles"]), log_gate=piece["log_gate"], score=case.score, past=past,
+    )  # fmt: skip
+
+
+def by_matrix(leaves: dict[str, Tensor], p: int) -> Tensor:
+    """The attention formulation with T × T weights, one head, rotations by complex numbers."""
+    (q, k, v), phase = (leaves[name][0, :, 0] for name in "qkv"), leaves["angles"][0, :, 0].cumsum(0)
+    half = q.shape[1] // 2
+    q, k = (torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(phase), phase) for x in (q, k))
+    sums = leaves["log_gate"][0, :, 0].cumsum(0)
+    weights = (q @ k.mH).real ** p * (sums[:, None] - sums).tril().exp()
+    weights = weights.tril()
+    return (weights / weights.sum(-1, keepdim=True) @ v)[None, :, None]
+
+
+@pytest.mark.parametrize(("p", "width"), [(2, 16), (4, 6)])
+def test_the_three_forms_are_one_at_length_4096(p: int, width: int) -> None:
+    case = Case("rotation", "learned", dr.Power(p), 4096, batch=1, heads=1, group=1, width=width, value_width=4)
+    leaves = {name: x.requires_grad_() for name, x in case.inputs().items()}
+    expected = by_matrix(leaves, p)
+    grad = draw(*expected.shape, seed=1)
+    wanted = dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values()), grad), strict=True))
+    for form in FORMS:
+        inputs = {name: x.detach().float().requires_grad_() for name, x in leaves.items()}
+        output = replace(case, score=dr.Power(p, form)).attend(inputs)
+        found = torch.autograd.grad(output, list(inputs.values()), grad.float())
+        assert error(output, expected) < 1e-5, form
+        errors = relative_errors(dict(zip(inputs, found, strict=True)), wanted)
+        assert max(errors.values()) < 1e-4, (form, errors)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_documents_equal_separate_ones(form: Any) -> None:
+    lengths = [1, 300, 5, 0, 290, 64, 3]
+    case = Case("rotation", "learned", dr.Power(2, form), length=sum(lengths), batch=1, width=8)
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    errors = relative_errors(run(case, cu_seqlens=bounds), run(case, cu_seqlens=bounds, impl="reference"))
+    assert max(errors.values()) < 1e-8, errors
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("p", [2, 4])
+def test_weights_are_a_distribution(p: int, form: Any) -> None:
+    """With one-hot values the output is the weights: none negative, their sum one, none of the future."""
+    case = Case("rotation", "learned", dr.Power(p, form), length=300, batch=1, width=6, value_width=300)
+    leaves = case.inputs()
+    leaves["v"] = torch.eye(300, dtype=torch.float64)[None, :, None].expand(1, 300, 2, 300)
+    weights = case.attend(leaves)
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=0, atol=1e-9)
+    assert weights.min() > -1e-9
+    assert weights[0].transpose(0, 1).triu(1).abs().max() == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_alibi_is_a_constant_gate(form: Any) -> None:
+    """Appendix A.2: a penalty of m for each token of distance, which powers take as a factor exp(−m)."""
+    q, k, v = draw(3, 1, 300, 2, 8)
+    slopes = torch.tensor([0.25, 0.0625], dtype=torch.float64)
+    distance = torch.arange(300)[:, None] - torch.arange(300)
+    biases = (-slopes[:, None, None] * distance).exp().tril()
+    weights = torch.einsum("bihd,bjhd->bhij", q, k) ** 2 * biases
+    expected = torch.einsum("bhij,bjhe->bihe", weights / weights.sum(-1, keepdim=True), v)
+    found = dr.attend(q, k, v, log_gate=-slopes, score=dr.Power(2, form))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_no_worse_than_the_definition_in_it(dtype: torch.dtype) -> None:
+    case = Case("rotation", "learned", dr.Power(2), length=300, width=8)
+    expected = run(case, impl="reference")
+    plain = relative_errors(run(case, dtype, impl="reference"), expected)
+    ours = relative_errors(run(replace(case, score=dr.Power(2, "chunked")), dtype), expected)
+    assert all(ours[name] <= 2 * plain[name] for name in expected), (ours, plain)
+
+
+def test_auto_takes_chunks_where_they_are_faster() -> None:
+    q = torch.empty(1, 1, 1, 64)
+    assert form_for(dr.Power(2), q.expand(1, 8192, 1, 64)) == "chunked"
+    assert form_for(dr.Power(2), q.expand(1, 2048, 1, 64)) == "attention"
+    assert form_for(dr.Power(4), q.expand(1, 65536, 1, 64)) == "attention"
+    assert form_for(dr.Power(4, "chunked"), q) == "chunked"
+
+
+# Memory and magnitudes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", [None, "learned"])
+def test_memory_is_linear_and_holds_phi_of_little(gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward. φ of all queries and keys would take four times as much."""
+    monkeypatch.setattr(power, "HELD", 1 << 16)
+
+    def peak(length: int) -> int:
+        case = Case(None, gate, dr.Power(4, "chunked"), length, batch=1, heads=1, group=1, width=12, value_width=8)
+        leaves = {name: x.float().requires_grad_() for name, x in case.inputs().items()}
+        return peak_bytes(lambda: case.attend(leaves).sum().backward())
+
+    small, large = peak(3072), peak(6144)
+    assert large < 2.2 * small
+    assert large < 2 * 6144 * dimension(12, 4) * 8 / 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("p", "width"), [(2, 8), (4, 6)])
+def test_huge_magnitudes(p: int, width: int, form: Any) -> None:
+    """Everything times 1e4; then a key 1e3 times longer than all before it, which float32 bears to 1e-4."""
+    case = Case("rotation", None, dr.Power(p, form), length=600, batch=1, width=width)
+    leaves = case.inputs()
+    expected = case.attend(leaves, impl="reference")
+    large = {name: (x * 1e4 if name in ("q", "k") else x).float() for name, x in leaves.items()}
+    assert error(case.attend(large), expected) < 1e-5
+    leaves["k"][:, 250] *= 1e3
+    expected = case.attend(leaves, impl="reference")
+    found = case.attend({name: x.float() for name, x in leaves.items()})
+    assert error(found[:, :250], expected[:, :250]) < 1e-5
+    assert error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_queries_at_right_angles_to_all_keys_attend_to_nothing(form: Any) -> None:
+    """Their sum of weights is what rounding leaves of zero: an output of any sign, but of no size."""
+    q, k, v = draw(3, 1, 600, 1, 8).float()
+    basis = torch.linalg.qr(draw(8, 8, seed=4).float()).Q
+    k = k[..., :4] @ basis[:, :4].T
+    q[:, 300:] = q[:, 300:, :, 4:] @ basis[:, 4:].T
+    q.requires_grad_()
+    output = dr.attend(q, k, v, score=dr.Power(2, form))
+    expected = dr.attend(q.detach().double(), k.double(), v.double(), score=dr.Power(2), impl="reference")
+    assert error(output[:, :300], expected[:, :300]) < 1e-5
+    assert output[:, 300:].abs().max() < 1.001 * v.abs().max()
+    assert torch.autograd.grad(output.sum(), q)[0].isfinite().all()
+
+
+# Streaming ------------------------------------------------------------------------------------------------------------
+
+
+def make_layer(name: str, **options: Any) -> dr.AttentionLayer:
+    torch.manual_seed(0)
+    return dr.AttentionLayer(32, 4, name, n_kv_heads=2, qk_norm=True, encoding_options=options)
+
+
+@pytest.mark.parametrize(("name", "p"), [*((name, 2) for name in SYMPOWS), ("sympow", 4)])
+def test_streams_before_across_and_after_folding(name: str, p: int) -> None:
+    """Random splits of 700 tokens, float32, to 1e-5 (heads of 8; with p = 4 keys are folded after 440)."""
+    layer, x = make_layer(name, p=p), draw(2, 700, 32, seed=1).float()
+    expected = layer(x).detach()
+    generator = torch.Generator().manual_seed(1)
+    folded = set()
+    for pieces in (3, 20, 100):
+        cuts = sorted({0, 700, *torch.randint(1, 700, (pieces,), generator=generator).tolist()})
+        state, outputs = None, []
+        for start, end in itertools.pairwise(cuts):
+            y, state = layer(x[:, start:end], state=state)
+            outputs.append(y)
+            folded.add(state.past.folded is not None)
+        torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-5)
+    assert folded == {False, True}
+
+
+def test_keys_are_kept_where_that_takes_less_room_and_where_it_is_asked_for() -> None:
+    x = draw(1, 400, 32).float()
+    _, state = make_layer("sympow", p=4)(x, state=None)  # 330 · 9 · 8 bytes, as much as 372 tokens
+    assert state.past.folded is None
+    layer = make_layer("sympow")
+    layer.encoding.score = dr.Power(2, "attention")
+    _, state = layer(x, state=None)
+    assert state.past.folded is None
+    state.crop(64)
+    _, state = make_layer("sympow")(x, state=None)
+    assert state.past.folded is not None
+
+
+@pytest.mark.parametrize("name", SYMPOWS)
+def test_decoding_costs_the_same_anywhere(name: str) -> None:
+    """Memory and time of a token, after 400 and after 6000."""
+    layer = make_layer(name)
+
+    def decode(state: Any) -> tuple[int, float]:
+        times, held = [], 0
+        for _ in range(3):
+            start = process_time()
+            for _ in range(64):  # a leaf: one of them folds
+                layer(x, state=state)
+                held = max(held, state.bytes())
+            times.append(process_time() - start)
+        return held, min(times)
+
+    x = draw(1, 1, 32).float()
+    _, state = layer(draw(1, 400, 32).float(), state=None)
+    early = decode(state)
+    layer(draw(1, 6000, 32).float(), state=state)
+    late = decode(state)
+    assert late[0] <= 1.1 * early[0]
+    assert late[1] < 1.7 * early[1]
+
+
+@pytest.mark.parametrize("name", SYMPOWS)
+def test_folded_states_fork_go_back_and_are_selected(name: str) -> None:
+    layer, (x, y) = make_layer(name), draw(2, 3, 700, 32, seed=5).float()
+    _, state = layer(x[:, :500], state=None)
+    assert state.past.folded is not None
+    assert 64 <= state.past.croppable < 128
+    other, picked = state.fork(), state.select(torch.tensor([2, 0])).to("cpu")
+    assert other.past.folded is state.past.folded  # shared until it changes
+    assert 0 < picked.bytes() < state.bytes()
+    state.crop(64)
+    for some, new, seen in (
+        (state, y[:, :200], x[:, :436]),
+        (other, x[:, 500:], x[:, :500]),
+        (picked, x[[2, 0], 500:], x[[2, 0], :500]),
+    ):
+        wanted = layer(torch.cat([seen, new], dim=1)).detach()[:, seen.shape[1] :]
+        found = torch.cat([layer(part, state=some)[0] for part in new.split([1, 1, 150, 48], dim=1)], dim=1)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="crop: expected at most"):
+        state.crop(200)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_later_pieces_may_be_of_other_magnitudes(p: int) -> None:
+    """Keys 1e12 times longer than those of the first pieces, then as short again; and queries of any length."""
+    case = Case("rotation", "learned", dr.Power(p), length=900, batch=1, width=6, value_width=6)
+    leaves = weak(case.inputs())
+    leaves["k"][:, :200] *= 1e-6
+    leaves["k"][:, 600:700] *= 1e6
+    leaves["log_gate"][:, 700] = -50.0  # or nothing of what follows would count beside them
+    expected = case.attend(leaves, impl="reference")
+    past, outputs, start = Past(), [], 0
+    for length in (150, 40, 1, 1, 208, 100, 1, 199, 100, 100):
+        piece = {name: x[:, start : start + length].float() for name, x in leaves.items()}
+        outputs.append(next_piece(case, piece | {"q": 1e9 * piece["q"]}, past))
+        start += length
+    assert past.folded is not None
+    found = torch.cat(outputs, dim=1)
+    for part in (slice(0, 200), slice(200, 600), slice(600, 700), slice(700, 900)):
+        assert error(found[:, part], expected[:, part]) < 1e-4
+
+
+@pytest.mark.parametrize("encoding", SYMPOWS)
+def test_generation_is_the_same_with_and_without_a_cache(encoding: str) -> None:
+    """Greedy and with beams, a padded row beside a whole one; keys are folded on the way."""
+    torch.manual_seed(0)
+    config = dr.DeadReckonConfig(
+        encoding=encoding, vocab_size=13, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    model = dr.DeadReckonForCausalLM(config).eval()
+    ids = torch.randint(1, 13, (2, 100), generator=torch.Generator().manual_seed(2))
+    for arguments in ({"max_new_tokens": 40}, {"max_new_tokens": 10, "num_beams": 3}):
+        results = [
+            model.generate(ids, do_sample=False, use_cache=cache, return_dict_in_generate=True, **arguments)
+            for cache in (True, False)
+        ]
+        assert torch.equal(results[0].sequences, results[1].sequences)
+        layers = results[0].past_key_values.layers
+        assert all(layer.state.past.folded is not None for layer in layers)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    both = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    alone = model.generate(ids[:1, 40:], max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert torch.equal(both[0, 40:], alone[0])
