@@ -256,20 +256,18 @@ def attend_stream(
         fields["w"], fields["beta"] = (
             by_head(x.to(work(given)).contiguous(), heads).squeeze(2) for x in (transport.w, transport.beta)
         )
-    outputs = []
-    for piece, close in _pieces(length, size, past, transport is not None, queries, scale):
+    output = q.new_empty(batch, length, heads, query_heads // heads, v.shape[3], dtype=given)
+    for piece, close in _pieces(length, size, past, transport is not None):
         some = {name: x[:, piece] for name, x in fields.items()}
         kernels = ascend if transport is not None and score == "softmax" and close else None
-        outputs.append(_attend_piece(queries[:, piece], some, score, scale, past, close, kernels))
+        found = _attend_piece(queries[:, piece], some, score, scale, past, close, kernels)
+        output[:, piece] = found.unflatten(0, (batch, heads)).transpose(1, 2)
         if folds is not None:
             past.fold(folds)
-    output = torch.cat(outputs, dim=1).unflatten(0, (batch, heads)).transpose(1, 2)
-    return output.reshape(batch, length, query_heads, -1).to(given)
+    return output.flatten(2, 3)
 
 
-def _pieces(
-    length: int, size: int, past: Past, householder: bool, queries: Tensor, scale: float
-) -> list[tuple[slice, bool]]:
+def _pieces(length: int, size: int, past: Past, householder: bool) -> list[tuple[slice, bool]]:
     """The new tokens that, with those that wait, are closed to a segment; and the rest, which wait in turn.
 
     A leaf of tokens always waits, once there are two. Leaves that are full without new tokens are closed here. Without
@@ -331,11 +329,15 @@ def _attend_piece(
         queries = pad(queries, (0, 0, 0, 0, fields["k"].shape[1] - length, 0))
         past.waiting = past.decoder = None
     total = queries.shape[1]
-    climb = _climb(queries, fields, score, scale)
     if ascend is not None and total > LEAF:
+        climb = _climb(queries[:, :LEAF], {name: x[:, :LEAF] for name, x in fields.items()}, score, scale)
+        climb.sums = fields["gates"].cumsum(1) if "gates" in fields else None
         out, row, climb.queries, climb.keys, product = ascend(queries, fields, scale)
-        out, climb.queries, climb.products = out.float(), climb.queries.float(), product.unsqueeze(1)
+        climb.products = product.unsqueeze(1)
+        if past.segments:
+            out, climb.queries = out.float(), climb.queries.float()
     else:
+        climb = _climb(queries, fields, score, scale)
         out, row = climb.ascend(to_top=True)
     new = slice(total - length, total)
     _look_back(climb, new, out, row, past)

@@ -45,7 +45,7 @@ def ascend_fields(q: Tensor, fields: dict[str, Tensor], scale: float) -> tuple[T
             top = Tree(leaves).ascend(out, lse[first : first + count], to_top=True)
             assert top is not None
             tops.append((top.queries, top.keys, top.products[:, 0]))
-    queries, keys, products = (torch.cat(part) for part in zip(*tops, strict=True))
+    queries, keys, products = tops[0] if len(tops) == 1 else (torch.cat(part) for part in zip(*tops, strict=True))
     return out, lse, queries, keys, products
 
 
