@@ -1,0 +1,61 @@
+"""The figures of "Conformal Transformations for Symmetric Power Transformers", small.
+
+    python -m deadreckon.lab.power_figures --data books --save power-figures.json
+
+First, the loss at the end of training against the context that was trained on, every step reading as many tokens;
+second, the loss by position up to some times that context. The paper trains 124 million parameters on contexts of 256
+to 65 536 tokens of LongCrawl64, whose documents are all as long as the longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import deadreckon as dr
+from deadreckon.lab.perplexity import loss_by_position
+from deadreckon.lab.text_runs import Plan, Run, arguments, command, compare, numbers
+from deadreckon.tasks.language import open_corpus
+
+POWERS_OF = ("sympow", "sympow-gated", "conformal-sympow")
+
+
+def main() -> bool:
+    """The command."""
+    parser = arguments("Loss by context and by position for symmetric powers.", encodings=["rope", *POWERS_OF])
+    parser.add_argument("--powers", type=numbers, default=[2, 4], help="p of encodings that have one")
+    parser.add_argument("--lengths", type=numbers, default=[256, 1024, 4096], help="contexts to train on")
+    parser.add_argument("--beyond", type=int, default=4, help="evaluate up to so many times the context")
+    parser.add_argument("--bins", type=int, default=32, help="of positions")
+    return run(parser.parse_args())
+
+
+def run(chosen: argparse.Namespace) -> bool:
+    """Trains and evaluates every encoding at every context; whether all are done."""
+    longest = chosen.beyond * max(chosen.lengths)
+    plan = Plan(
+        chosen.data, chosen.size, chosen.steps, chosen.batch_tokens, chosen.learning_rate, chosen.seed, longest
+    )  # fmt: skip
+    valid = open_corpus(chosen.data, "valid")
+    runs = [
+        Run(encoding, length, options)
+        for length in chosen.lengths
+        for encoding in chosen.encodings
+        for options in ([(("p", p),) for p in chosen.powers] if encoding in POWERS_OF else [()])
+    ]
+    settings = {"beyond": chosen.beyond, "bins": chosen.bins, "tokens": chosen.tokens}
+
+    def evaluate(model: dr.DeadReckonForCausalLM, run: Run, say: Callable[[str], None]) -> dict[str, Any]:
+        far = chosen.beyond * run.length
+        scores = loss_by_position(model, valid, far, chosen.bins, tokens=chosen.tokens)
+        for score in (scores[len(scores) // 2], scores[-1]):
+            say(f"tokens {score.first} to {score.last} of a row: loss {score.loss:.4f}")
+        return {"positions": [asdict(score) for score in scores]}
+
+    return compare(runs, plan, evaluate, settings, chosen.save, chosen.minutes)
+
+
+if __name__ == "__main__":
+    command(main)

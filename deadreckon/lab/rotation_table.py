@@ -1,0 +1,64 @@
+"""The table of "Why Do Accumulated Transformations Extrapolate?": trained at 512 tokens, read at up to 65 536.
+
+    python -m deadreckon.lab.rotation_table --data books --save rotation-table.json
+
+The paper trains 16 layers of 768 on 3.3 billion tokens of OpenWebText; here models, text and training are as small as
+the options say. As there, training reads a stream over ends of documents, and all positions count.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import deadreckon as dr
+from deadreckon.lab.perplexity import perplexity_by_length
+from deadreckon.lab.text_runs import Plan, Run, arguments, command, compare, numbers
+from deadreckon.tasks.language import open_corpus
+
+ENCODINGS = (
+    "rope", "rope-values", "random-rotation", "random-rotation-values", "learned-rotation", "learned-rotation-values",
+    "alibi",
+)  # fmt: skip
+
+
+def main() -> bool:
+    """The command."""
+    parser = arguments("Perplexity by length for rotations.", encodings=list(ENCODINGS))
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row in training")
+    parser.add_argument(
+        "--lengths", type=numbers, default=[512, 2048, 4096, 8192, 16384, 65536], help="of rows to evaluate on"
+    )
+    parser.add_argument("--window", type=int, help="of the sliding evaluation; the length of training by default")
+    parser.add_argument("--piece", type=int, help="read rows in pieces of so many tokens, where memory is short")
+    return run(parser.parse_args())
+
+
+def run(chosen: argparse.Namespace) -> bool:
+    """Trains and evaluates every encoding; whether all are done."""
+    plan = Plan(
+        chosen.data, chosen.size, chosen.steps, chosen.batch_tokens, chosen.learning_rate, chosen.seed,
+        max(chosen.lengths),
+    )  # fmt: skip
+    window = chosen.window or chosen.length
+    valid = open_corpus(chosen.data, "valid")
+    runs = [Run(encoding, chosen.length) for encoding in chosen.encodings]
+    settings = {"lengths": chosen.lengths, "window": window, "tokens": chosen.tokens}
+
+    def evaluate(model: dr.DeadReckonForCausalLM, run: Run, say: Callable[[str], None]) -> dict[str, Any]:
+        longer = [length for length in chosen.lengths if length > window]
+        scores = perplexity_by_length(model, valid, chosen.lengths, tokens=chosen.tokens, piece=chosen.piece)
+        if longer:
+            scores += perplexity_by_length(model, valid, longer, tokens=chosen.tokens, window=window)
+        for score in scores:
+            sliding = "" if score.window is None else f", window of {window}"
+            say(f"{score.length} tokens{sliding}: perplexity {score.perplexity:.2f}, end {score.last_perplexity:.2f}")
+        return {"scores": [asdict(score) for score in scores]}
+
+    return compare(runs, plan, evaluate, settings, chosen.save, chosen.minutes)
+
+
+if __name__ == "__main__":
+    command(main)
