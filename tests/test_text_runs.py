@@ -58,13 +58,25 @@ def test_comparisons_go_on_where_they_stopped(
     capsys.readouterr()
     done, more = give(rotation_table, *table, "--encodings", "rope,alibi")
     assert done and list(more) == ["rope at 16", "alibi at 16"] and more["rope at 16"] == runs["rope at 16"]
-    assert "rope at 16" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rope at 16" not in said
+    ratio = [score["perplexity"] for score in more["rope at 16"]["scores"]]
+    assert f"| rope | {ratio[0]:.2f} | {ratio[1]:.2f} | {ratio[2]:.2f} | {ratio[1] / ratio[0]:.2f}× |" in said
     with pytest.raises(ValueError, match=r"save: expected results of the same settings, got other \['seed'\]"):
         give(rotation_table, *table, "--seed", "1")
     done, runs = give(power_figures, "--lengths", "8,16", "--powers", "2", "--encodings", "rope,sympow", "--bins", "4")
     assert done and list(runs) == ["rope at 8", "sympow p=2 at 8", "rope at 16", "sympow p=2 at 16"]
     assert [runs[name]["positions"][-1]["last"] for name in runs] == [32, 32, 64, 64]
     assert runs["sympow p=2 at 8"]["loss"] != runs["rope at 8"]["loss"]
+    assert f"| sympow p=2 | 16 | {runs['sympow p=2 at 16']['loss']:.4f} |" in capsys.readouterr().out
+
+
+def test_losses_within_and_beyond_the_context() -> None:
+    positions = [{"first": 1, "last": 1, "loss": 9.0}, {"first": 2, "last": 4, "loss": 5.0}]
+    positions += [{"first": 5, "last": 6, "loss": 3.0}, {"first": 7, "last": 12, "loss": 7.0}]
+    run = {"encoding": "sympow", "options": [["p", 4]], "length": 4, "loss": 2.0, "positions": positions}
+    assert power_figures.tabulate([run]).splitlines()[-1] == "| sympow p=4 | 4 | 2.0000 | 6.0000 | 6.0000 |"
+    assert math.isnan(power_figures.mean_loss([]))
 
 
 def test_runs_are_alike_but_for_their_encoding(corpus: Corpus) -> None:

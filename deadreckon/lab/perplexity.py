@@ -5,7 +5,8 @@ the t-th from t tokens of context. Rows of L tile rows of the greatest length, s
 foretold at every length**: what differs is where reading began.
 
 - The mean over all positions of rows of L is what the rotations' paper reports ("all positions, no burn-in").
-- The mean over the last quarter of the positions tells what the far end of a row costs or gains.
+- The mean over the last quarter of the positions tells what the far end of a row costs or gains. These are other tokens
+  at other lengths: it takes more text to compare them.
 - With a window of W, a token is foretold from its last W − stride to W tokens (from all, where there are fewer), by
   rows of W that overlap: what a model is worth that reads no further back, unchanged. (As Hugging Face's guide to
   perplexity does it.)

@@ -10,13 +10,14 @@ to 65 536 tokens of LongCrawl64, whose documents are all as long as the longest.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import deadreckon as dr
 from deadreckon.lab.perplexity import loss_by_position
-from deadreckon.lab.text_runs import Plan, Run, arguments, command, compare, numbers
+from deadreckon.lab.text_runs import Plan, Run, arguments, command, compare, markdown, numbers
 from deadreckon.tasks.language import open_corpus
 
 POWERS_OF = ("sympow", "sympow-gated", "conformal-sympow")
@@ -54,7 +55,30 @@ def run(chosen: argparse.Namespace) -> bool:
             say(f"tokens {score.first} to {score.last} of a row: loss {score.loss:.4f}")
         return {"positions": [asdict(score) for score in scores]}
 
-    return compare(runs, plan, evaluate, settings, chosen.save, chosen.minutes)
+    done, found = compare(runs, plan, evaluate, settings, chosen.save, chosen.minutes)
+    print(tabulate(found))
+    return done
+
+
+def tabulate(runs: list[dict[str, Any]]) -> str:
+    """The loss of each run at the end of training, and on other text within its context and beyond.
+
+    A bin of positions on both sides of the border counts on neither.
+    """
+    rows = []
+    for run in runs:
+        within = mean_loss([score for score in run["positions"] if score["last"] <= run["length"]])
+        beyond = mean_loss([score for score in run["positions"] if score["first"] > run["length"]])
+        name = " ".join([run["encoding"], *(f"{key}={value}" for key, value in run["options"])])
+        rows.append([name, run["length"], f"{run['loss']:.4f}", f"{within:.4f}", f"{beyond:.4f}"])
+    return markdown(["encoding", "context", "training loss", "loss within", "loss beyond"], rows)
+
+
+def mean_loss(scores: list[dict[str, Any]]) -> float:
+    """Over all positions of these bins; not a number where there are none."""
+    counts = [score["last"] - score["first"] + 1 for score in scores]
+    total = sum(count * score["loss"] for count, score in zip(counts, scores, strict=True))
+    return total / sum(counts) if scores else math.nan
 
 
 if __name__ == "__main__":

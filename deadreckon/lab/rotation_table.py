@@ -15,7 +15,7 @@ from typing import Any
 
 import deadreckon as dr
 from deadreckon.lab.perplexity import perplexity_by_length
-from deadreckon.lab.text_runs import Plan, Run, arguments, command, compare, numbers
+from deadreckon.lab.text_runs import Plan, Run, arguments, command, compare, markdown, numbers
 from deadreckon.tasks.language import open_corpus
 
 ENCODINGS = (
@@ -57,7 +57,23 @@ def run(chosen: argparse.Namespace) -> bool:
             say(f"{score.length} tokens{sliding}: perplexity {score.perplexity:.2f}, end {score.last_perplexity:.2f}")
         return {"scores": [asdict(score) for score in scores]}
 
-    return compare(runs, plan, evaluate, settings, chosen.save, chosen.minutes)
+    done, found = compare(runs, plan, evaluate, settings, chosen.save, chosen.minutes)
+    print(tabulate(found))
+    return done
+
+
+def tabulate(runs: list[dict[str, Any]]) -> str:
+    """Perplexity of each run at each length, with a window too, and how many times the first the last is."""
+    heads, rows = ["encoding"], []
+    for run in runs:
+        scores = run["scores"]
+        titles = [f"{score['length']}" + ("" if score["window"] is None else ", window") for score in scores]
+        whole = [score["perplexity"] for score in scores if score["window"] is None]
+        heads = ["encoding", *titles, "last/first"]
+        rows.append(
+            [run["encoding"], *(f"{score['perplexity']:.2f}" for score in scores), f"{whole[-1] / whole[0]:.2f}×"]
+        )
+    return markdown(heads, rows)
 
 
 if __name__ == "__main__":

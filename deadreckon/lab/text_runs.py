@@ -177,22 +177,24 @@ Evaluate = Callable[[dr.DeadReckonForCausalLM, Run, Callable[[str], None]], dict
 
 def compare(
     runs: Iterable[Run], plan: Plan, evaluate: Evaluate, settings: dict[str, Any], save: Path, minutes: float | None
-) -> bool:
+) -> tuple[bool, list[dict[str, Any]]]:
     """Trains and evaluates the runs that the file does not have yet.
 
     Args:
         evaluate: what is to be known of a trained model, as plain data.
         settings: of the evaluation, kept beside the plan.
-        minutes: no run is finished later than this; those that are left are named.
+        minutes: no training goes on for longer, and no run is begun that would not be finished by then if it took as
+            long as the longest yet; those that are left are named.
 
     Returns:
-        Whether all runs are in the file.
+        Whether all runs are in the file, and those of them that are.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     results = Results.open(save, asdict(plan) | settings)
     task = Language(open_corpus(plan.data, "train"), plan.packed)
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    runs = list(runs)
     left = [run for run in runs if run.name not in results.runs]
     longest = max((sum(found["seconds"]) for found in results.runs.values()), default=0.0)
     while left:
@@ -220,7 +222,13 @@ def compare(
         del left[0]
     if left:
         print(f"out of time; give the command again for: {', '.join(run.name for run in left)}", flush=True)
-    return not left
+    return not left, [results.runs[run.name] for run in runs if run.name in results.runs]
+
+
+def markdown(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -234,7 +242,7 @@ def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--learning-rate", type=float, default=Plan.learning_rate, help="the greatest")
     parser.add_argument("--seed", type=int, default=Plan.seed, help="of weights and data")
     parser.add_argument("--tokens", type=int, default=1 << 19, help="foretold in each evaluation, about")
-    parser.add_argument("--minutes", type=float, help="begin and finish no run after so many")
+    parser.add_argument("--minutes", type=float, help="stop after about so many; give the command again to go on")
     parser.add_argument("--save", type=Path, required=True, help="JSON file of the results")
     parser.set_defaults(**defaults)
     return parser

@@ -13,7 +13,7 @@ Extrapolate?" trains). *Packed*, the rows of a batch become one, in which no doc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from deadreckon.tasks.tokens import end_of, load_ids, load_tokenizer, tokenize, 
 TOKENIZER_FILE = "tokenizer.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """Documents as one stream of tokens.
 
@@ -40,7 +40,7 @@ class Corpus:
     """
 
     ids: NDArray[Any]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer = field(repr=False)
 
     @property
     def vocab_size(self) -> int:
