@@ -261,6 +261,7 @@ def test_packed_documents_do_not_see_each_other(corpus: Corpus) -> None:
         if token == corpus.end or place % 100 == 0:
             expected.append(place)
     assert batch.cu_seqlens.tolist() == expected and len(expected) > 7
+    assert (batch.labels[0] == NOT_SCORED).nonzero().flatten().tolist() == expected[:-1]
     model = make_model("path")
     packed = model(batch.tokens, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
     losses = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -64,7 +65,9 @@ def test_comparisons_go_on_where_they_stopped(
     assert f"| rope | {ratio[0]:.2f} | {ratio[1]:.2f} | {ratio[2]:.2f} | {ratio[1] / ratio[0]:.2f}× |" in said
     with pytest.raises(ValueError, match=r"save: expected results of the same settings, got other \['seed'\]"):
         give(rotation_table, *table, "--seed", "1")
-    done, runs = give(power_figures, "--lengths", "8,16", "--powers", "2", "--encodings", "rope,sympow", "--bins", "4")
+    done, runs = give(
+        power_figures, "--lengths", "8,16", "--powers", "2", "--encodings", "rope,sympow", "--bins", "4", "--packed"
+    )
     assert done and list(runs) == ["rope at 8", "sympow p=2 at 8", "rope at 16", "sympow p=2 at 16"]
     assert [runs[name]["positions"][-1]["last"] for name in runs] == [32, 32, 64, 64]
     assert runs["sympow p=2 at 8"]["loss"] != runs["rope at 8"]["loss"]
@@ -114,3 +117,12 @@ def test_prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert Language(open_corpus(tmp_path / "out", "valid")).spell(
         open_corpus(tmp_path / "out", "valid").rows(20, 20)[0]
     ) in story(1, 50)
+
+
+def test_commands_need_no_command_line_libraries() -> None:
+    """They run on machines that have what a model needs, and no more."""
+    modules = "deadreckon.lab.rotation_table, deadreckon.lab.power_figures"
+    code = (
+        f"import sys; [sys.modules.update({{name: None}}) for name in ('rich', 'tyro', 'matplotlib')]; import {modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -17,7 +17,7 @@ from typing import Any
 
 import deadreckon as dr
 from deadreckon.lab.perplexity import loss_by_position
-from deadreckon.lab.text_runs import Plan, Run, arguments, command, compare, markdown, numbers
+from deadreckon.lab.text_runs import Run, arguments, command, compare, markdown, numbers, plan_of
 from deadreckon.tasks.language import open_corpus
 
 POWERS_OF = ("sympow", "sympow-gated", "conformal-sympow")
@@ -35,10 +35,7 @@ def main() -> bool:
 
 def run(chosen: argparse.Namespace) -> bool:
     """Trains and evaluates every encoding at every context; whether all are done."""
-    longest = chosen.beyond * max(chosen.lengths)
-    plan = Plan(
-        chosen.data, chosen.size, chosen.steps, chosen.batch_tokens, chosen.learning_rate, chosen.seed, longest
-    )  # fmt: skip
+    plan = plan_of(chosen, chosen.beyond * max(chosen.lengths))
     valid = open_corpus(chosen.data, "valid")
     runs = [
         Run(encoding, length, options)

@@ -15,7 +15,7 @@ from typing import Any
 
 import deadreckon as dr
 from deadreckon.lab.perplexity import perplexity_by_length
-from deadreckon.lab.text_runs import Plan, Run, arguments, command, compare, markdown, numbers
+from deadreckon.lab.text_runs import Run, arguments, command, compare, markdown, numbers, plan_of
 from deadreckon.tasks.language import open_corpus
 
 ENCODINGS = (
@@ -38,10 +38,7 @@ def main() -> bool:
 
 def run(chosen: argparse.Namespace) -> bool:
     """Trains and evaluates every encoding; whether all are done."""
-    plan = Plan(
-        chosen.data, chosen.size, chosen.steps, chosen.batch_tokens, chosen.learning_rate, chosen.seed,
-        max(chosen.lengths),
-    )  # fmt: skip
+    plan = plan_of(chosen, max(chosen.lengths))
     window = chosen.window or chosen.length
     valid = open_corpus(chosen.data, "valid")
     runs = [Run(encoding, chosen.length) for encoding in chosen.encodings]

@@ -241,11 +241,20 @@ def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--batch-tokens", type=int, default=Plan.batch_tokens, help="of a step")
     parser.add_argument("--learning-rate", type=float, default=Plan.learning_rate, help="the greatest")
     parser.add_argument("--seed", type=int, default=Plan.seed, help="of weights and data")
+    parser.add_argument("--packed", action="store_true", help="documents do not see each other in training")
     parser.add_argument("--tokens", type=int, default=1 << 19, help="foretold in each evaluation, about")
     parser.add_argument("--minutes", type=float, help="stop after about so many; give the command again to go on")
     parser.add_argument("--save", type=Path, required=True, help="JSON file of the results")
     parser.set_defaults(**defaults)
     return parser
+
+
+def plan_of(chosen: argparse.Namespace, longest: int) -> Plan:
+    """The plan that the options say."""
+    return Plan(
+        chosen.data, chosen.size, chosen.steps, chosen.batch_tokens, chosen.learning_rate, chosen.seed, longest,
+        chosen.packed,
+    )  # fmt: skip
 
 
 def names(text: str) -> list[str]:

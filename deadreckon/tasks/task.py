@@ -79,10 +79,14 @@ def draw(task: Task, count: int, length: int | range, generator: torch.Generator
 
 
 def pack(tokens: Tensor, labels: Tensor, end: int) -> Batch:
-    """Rows (count, width) as one (1, count · width), a document beginning with every row and behind every `end`."""
+    """Rows (count, width) as one (1, count · width), a document beginning with every row and behind every `end`.
+
+    What a document begins with is not scored: nothing before it tells.
+    """
     begins = torch.ones_like(tokens, dtype=torch.bool)
     begins[:, 1:] = tokens[:, :-1] == end
     cu_seqlens = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([tokens.numel()])])
+    labels = torch.where(begins, NOT_SCORED, labels)
     return Batch(tokens.reshape(1, -1), labels.reshape(1, -1), cu_seqlens.to(torch.int32))
 
 
