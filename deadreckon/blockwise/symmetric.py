@@ -73,8 +73,8 @@ def _degrees(x: Tensor, p: int) -> list[Tensor]:
     width, found = x.shape[-2], [x]
     for degree in range(1, p):
         if x.shape[-1] <= FEW:  # one product of gathered rows instead of many of slices
-            first, rest = _factors(width, degree, x.device)
-            found.append(x.index_select(-2, first) * found[-1].index_select(-2, rest))
+            channels, rests = _factors(width, degree, x.device)
+            found.append(x.index_select(-2, channels) * found[-1].index_select(-2, rests))
             continue
         more = x.new_empty(*x.shape[:-2], dimension(width, degree + 1), x.shape[-1])
         for i, here, rest in _products(width, degree):
