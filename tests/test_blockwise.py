@@ -102,9 +102,22 @@ def test_power_neither_overflows_nor_vanishes(factor: float) -> None:
     assert (found.double() - expected).norm() / expected.norm() < 1e-5
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
-@pytest.mark.parametrize("score", ["softmax", "stick-breaking", dr.Power(2)], ids=str)
-@pytest.mark.parametrize("gate", [None, "learned"])
+@pytest.mark.parametrize(
+    ("transport", "score", "gate"),
+    [
+        (None, "softmax", "learned"),
+        (None, "stick-breaking", None),
+        (None, dr.Power(2), "learned"),
+        ("rotation", dr.Power(2, form="attention"), None),
+        ("rotation of values", "softmax", "learned"),
+        ("rotation per query head", "stick-breaking", "learned"),
+        ("householder", "softmax", None),
+        ("householder", "softmax", "learned"),
+        ("householder", "stick-breaking", "learned"),
+        ("householder", dr.Power(2), "learned"),
+    ],
+    ids=str,
+)
 def test_memory_is_linear_in_length(transport: str | None, score: object, gate: str | None) -> None:
     """Forward and backward, output included: twice the tokens, not much more than twice the memory."""
 

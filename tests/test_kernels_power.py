@@ -276,13 +276,15 @@ def test_twice_the_same_bits() -> None:
 @pytest.mark.usefixtures("_chunks_of_one_tile")
 @pytest.mark.parametrize("length", [20, 70])
 def test_operators(length: int) -> None:
-    q, k, v, grad, gates = draw(1, length, 1, 2, 8, 16)
+    q, k, v, grad, gates = draw(1, length, 1, 1, 8, 8)
     leaves = [x.requires_grad_() for x in (q, k, v, gates)]
-    torch.library.opcheck(torch.ops.deadreckon.power, (*leaves, None, None, 2, False))
-    torch.library.opcheck(torch.ops.deadreckon.power, (*leaves[:3], None, None, None, 2, True))
+    some = ("test_schema", "test_autograd_registration", "test_faketensor")  # compiled below
+    torch.library.opcheck(torch.ops.deadreckon.power, (*leaves, None, None, 2, False), test_utils=some)
+    torch.library.opcheck(torch.ops.deadreckon.power, (*leaves[:3], None, None, None, 2, True), test_utils=some)
     out, values, moments, *kept = (x.detach() for x in power_forward(*leaves, None, None, 2, True))
     inputs = [x.detach() for x in leaves]
-    torch.library.opcheck(torch.ops.deadreckon.power_backward, (grad, None, None, *inputs, out, *kept, 2, False))
+    backward = (grad, None, None, *inputs, out, *kept, 2, False)
+    torch.library.opcheck(torch.ops.deadreckon.power_backward, backward, test_utils=some)
     results = power_backward(grad, values, moments, *inputs, out, *kept, 2, False)
     assert [x.shape for x in results[:4]] == [x.shape for x in inputs] and not len(results[4])
 

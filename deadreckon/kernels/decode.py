@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +20,6 @@ from torch import Tensor
 from deadreckon.kernels.tiles import DTYPES, matrix, mul, padded, store_matrix
 
 CHUNK = 64  # tokens of the tail that a program turns
-BLOCK, WARPS, STAGES = 64, 4, 3  # tokens of a segment that are loaded at a time, and how
 FIELDS = 6  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; and its length
 
 
@@ -249,11 +249,12 @@ def look(
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
     out = q.new_empty(heads, group, value_width)
     programs = found.weight.shape[1]
+    narrow = max(width, value_width) <= 64 and q.dtype != torch.float32
     _look[(programs, heads)](
         q, k, v, w, beta, gate, last, found, segments, parts, scale, heads, room,
         G=group, GATES=gates, D=width, E=value_width, BG=max(16, triton.next_power_of_2(group)), BD=padded(width),
-        BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=BLOCK, DTYPE=DTYPES[q.dtype],
-        num_warps=WARPS, num_stages=STAGES,
+        BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=128 if narrow else 64, DTYPE=DTYPES[q.dtype],
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     _combine[(heads, group)](
         out, found, last.tokens, programs, G=group, E=value_width, BE=padded(value_width), BLOCK=32, num_warps=4
