@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.fused.operators import dense, gate_gradient, gradients_for, results, save
-from deadreckon.kernels.flash import EDGE, Reach, Sums, flash_backward, flash_forward
+from deadreckon.kernels.flash import EDGE, Reach, flash_backward, flash_forward
 from deadreckon.kernels.gates import gate_sums, reach_of
 from deadreckon.kernels.merge import prepare
 from deadreckon.kernels.tiles import LOG2E
@@ -17,21 +17,32 @@ PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
 
 @torch.library.custom_op("deadreckon::gated", mutates_args=())
-def gated_forward(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention with forget gates: output (B, T, Hq, E) and log-sum-exp (B·H, T padded, G)."""
+def gated_forward(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Softmax attention with forget gates: output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what is in reach."""
     heads = k.shape[2]
     out, lse = results(q, k, v)
     with torch.cuda.device_of(q):
         sums = gate_sums(log_gate, heads)
+        reach = reach_of(q, k, log_gate, sums.edge, scale) if _pruned(k) else None
         flash_forward(
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
-            reach=_reach(q, k, log_gate, sums, scale),
+            reach=reach,
         )  # fmt: skip
-    return out, lse
+    return out, lse, *(reach or _room_for_reach(k, log_gate))
 
 
-def _reach(q: Tensor, k: Tensor, log_gate: Tensor, sums: Sums, scale: float) -> Reach | None:
-    return reach_of(q, k, log_gate, sums.edge, scale) if k.shape[1] >= PRUNED else None
+def _pruned(k: Tensor) -> bool:
+    return k.shape[1] >= PRUNED
+
+
+def _room_for_reach(k: Tensor, log_gate: Tensor) -> Reach:
+    """As `reach_of` has it, or empty where nothing is pruned."""
+    batch, length, heads, _ = k.shape
+    blocks = -(-length // EDGE) if _pruned(k) else 0
+    shape = (batch * heads, log_gate.shape[2] // heads, blocks)
+    return Reach(*(k.new_empty(shape, dtype=torch.int32) for _ in range(2)))
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -50,14 +61,15 @@ def _statistic(x: Tensor, k: Tensor) -> Tensor:
 
 
 @gated_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return results(q, k, v)
+def _(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *results(q, k, v), *_room_for_reach(k, log_gate)
 
 
 @torch.library.custom_op("deadreckon::gated_backward", mutates_args=())
 def gated_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> list[Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, out: Tensor, lse: Tensor, first: Tensor,
+    last: Tensor, scale: float,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and log_gate."""
     heads = k.shape[2]
     grad = dense(grad)
@@ -69,19 +81,20 @@ def gated_backward(
         flash_backward(
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
             _statistic(own, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v), _statistic(by_query, k),
-            by_key, reach=_reach(q, k, log_gate, sums, scale),
+            by_key, reach=Reach(first, last) if _pruned(k) else None,
         )  # fmt: skip
     return [grad_q, grad_k, grad_v, gate_gradient(by_query, by_key, log_gate, heads)]
 
 
 @gated_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> list[Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, out: Tensor, lse: Tensor, first: Tensor,
+    last: Tensor, scale: float,
+) -> list[Tensor]:  # fmt: skip
     return gradients_for(q, k, v, log_gate)
 
 
-def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return (*gated_backward(grad, *ctx.saved_tensors, ctx.scale), None)
 
 

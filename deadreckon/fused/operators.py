@@ -27,10 +27,10 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
 
 
 def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int) -> Tensor:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.kernels.flash import EDGE, Reach, Sums
-from deadreckon.kernels.tiles import LOG2E
+from deadreckon.kernels.tiles import LOG2E, load_rows, padded
 
 
 @triton.jit
@@ -43,6 +43,29 @@ def gate_sums(log_gate: Tensor, heads: int) -> Sums:
     return Sums(left.view(shape), edge.view(shape))
 
 
+@triton.jit
+def _longest(p_x, p_out, s_b, s_t, s_h, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
+    pid = tl.program_id(0)
+    i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
+    row = i_tile * 64 + tl.arange(0, 64)
+    b_x = load_rows(p_x + i_b * s_b + i_h * s_h, row, s_t, tl.arange(0, BW), row < T, W, BW).to(tl.float32)
+    tl.store(p_out + (i_b * HEADS + i_h) * TILES + i_tile, tl.max(tl.sum(b_x * b_x, 1), 0))
+
+
+def longest(x: Tensor) -> Tensor:
+    """The greatest length of x (B, T, heads, D) in each sequence and head: (B, heads), infinite rather than too large.
+
+    What is not a number counts as nothing.
+    """
+    batch, length, heads, width = x.shape
+    tiles = triton.cdiv(length, 64)
+    squares = x.new_empty(batch, heads, tiles, dtype=torch.float32)
+    _longest[(batch * heads * tiles,)](
+        x, squares, *x.stride()[:3], length, tiles, heads, W=width, BW=padded(width), num_warps=4
+    )
+    return squares.amax(2).sqrt()
+
+
 def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float) -> Reach:
     """Which keys gates leave in reach, exactly to the output's precision; edge is that of their sums.
 
@@ -50,8 +73,7 @@ def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float)
     less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single precision.
     """
     batch, length, heads, _ = k.shape
-    longest_q = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32).amax(1).view(batch * heads, -1)
-    longest_k = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(1).view(batch * heads, 1)
+    longest_q, longest_k = longest(q).view(batch * heads, -1), longest(k).view(batch * heads, 1)
     if edge.shape[1] == 1:
         longest_q = longest_q.amax(1, keepdim=True)
     margin = 20.0 if q.dtype == torch.float32 else 10.0
