@@ -17,7 +17,8 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.demo import make_model
 from deadreckon.lab.probe import Findings, __main__, attention, fit_decay, mean_gates, mean_transport, run_probe, theory
-from deadreckon.lab.probe.reach import FarTokens, measure, middle, predict
+from deadreckon.lab.probe.probe import _losses_as_trained
+from deadreckon.lab.probe.reach import FarTokens, measure, measure_more, middle, predict
 from deadreckon.lab.probe.report import print_findings
 from deadreckon.lab.probe.transport import MeanTransport
 
@@ -509,6 +510,26 @@ def test_equal_values_cancel_only_when_they_are_carried() -> None:
         assert head.drowned_carried > head.drowned
 
 
+def test_loss_is_set_beside_that_of_a_context_as_trained() -> None:
+    model, tokens = small("rope"), some_tokens(3, 150)
+    with torch.no_grad():
+        short = _losses_as_trained(model, tokens, trained=40)
+    assert short.shape == (3, 149)
+    for token in (1, 39, 40, 59, 60, 110, 129, 130, 149):
+        # pieces begin every 20 tokens, the last at 110, where 40 are left; each counts from its middle on
+        start = max(0, (token - 20) // 20 * 20) if token < 130 else 110
+        piece = tokens[:, start : token + 1]
+        loss = torch.nn.functional.cross_entropy(model(piece).logits[:, -2], piece[:, -1], reduction="none")
+        torch.testing.assert_close(short[:, token - 1], loss.double(), rtol=1e-4, atol=1e-5)
+    found = run_probe(model, tokens, trained=40, queries=4)
+    assert found.loss_more is not None
+    for place, more in zip(found.places, found.loss_more, strict=True):
+        assert (abs(more) < 1e-4) == (place < 40)
+    assert run_probe(model, tokens, queries=4).loss_more is None
+    assert measure_more([20, 40, 80, 160], [0.0, 0.0, 0.05, 0.3], [0.01] * 4, 40).tokens == 81
+    assert measure_more([20, 40, 80, 160], [0.0, 0.0, 0.05, 0.3], [0.11] * 4, 40).tokens is None
+
+
 def test_what_the_probe_does_not_reproduce_is_not_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = small("rope", num_hidden_layers=2)
     real = attention.logits_of
@@ -536,7 +557,7 @@ def test_half_precision_is_probed() -> None:
         ({"tokens": torch.zeros(64)}, r"tokens: expected integers \(B, T\), got torch.float32 \(64,\)"),
         ({"tokens": torch.full((1, 64), 20)}, "tokens: expected numbers from 0 to 19, .* got 20 to 20"),
         ({"labels": torch.zeros(1, 64)}, r"labels: expected \(B, T\) = \(3, 128\), got \(1, 64\)"),
-        ({"trained": 1}, "trained: expected a length of 2 or more, got 1"),
+        ({"trained": 1}, "trained: expected a length of 4 or more, got 1"),
         ({"window": 65}, "window: expected between 1 and T / 2 = 64, got 65"),
         ({"tolerance": 1.0}, "tolerance: expected a number between 0 and 1, got 1.0"),
         ({"queries": 0}, "queries: expected 1 or more, got 0"),

@@ -159,6 +159,7 @@ class Findings:
         places: the last position of each bin of positions.
         loss: mean loss of the tokens in it.
         loss_error: its standard error.
+        loss_more: by how much that is above the loss of the same tokens in a context of the trained length.
         predicted: the median of the heads' ranges.
         measured: where the loss leaves what it was where the model was trained.
     """
@@ -173,6 +174,7 @@ class Findings:
     places: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     loss_error: list[float] = field(default_factory=list)
+    loss_more: list[float] | None = None
 
     def save(self, path: Path) -> None:
         """Writes JSON."""

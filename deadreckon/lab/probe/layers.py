@@ -125,7 +125,7 @@ def _window(mixing: Mixing | None, tokens: int, options: Options) -> tuple[int, 
         return options.window, "given"
     if mixing is not None and mixing.window is not None and mixing.window <= tokens // 4:
         return mixing.window, "mixing"
-    return max(tokens // 8, 1), "assumed"
+    return max(min(tokens, options.trained) // 4, 1), "assumed"
 
 
 def _look(

@@ -111,6 +111,9 @@ def _cancellation(found: Findings, panel: Any) -> None:
 
 def _ranges(found: Findings, panel: Any) -> None:
     panel.errorbar(found.places, found.loss, found.loss_error, color="black", linewidth=1.2, elinewidth=0.6)
+    if found.loss_more is not None:
+        short = [loss - more for loss, more in zip(found.loss, found.loss_more, strict=True)]
+        panel.plot(found.places, short, color="#999999", linewidth=1.2, label="same, context as trained")
     marks: list[tuple[str, float | None, str, str, str]] = [
         ("trained", found.about["trained"], "not given", "--", "#999999"),
         ("predicted", found.predicted.tokens, "no limit", "-", "#0072B2"),

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import deadreckon as dr
 from deadreckon.lab.probe.findings import Findings, Head
 from deadreckon.lab.probe.layers import Options, UndefinedError, distance_bins, probe_layer
-from deadreckon.lab.probe.reach import measure, middle
+from deadreckon.lab.probe.reach import measure, measure_more, middle
 from deadreckon.lab.probe.transport import SHORTEST, route_lengths
 
 AT_ONCE = 1 << 24  # logits of the vocabulary in memory
@@ -43,9 +43,10 @@ def run_probe(
         tokens: (B, T) whole sequences without padding. T should exceed the trained length, for a measured range.
         out: a folder for probe.json and probe.png; nothing is written by default.
         labels: (B, T) where the loss counts, as tasks give them; everywhere by default.
-        trained: the length the model was trained at; T by default.
+        trained: the length the model was trained at; T by default. If it is less than T, and there are no labels, each
+            token's loss is set beside what it is with a context of that length, for a measured range.
         window: tokens after which a token is far, for all heads. By default each head's mixing window, if that is at
-            most T / 4, else T / 8.
+            most T / 4, else a quarter of the trained length.
         tolerance: ‖E[T_ℓ]‖ below which a route counts as mixed.
         queries: how many to look at in each sequence, from its second half.
         routes: about how many to average where steps do not commute.
@@ -53,8 +54,8 @@ def run_probe(
         seed: of the choice of queries, and of encodings that draw.
     """
     _check(model, tokens, labels, trained, window, tolerance, queries, keep)
-    length = tokens.shape[1]
-    device = next(model.parameters()).device
+    length, device = tokens.shape[1], next(model.parameters()).device
+    tokens = tokens.to(device)
     order = torch.randperm(length - length // 2, generator=torch.Generator().manual_seed(seed))[:queries]
     places = (length // 2 + order).sort().values.to(device)
     options = Options(places, window, tolerance, routes, trained or length, keep)
@@ -65,10 +66,17 @@ def run_probe(
     torch.manual_seed(seed)
     try:
         with _watched(model, options, heads, undefined):
-            hidden = model.model(tokens.to(device)).last_hidden_state
-        ends, loss, error = _loss_by_place(model, hidden, (tokens if labels is None else labels).to(device))
+            hidden = model.model(tokens).last_hidden_state
+        losses = _losses(model, hidden, tokens if labels is None else labels.to(device))
+        short = None
+        if labels is None and trained is not None and trained < length:
+            short = _losses_as_trained(model, tokens, trained)
     finally:
         model.train(training)
+    scored = torch.ones_like(losses, dtype=torch.bool) if labels is None else labels[:, 1:].to(device) != -100
+    ends, loss, error = _by_place(losses, scored)
+    more = None if short is None else _by_place(losses - short, scored)
+    measured = measure(ends, loss, error, options.trained) if more is None else measure_more(*more, options.trained)
     found = Findings(
         about={
             "encodings": model.config.encodings(), "rows": tokens.shape[0], "length": length, "trained": trained,
@@ -76,8 +84,8 @@ def run_probe(
             "deadreckon": dr.__version__, "torch": torch.__version__,
         },
         lengths=route_lengths(length // 2), bins=distance_bins(length), heads=heads,
-        predicted=middle([head.range for head in heads]), measured=measure(ends, loss, error, options.trained),
-        undefined=undefined, places=ends, loss=loss, loss_error=error,
+        predicted=middle([head.range for head in heads]), measured=measured,
+        undefined=undefined, places=ends, loss=loss, loss_error=error, loss_more=None if more is None else more[1],
     )  # fmt: skip
     if out is not None:
         from deadreckon.lab.probe.picture import probe_picture
@@ -105,8 +113,8 @@ def _check(
         )
     if labels is not None and labels.shape != tokens.shape:
         raise ValueError(f"labels: expected (B, T) = {tuple(tokens.shape)}, got {tuple(labels.shape)}")
-    if trained is not None and trained < 2:
-        raise ValueError(f"trained: expected a length of 2 or more, got {trained}")
+    if trained is not None and trained < 4:
+        raise ValueError(f"trained: expected a length of 4 or more, got {trained}")
     if window is not None and not 1 <= window <= tokens.shape[1] // 2:
         raise ValueError(f"window: expected between 1 and T / 2 = {tokens.shape[1] // 2}, got {window}")
     if not 0 < tolerance < 1:
@@ -155,21 +163,36 @@ def _watched(
         undefined[f"layer {number}"] = f"{names[number]} went another way than through the layer's attention"
 
 
-def _loss_by_place(
-    model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor
-) -> tuple[list[int], list[float], list[float]]:
-    """Last place, mean loss and its standard error of bins that grow by a quarter; bins without a loss are left out."""
-    rows, length = labels.shape
-    some = max(AT_ONCE // (rows * model.config.vocab_size), 1)
-    losses = torch.cat([
+def _losses(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each token but the first, (B, T − 1), zero where there is no label."""
+    some = max(AT_ONCE // (len(labels) * model.config.vocab_size), 1)
+    pieces = zip(hidden[:, :-1].split(some, dim=1), labels[:, 1:].split(some, dim=1), strict=True)
+    return torch.cat([
         cross_entropy(model.lm_head(piece).float().transpose(1, 2), expected, reduction="none", ignore_index=-100)
-        for piece, expected in zip(hidden[:, :-1].split(some, dim=1), labels[:, 1:].split(some, dim=1), strict=True)
+        for piece, expected in pieces
     ], dim=1).double()  # fmt: skip
-    scored = labels[:, 1:] != -100
+
+
+def _losses_as_trained(model: dr.DeadReckonForCausalLM, tokens: Tensor, trained: int) -> Tensor:
+    """The same for tokens that have no more behind them than in training, and no less than half of that if there is."""
+    length, half = tokens.shape[1], trained // 2
+    losses = torch.empty(len(tokens), length - 1, dtype=torch.float64, device=tokens.device)
+    starts = [*range(0, length - trained, half), length - trained]
+    for start in starts:
+        piece = tokens[:, start : start + trained]
+        known = half - 1 if start else 0  # what the piece before has seen better
+        losses[:, start + known : start + trained - 1] = _losses(model, model.model(piece).last_hidden_state, piece)[
+            :, known:
+        ]
+    return losses
+
+
+def _by_place(losses: Tensor, scored: Tensor) -> tuple[list[int], list[float], list[float]]:
+    """Last place, mean and its standard error of bins that grow by a quarter; bins without a label are left out."""
     ends, means, errors = [], [], []
-    start = 0
-    while start < length - 1:
-        end = min(max(start + 8, start + start // 4), length - 1)
+    start, length = 0, losses.shape[1]
+    while start < length:
+        end = min(max(start + 8, start + start // 4), length)
         values = losses[:, start:end][scored[:, start:end]]
         if len(values):
             ends.append(end)  # losses[:, t] is of token t + 1

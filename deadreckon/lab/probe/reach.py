@@ -86,13 +86,24 @@ def measure(places: Sequence[int], loss: Sequence[float], error: Sequence[float]
 
     That is the mean loss of bins in the second half of the trained length.
     """
-    bins = list(zip(places, loss, error, strict=True))
-    usual = [value for place, value, _ in bins if trained // 2 <= place < trained]
+    usual = [value for place, value in zip(places, loss, strict=True) if trained // 2 <= place < trained]
     if not usual:
         return Reach(None, f"no loss was seen in the second half of the trained length of {trained}")
-    limit, last = sum(usual) / len(usual) + WORSE, trained
-    for place, value, doubt in bins:
+    limit = sum(usual) / len(usual) + WORSE
+    return _first_above(limit, places, loss, error, trained, f"{limit:.3f}, what it was and {WORSE} nats")
+
+
+def measure_more(places: Sequence[int], more: Sequence[float], error: Sequence[float], trained: int) -> Reach:
+    """The last position before tokens are worse off, by WORSE nats and twice the error, than with a trained context."""
+    return _first_above(WORSE, places, more, error, trained, f"that of a context as trained and {WORSE} nats")
+
+
+def _first_above(
+    limit: float, places: Sequence[int], values: Sequence[float], error: Sequence[float], trained: int, what: str
+) -> Reach:
+    last = trained
+    for place, value, doubt in zip(places, values, error, strict=True):
         if place >= trained and value - 2 * doubt > limit:
-            return Reach(float(last), f"then the loss is above {limit:.3f}, what it was and {WORSE} nats")
+            return Reach(float(last), f"then the loss is above {what}")
         last = max(last, place + 1)
-    return Reach(None, f"the loss stays below {limit:.3f} up to {last} tokens, the longest probed")
+    return Reach(None, f"up to {last} tokens, the longest probed, the loss is below {what}")
