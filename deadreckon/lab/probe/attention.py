@@ -29,13 +29,15 @@ def phases_of(transport: dr.Rotation, heads: int) -> Tensor:
     return per_head(transport.angles.double().cumsum(1), heads)
 
 
-def logits_of(q: Tensor, k: Tensor, transport: dr.Rotation | dr.Householder | None, places: Tensor) -> Tensor:
+def logits_of(
+    q: Tensor, k: Tensor, transport: dr.Rotation | dr.Householder | None, scale: float, places: Tensor
+) -> Tensor:
     """scale · k_jᵀ T_ji q_i for the queries i at `places`, (B, H, Q, T); what comes after a query is not defined.
 
     Args:
         q, k: (B, T, H, D), keys repeated to the heads of queries.
     """
-    heads, scale = q.shape[2], q.shape[-1] ** -0.5
+    heads = q.shape[2]
     if isinstance(transport, dr.Rotation):
         phases = phases_of(transport, heads)
         q, k = turn(q, phases), turn(k, phases)

@@ -15,7 +15,7 @@ from deadreckon.lab.probe.findings import Head, Mass, Mixing, Reach, Scores, Val
 from deadreckon.lab.probe.reach import FarTokens, predict
 from deadreckon.lab.probe.transport import mean_gates, mean_transport, route_lengths
 
-AT_ONCE = 1 << 24  # logits in memory
+AT_ONCE = 1 << 23  # logits in memory
 CHANCE = 0.05  # with which a bound in probability may fail
 AGREE = 0.02  # how far the probe's output may be off the layer's, which may be in half precision
 
@@ -37,13 +37,13 @@ class UndefinedError(Exception):
 
 
 def probe_layer(
-    number: int, name: str, layer: dr.AttentionLayer, x: Tensor, factors: dr.Factors, output: Tensor, options: Options
-) -> list[Head]:
+    number: int, name: str, layer: dr.AttentionLayer, x: Tensor, context: dr.Context, factors: dr.Factors,
+    output: Tensor, options: Options,
+) -> list[Head]:  # fmt: skip
     """All heads of a layer.
 
     Args:
-        x: (B, T, d_model) what went in, factors: what its encoding made of that, output: (B, T, Hq · E) what attention
-            gave out.
+        x, context: what its encoding was given, factors: what it made of that, output: (B, T, Hq · E) of attention.
     """
     beyond = [field for field in factors._fields if field not in ("transport", "log_gate", "score")]
     if any(getattr(factors, field) is not None for field in beyond):
@@ -52,6 +52,8 @@ def probe_layer(
     q, k, v = (norm(project(x).unflatten(-1, (-1, width))) for norm, project in (
         (layer.q_norm, layer.q_proj), (layer.k_norm, layer.k_proj), (torch.nn.Identity(), layer.v_proj)
     ))  # fmt: skip
+    widen = getattr(layer.encoding, "widen", None)  # some encodings have further channels for terms of their own
+    q, k = (q, k) if widen is None else widen(q, k, x, context)
     q, k, v = (attention.per_head(_at_least_single(t), heads) for t in (q, k, v))
     transport, gates = factors.transport, attention.gates_of(factors.log_gate, x, heads)
     mixing = _mixing(transport, heads, options)
@@ -59,7 +61,7 @@ def probe_layer(
     split = torch.tensor([window for window, _ in windows], device=x.device).view(-1, 1, 1)
     parts = [
         _look(q[rows], k[rows], v[rows], _some(transport, rows), None if gates is None else gates[rows], factors.score,
-              output[rows], split, options)
+              output[rows], split, width**-0.5, options)
         for rows in _rows(q, len(options.places))
     ]  # fmt: skip
     found = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}  # (B, H, Q, …)
@@ -130,14 +132,14 @@ def _window(mixing: Mixing | None, tokens: int, options: Options) -> tuple[int, 
 
 def _look(
     q: Tensor, k: Tensor, v: Tensor, transport: dr.Rotation | dr.Householder | None, gates: Tensor | None,
-    score: object, output: Tensor, split: Tensor, options: Options,
+    score: object, output: Tensor, split: Tensor, scale: float, options: Options,
 ) -> dict[str, Tensor]:  # fmt: skip
     """What each sampled query sees, (B, H, Q, …), far being `split` (H, 1, 1) tokens and more away."""
     places, tokens = options.places, q.shape[1]
     distance = places.unsqueeze(-1) - torch.arange(tokens, device=q.device)  # (Q, T)
     behind, far = distance >= 0, distance >= split  # (Q, T), (H, Q, T)
     near = behind & ~far
-    logits = attention.logits_of(q, k, transport, places)
+    logits = attention.logits_of(q, k, transport, scale, places)
     sums = None if gates is None else attention.gate_sums(gates, places)
     weights = attention.weights_of(logits, sums, score, distance)
     gated = logits if sums is None else logits + sums.to(logits.dtype)
@@ -162,7 +164,7 @@ def _look(
         "near_best": torch.where(near, gated, -torch.inf).amax(-1),
         "far_best": torch.where(far, gated, -torch.inf).amax(-1),
         "far_least": torch.where(far, gated, torch.inf).amin(-1),
-        "limit": 2 * q.shape[-1] ** -0.5 * q[:, places].norm(dim=-1).transpose(1, 2)
+        "limit": 2 * scale * q[:, places].norm(dim=-1).transpose(1, 2)
         * k.norm(dim=-1).amax(1).unsqueeze(-1),
         "plain": (far_weights @ by_head).norm(dim=-1) / loudness,
     }  # fmt: skip

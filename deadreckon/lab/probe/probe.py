@@ -138,7 +138,7 @@ def _watched(
         went_in: dict[str, Any] = {}
 
         def encoded(module: object, inputs: Any, factors: Any, went_in: dict[str, Any] = went_in) -> None:
-            went_in.update(x=inputs[0], factors=factors)
+            went_in.update(x=inputs[0], context=inputs[1], factors=factors)
 
         def attended(
             module: object, inputs: Any, number: int = number, name: str = name, layer: Any = layer,

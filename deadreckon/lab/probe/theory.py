@@ -175,6 +175,15 @@ def far_covariance(far_transport: float, far_weight: float, shared: float, own: 
     return shared**2 * far_transport**2 + own**2 * far_weight**2
 
 
+def fixed_coherence(weights: Tensor, lengths: Tensor, frequencies: Sequence[float]) -> float:
+    """Example 9: ‖R‖ of values turned by position alone, ω for each token: max |Σ a_ℓ e^{iωℓ}| over the frequencies.
+
+    Nothing bounds it below the far mass: weights on every n-th token are as one for ω = 2π / n.
+    """
+    phases = lengths.double().unsqueeze(-1) * torch.tensor(frequencies, dtype=torch.float64)
+    return float(torch.polar(weights.double().unsqueeze(-1).expand_as(phases), phases).sum(0).abs().max())
+
+
 def prefix_radius(
     far_mass: float, far_weight: float, step: float, blocks: int, chance: float, remaining: float = 1.0
 ) -> float:

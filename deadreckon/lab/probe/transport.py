@@ -12,7 +12,7 @@ from torch import Tensor
 import deadreckon as dr
 
 GROUPS = 4  # of routes, at least: the spread of their means says how noisy the mean of all is
-DRAWS = 32  # of that noise
+DRAWS = 8  # of that noise
 SHORTEST = 32  # tokens, below which there is nothing to average
 
 
@@ -162,8 +162,9 @@ def _products(steps: dr.Householder | Tensor, lengths: list[int], segments: int,
 def _row_products(steps: dr.Householder | Tensor, row: int, grid: int, lengths: list[int]) -> list[tuple[int, Tensor]]:
     """The routes (count, H, D, D) of each length that begin on the grid."""
     advance, dim, heads, tokens = _stepper(steps, row)
+    device = (steps if isinstance(steps, Tensor) else steps.w).device
     cells = (tokens - 1) // grid
-    product = torch.eye(dim, dtype=torch.float64).expand(cells, heads, dim, dim)
+    product = torch.eye(dim, dtype=torch.float64, device=device).expand(cells, heads, dim, dim)
     found = []
     for step in range(grid):
         product = advance(product, slice(1 + step, 1 + step + (cells - 1) * grid + 1, grid))
