@@ -486,6 +486,17 @@ def test_even_attention_is_diluted_by_half_at_twice_the_length() -> None:
     assert found.predicted.tokens == pytest.approx(200, abs=1)
 
 
+def test_prediction_looks_no_farther_than_training() -> None:
+    found = run_probe(small("nope"), some_tokens(1, 256), trained=64, window=16, queries=1)
+    for head in found.heads:
+        bins = dict(zip(found.bins, head.mass.by_distance, strict=True))
+        near, seen = sum(bins[start] for start in (0, 1, 2, 4, 8)), bins[16] + bins[32]  # to 15, to 63
+        odds = seen / near / 48
+        assert head.range.tokens == pytest.approx(theory.far_tokens_borne(odds, 48) + 16, rel=1e-5)
+        assert head.mass.far > 1.5 * seen  # there is more
+        assert head.mass.error is None
+
+
 def test_equal_values_cancel_only_when_they_are_carried() -> None:
     quick = {"head_dim": 16, "encoding_options": {"random-rotation": {"base": 1.0}}}  # angles up to 1 in every pair
     model, rho = small("random-rotation", **quick), theory.uniform_angles(1.0)

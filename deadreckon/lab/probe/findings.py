@@ -65,7 +65,7 @@ class Mass:
     Attributes:
         by_distance: share of the attention in each of `Findings.bins`.
         far: share beyond the window, averaged over queries.
-        error: its standard error.
+        error: its standard error; None of a single query.
         floor: Proposition 3's lower bound from the largest near and the smallest far logit; softmax only.
         norm_floor: the same from the lengths of queries and keys alone; no gates, no route that stretches.
         ceiling: Proposition 1's upper bound from the highest near and far logits.
@@ -74,7 +74,7 @@ class Mass:
 
     by_distance: list[float]
     far: float
-    error: float
+    error: float | None
     floor: float | None
     norm_floor: float | None
     ceiling: float | None

@@ -139,6 +139,7 @@ def _look(
     distance = places.unsqueeze(-1) - torch.arange(tokens, device=q.device)  # (Q, T)
     behind, far = distance >= 0, distance >= split  # (Q, T), (H, Q, T)
     near = behind & ~far
+    seen = far & (distance < torch.where(split < options.trained, options.trained, tokens))
     logits = attention.logits_of(q, k, transport, scale, places)
     sums = None if gates is None else attention.gate_sums(gates, places)
     weights = attention.weights_of(logits, sums, score, distance)
@@ -157,7 +158,8 @@ def _look(
         "mass": empty.scatter_add(-1, which, weights),
         "logits": empty.scatter_add(-1, which, torch.where(behind, logits, 0)),
         "count": empty.scatter_add(-1, which, behind.to(logits.dtype).expand_as(logits)),
-        "far": far_weights.sum(-1), "near": torch.where(near, weights, 0).sum(-1), "far_norm": far_weights.norm(dim=-1),
+        "near": torch.where(near, weights, 0).sum(-1), "seen": torch.where(seen, weights, 0).sum(-1),
+        "far": far_weights.sum(-1), "far_norm": far_weights.norm(dim=-1),
         "far_count": far.sum(-1).expand(len(q), -1, -1), "near_count": near.sum(-1).expand(len(q), -1, -1),
         "near_mean": torch.where(near, logits, 0).sum(-1) / near.sum(-1),
         "far_mean": torch.where(far, logits, 0).sum(-1) / far.sum(-1),
@@ -184,10 +186,12 @@ def _head(
     """The averages over queries, (B, Q, …), and what follows from them."""
     transport, softmax = factors.transport, factors.score == "softmax"
     stretches = isinstance(transport, dr.Householder) and not _contracts(transport)
-    far, odds, tokens = found["far"], found["far"] / found["near"].clamp(min=1e-300), FarTokens(window, lengths, gates)
-    counts = torch.tensor([tokens.at(place) for place in options.places.tolist()], dtype=torch.float64)
+    far, tokens = found["far"], FarTokens(window, lengths, gates)
+    # What a context of the trained length shows of far tokens has to do for those of longer ones.
+    last = options.trained - 1 if window < options.trained else math.inf
+    counts = torch.tensor([tokens.at(min(place, last)) for place in options.places.tolist()], dtype=torch.float64)
     # A mean of logs: odds of single queries differ by orders of magnitude.
-    each = math.exp(float((odds.clamp(min=1e-300).cpu().log() - counts.clamp(min=1e-300).log()).mean()))
+    each = math.exp(float((_log_odds(found, "seen").cpu() - counts.clamp(min=1e-300).log()).mean()))
     floor = norm_floor = ceiling = weight_gap = None
     if softmax:
         gap = found["near_best"] - found["far_least"]
@@ -197,7 +201,7 @@ def _head(
         above = found["near_best"] - found["far_best"]  # of one near key: N = 1
         ceiling = float(torch.sigmoid(found["far_count"].log() - above).mean())
     if factors.score != "stick-breaking":
-        weight_gap = float((found["far_count"].log() - found["near_count"].log() - odds.clamp(min=1e-300).log()).mean())
+        weight_gap = float((found["far_count"].log() - found["near_count"].log() - _log_odds(found, "far")).mean())
         reach = predict(each, tokens, options.trained, options.keep)
     else:
         reach = Reach(None, "stick-breaking gives what is near its weight first: far tokens take none of it")
@@ -207,7 +211,8 @@ def _head(
         float((found["near_best"] - found["far_best"]).mean()), weight_gap,
     )  # fmt: skip
     mass = Mass(
-        found["mass"].mean((0, 1)).tolist(), float(far.mean()), float(far.std() / math.sqrt(far.numel())),
+        found["mass"].mean((0, 1)).tolist(), float(far.mean()),
+        float(far.std() / math.sqrt(far.numel())) if far.numel() > 1 else None,
         floor, norm_floor, ceiling, float(found["far_norm"].mean()),
     )  # fmt: skip
     values = _values(found, transport, mixing, window)
@@ -219,6 +224,11 @@ def _head(
     return Head(
         number, head, name, kind, window, window_from, mixing, gates, scores, mass, values, reach, plain, carried
     )
+
+
+def _log_odds(found: dict[str, Tensor], which: str) -> Tensor:
+    """log of far mass, or of what is seen of it, over near mass."""
+    return found[which].clamp(min=1e-300).log() - found["near"].clamp(min=1e-300).log()
 
 
 def _contracts(transport: dr.Householder) -> bool:

@@ -51,12 +51,18 @@ def _transport(found: Findings, panel: Any) -> None:
         if head.mixing is not None:
             panel.plot(found.lengths, head.mixing.typical, ":", color=_colour(head.layer), linewidth=1.2, alpha=0.8)
     _lines(found, panel, found.lengths, lambda head: head.gates, linestyle="--")
+    _lines(found, panel, found.lengths, lambda head: None if head.mixing is None else head.mixing.mixed, linestyle="-.")
     noises = [head.mixing.noise for head in found.heads if head.mixing is not None]
     if noises:
         worst = [max(values) for values in zip(*noises, strict=True)]
         panel.fill_between(found.lengths, worst, 1e-4, color=PALE, alpha=0.6, linewidth=0)
         panel.axhline(found.about["tolerance"], color="black", linewidth=0.8, linestyle=(0, (1, 3)))
-    styles: dict[str, Any] = {"‖E[T]‖": "-", "root mean square": ":", "E[Π f], gates": "--"}
+    styles: dict[str, Any] = {
+        "‖E[T]‖": "-",
+        "root mean square": ":",
+        "share of pairs mixed": "-.",
+        "E[Π f], gates": "--",
+    }
     panel.legend(
         handles=[Line2D([], [], color="black", linestyle=s, label=n) for n, s in styles.items()], frameon=False
     )
@@ -88,7 +94,7 @@ def _far(found: Findings, panel: Any) -> None:
         mass = head.mass
         if mass.floor is not None and mass.ceiling is not None:
             panel.plot([place] * 2, [mass.floor, mass.ceiling], color=PALE, linewidth=3, solid_capstyle="butt")
-        panel.errorbar(place, mass.far, 2 * mass.error, color=_colour(head.layer), marker="o", markersize=4)
+        panel.errorbar(place, mass.far, 2 * (mass.error or 0.0), color=_colour(head.layer), marker="o", markersize=4)
     _head_axis(found, panel)
     panel.set(ylim=(-0.02, 1.02), ylabel="far mass", title="Far mass (grey: Propositions 3 and 1)")
 
