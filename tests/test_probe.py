@@ -497,6 +497,17 @@ def test_prediction_looks_no_farther_than_training() -> None:
         assert head.mass.error is None
 
 
+def test_rope_is_predicted_no_more_than_it_was_trained() -> None:
+    tokens = some_tokens(2, 128)
+    rope, turning, gated = (
+        run_probe(small(name), tokens, trained=48, queries=4) for name in ("rope", "learned-rotation", "sympow-gated")
+    )
+    assert {head.range.tokens for head in rope.heads} == {48}
+    assert rope.predicted.tokens == 48
+    assert all(head.range.tokens is not None and head.range.tokens > 60 for head in turning.heads)
+    assert all("by their length alone" not in head.range.why for head in gated.heads)  # gates may hide what is new
+
+
 def test_equal_values_cancel_only_when_they_are_carried() -> None:
     quick = {"head_dim": 16, "encoding_options": {"random-rotation": {"base": 1.0}}}  # angles up to 1 in every pair
     model, rho = small("random-rotation", **quick), theory.uniform_angles(1.0)

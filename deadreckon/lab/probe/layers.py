@@ -203,6 +203,8 @@ def _head(
     if factors.score != "stick-breaking":
         weight_gap = float((found["far_count"].log() - found["near_count"].log() - _log_odds(found, "far")).mean())
         reach = predict(each, tokens, options.trained, options.keep)
+        if gates is None and isinstance(transport, dr.Rotation) and _by_position(transport):
+            reach = Reach(float(options.trained), "routes turn by their length alone: longer ones than trained are new")
     else:
         reach = Reach(None, "stick-breaking gives what is near its weight first: far tokens take none of it")
     scores = Scores(
@@ -229,6 +231,11 @@ def _head(
 def _log_odds(found: dict[str, Tensor], which: str) -> Tensor:
     """log of far mass, or of what is seen of it, over near mass."""
     return found[which].clamp(min=1e-300).log() - found["near"].clamp(min=1e-300).log()
+
+
+def _by_position(transport: dr.Rotation) -> bool:
+    """Whether every token turns alike, as in RoPE, so that a route is its length."""
+    return bool((transport.angles == transport.angles[:1, :1]).all() and transport.angles.any())
 
 
 def _contracts(transport: dr.Householder) -> bool:

@@ -3,8 +3,8 @@
 The paper proves that far mass must grow and gives no length. What follows from it is taken here: beyond the window
 every far token is like every other (Theorem 1), so that it has the same odds against what is near at any length; near
 mass is 1 / (1 + odds · far tokens), which is the ceiling of the near signal (Proposition 4); and a far token counts for
-as much as gates let through. The odds are those of tokens no farther than the trained length. Where nothing mixes, as
-with RoPE, farther ones may be like nothing seen before: a model may leave its range long before it is diluted.
+as much as gates let through. The odds are those of tokens no farther than the trained length. Where routes turn by
+their length alone, as in RoPE, there is no window, and farther tokens are like none seen before: the range ends there.
 """
 
 from __future__ import annotations
