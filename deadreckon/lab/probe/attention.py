@@ -1,0 +1,107 @@
+"""Attention of a few queries over all that lies behind them: logits and weights, and values carried or not.
+
+Only sampled queries are looked at, (B, H, Q, T) numbers a layer, so that sequences may be long.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+import deadreckon as dr
+
+
+def per_head(x: Tensor, heads: int) -> Tensor:
+    """(B, T, 1 | H | Hq, …) to (B, T, Hq, …)."""
+    return x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def turn(x: Tensor, phase: Tensor) -> Tensor:
+    """Rotates the pairs (m, m + D/2) of x by a phase in float64."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = phase.cos().to(x.dtype), phase.sin().to(x.dtype)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+def phases_of(transport: dr.Rotation, heads: int) -> Tensor:
+    """Angles summed up along the sequence (B, T, Hq, D/2), in float64."""
+    return per_head(transport.angles.double().cumsum(1), heads)
+
+
+def logits_of(
+    q: Tensor, k: Tensor, transport: dr.Rotation | dr.Householder | None, scale: float, places: Tensor
+) -> Tensor:
+    """scale · k_jᵀ T_ji q_i for the queries i at `places`, (B, H, Q, T); what comes after a query is not defined.
+
+    Args:
+        q, k: (B, T, H, D), keys repeated to the heads of queries.
+    """
+    heads = q.shape[2]
+    if isinstance(transport, dr.Rotation):
+        phases = phases_of(transport, heads)
+        q, k = turn(q, phases), turn(k, phases)
+    queries = q[:, places].transpose(1, 2)  # (B, H, Q, D)
+    if not isinstance(transport, dr.Householder):
+        return scale * queries @ k.permute(0, 2, 3, 1)
+    w, beta = (per_head(x, heads).to(q.dtype) for x in (transport.w, transport.beta))
+    logits = q.new_zeros(*queries.shape[:3], q.shape[1])
+    walking = torch.zeros_like(queries)  # T_ji q_i, while j goes back
+    for j in range(int(places.max()), -1, -1):
+        walking = torch.where((places == j).unsqueeze(-1), queries, walking)
+        logits[..., j] = (walking * k[:, j].unsqueeze(2)).sum(-1)
+        step = w[:, j].unsqueeze(2)
+        walking = walking - beta[:, j, :, None, None] * (walking * step).sum(-1, keepdim=True) * step
+    return scale * logits
+
+
+def gates_of(log_gate: Tensor | None, like: Tensor, heads: int) -> Tensor | None:
+    """log f of each token and query head (B, T, Hq)."""
+    if log_gate is None:
+        return None
+    gates = log_gate if log_gate.dim() == 3 else log_gate.expand(*like.shape[:2], -1)
+    return per_head(gates, heads)
+
+
+def gate_sums(gates: Tensor, places: Tensor) -> Tensor:
+    """Σ log f along the route from each token to each query, (B, H, Q, T)."""
+    total = gates.double().cumsum(1).transpose(1, 2)  # (B, H, T)
+    return total[..., places].unsqueeze(-1) - total.unsqueeze(-2)
+
+
+def weights_of(logits: Tensor, gates: Tensor | None, score: object, distance: Tensor) -> Tensor:
+    """The weights of keys at a distance (Q, T) from the query, by the definition; zero for those that come after it."""
+    behind = distance >= 0
+    gate = torch.zeros_like(logits) if gates is None else gates.to(logits.dtype)
+    if isinstance(score, dr.Power):
+        weights = torch.where(behind, logits**score.p * gate.exp(), 0)
+        total = weights.sum(-1, keepdim=True)
+        return weights / torch.where(total > 0, total, 1)
+    if score == "stick-breaking":
+        taken = torch.where(distance > 0, logsigmoid(logits), -torch.inf)
+        left = torch.where(distance > 0, logsigmoid(-logits), 0)
+        left_before = left.flip(-1).cumsum(-1).flip(-1) - left
+        return (taken + left_before + gate).exp()
+    return torch.where(behind, logits + gate, -torch.inf).softmax(-1)
+
+
+def carried_sum(weights: Tensor, v: Tensor, transport: dr.Rotation | dr.Householder, places: Tensor) -> Tensor:
+    """Σ_j a_j U_ji v_j for each query (B, H, Q, E), values carried along their routes.
+
+    Rotations turn them back by the route's angle. For reflections, whose values no published encoding carries, it is
+    what happens to keys: H_i ⋯ H_{j+1} v_j.
+    """
+    heads = v.shape[2]
+    if isinstance(transport, dr.Rotation):
+        phases = phases_of(transport, heads)
+        summed = weights @ turn(v, phases).transpose(1, 2)
+        return turn(summed, -phases[:, places].transpose(1, 2))
+    w, beta = (per_head(x, heads).to(v.dtype) for x in (transport.w, transport.beta))
+    summed = v.new_zeros(*weights.shape[:3], v.shape[-1])
+    arrived = torch.zeros_like(summed)
+    for j in range(int(places.max()) + 1):
+        step = w[:, j].unsqueeze(2)
+        summed = summed - beta[:, j, :, None, None] * (summed * step).sum(-1, keepdim=True) * step
+        summed = summed + weights[..., j].unsqueeze(-1) * v[:, j].unsqueeze(2)
+        arrived = torch.where((places == j).unsqueeze(-1), summed, arrived)
+    return arrived

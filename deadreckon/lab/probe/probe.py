@@ -1,0 +1,202 @@
+"""A model under the probe: one forward pass, watched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import deadreckon as dr
+from deadreckon.lab.probe.findings import Findings, Head
+from deadreckon.lab.probe.layers import Options, UndefinedError, distance_bins, probe_layer
+from deadreckon.lab.probe.reach import measure, measure_more, middle
+from deadreckon.lab.probe.transport import SHORTEST, route_lengths
+
+AT_ONCE = 1 << 24  # logits of the vocabulary in memory
+
+
+@torch.no_grad()
+def run_probe(
+    model: dr.DeadReckonForCausalLM,
+    tokens: Tensor,
+    out: Path | None = None,
+    *,
+    labels: Tensor | None = None,
+    trained: int | None = None,
+    window: int | None = None,
+    tolerance: float = 0.1,
+    queries: int = 32,
+    routes: int = 1024,
+    keep: float = 0.5,
+    seed: int = 0,
+) -> Findings:
+    """Probes every head of every layer while the model reads some tokens.
+
+    Args:
+        model: on any device; it is left as it was.
+        tokens: (B, T) whole sequences without padding. T should exceed the trained length, for a measured range.
+        out: a folder for probe.json and probe.png; nothing is written by default.
+        labels: (B, T) where the loss counts, as tasks give them; everywhere by default.
+        trained: the length the model was trained at; T by default. If it is less than T, and there are no labels, each
+            token's loss is set beside what it is with a context of that length, for a measured range.
+        window: tokens after which a token is far, for all heads. By default each head's mixing window, if that is at
+            most T / 4, else a quarter of the trained length.
+        tolerance: ‖E[T_ℓ]‖ below which a route counts as mixed.
+        queries: how many to look at in each sequence, from its second half.
+        routes: about how many to average where steps do not commute.
+        keep: share of the near mass whose loss ends the predicted range.
+        seed: of the choice of queries, and of encodings that draw.
+    """
+    _check(model, tokens, labels, trained, window, tolerance, queries, keep)
+    length, device = tokens.shape[1], next(model.parameters()).device
+    tokens = tokens.to(device)
+    order = torch.randperm(length - length // 2, generator=torch.Generator().manual_seed(seed))[:queries]
+    places = (length // 2 + order).sort().values.to(device)
+    options = Options(places, window, tolerance, routes, trained or length, keep)
+    heads: list[Head] = []
+    undefined: dict[str, str] = {}
+    training = model.training
+    model.eval()
+    torch.manual_seed(seed)
+    try:
+        with _watched(model, options, heads, undefined):
+            hidden = model.model(tokens).last_hidden_state
+        losses = _losses(model, hidden, tokens if labels is None else labels.to(device))
+        short = None
+        if labels is None and trained is not None and trained < length:
+            short = _losses_as_trained(model, tokens, trained)
+    finally:
+        model.train(training)
+    scored = torch.ones_like(losses, dtype=torch.bool) if labels is None else labels[:, 1:].to(device) != -100
+    ends, loss, error = _by_place(losses, scored)
+    more = None if short is None else _by_place(losses - short, scored)
+    measured = measure(ends, loss, error, options.trained) if more is None else measure_more(*more, options.trained)
+    found = Findings(
+        about={
+            "encodings": model.config.encodings(), "rows": tokens.shape[0], "length": length, "trained": trained,
+            "tolerance": tolerance, "queries": len(places), "routes": routes, "keep": keep, "seed": seed,
+            "deadreckon": dr.__version__, "torch": torch.__version__,
+        },
+        lengths=route_lengths(length // 2), bins=distance_bins(length), heads=heads,
+        predicted=middle([head.range for head in heads]), measured=measured,
+        undefined=undefined, places=ends, loss=loss, loss_error=error, loss_more=None if more is None else more[1],
+    )  # fmt: skip
+    if out is not None:
+        from deadreckon.lab.probe.picture import probe_picture
+
+        found.save(out / "probe.json")
+        if heads:
+            probe_picture(found, out / "probe.png")
+    return found
+
+
+def _check(
+    model: object, tokens: Tensor, labels: Tensor | None, trained: int | None, window: int | None, tolerance: float,
+    queries: int, keep: float,
+) -> None:  # fmt: skip
+    if not isinstance(model, dr.DeadReckonForCausalLM):
+        raise ValueError(f"model: expected a DeadReckonForCausalLM, got {type(model).__name__}")
+    if tokens.dim() != 2 or tokens.is_floating_point():
+        raise ValueError(f"tokens: expected integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}")
+    if tokens.shape[0] < 1 or tokens.shape[1] < SHORTEST:
+        raise ValueError(f"tokens: expected a row of {SHORTEST} or more, got {tuple(tokens.shape)}")
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.config.vocab_size:
+        raise ValueError(
+            f"tokens: expected numbers from 0 to {model.config.vocab_size - 1}, the model's vocabulary, "
+            f"got {int(tokens.min())} to {int(tokens.max())}"
+        )
+    if labels is not None and labels.shape != tokens.shape:
+        raise ValueError(f"labels: expected (B, T) = {tuple(tokens.shape)}, got {tuple(labels.shape)}")
+    if trained is not None and trained < 4:
+        raise ValueError(f"trained: expected a length of 4 or more, got {trained}")
+    if window is not None and not 1 <= window <= tokens.shape[1] // 2:
+        raise ValueError(f"window: expected between 1 and T / 2 = {tokens.shape[1] // 2}, got {window}")
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
+    if queries < 1:
+        raise ValueError(f"queries: expected 1 or more, got {queries}")
+    if not 0 < keep < 1:
+        raise ValueError(f"keep: expected a share between 0 and 1, got {keep}")
+
+
+@contextmanager
+def _watched(
+    model: dr.DeadReckonForCausalLM, options: Options, heads: list[Head], undefined: dict[str, str]
+) -> Iterator[None]:
+    """While this lasts, a forward pass adds what its layers do to `heads`, or to `undefined` why not."""
+    hooks = []
+    names = model.config.encodings()
+    seen: set[int] = set()
+    for number, name in enumerate(names):
+        layer: Any = model.model.layers[number].get_submodule("self_attn")
+        went_in: dict[str, Any] = {}
+
+        def encoded(module: object, inputs: Any, factors: Any, went_in: dict[str, Any] = went_in) -> None:
+            went_in.update(x=inputs[0], context=inputs[1], factors=factors)
+
+        def attended(
+            module: object, inputs: Any, number: int = number, name: str = name, layer: Any = layer,
+            went_in: dict[str, Any] = went_in,
+        ) -> None:  # fmt: skip
+            seen.add(number)
+            try:
+                if not isinstance(went_in.get("factors"), dr.Factors):
+                    raise UndefinedError(f"{name} does not say what it does in factors")
+                heads.extend(probe_layer(number, name, layer, output=inputs[0], options=options, **went_in))
+            except UndefinedError as why:
+                undefined[f"layer {number}"] = str(why)
+            went_in.clear()
+
+        hooks += [layer.encoding.register_forward_hook(encoded), layer.o_proj.register_forward_pre_hook(attended)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for number in set(range(len(names))) - seen:
+        undefined[f"layer {number}"] = f"{names[number]} went another way than through the layer's attention"
+
+
+def _losses(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each token but the first, (B, T − 1), zero where there is no label."""
+    some = max(AT_ONCE // (len(labels) * model.config.vocab_size), 1)
+    pieces = zip(hidden[:, :-1].split(some, dim=1), labels[:, 1:].split(some, dim=1), strict=True)
+    return torch.cat([
+        cross_entropy(model.lm_head(piece).float().transpose(1, 2), expected, reduction="none", ignore_index=-100)
+        for piece, expected in pieces
+    ], dim=1).double()  # fmt: skip
+
+
+def _losses_as_trained(model: dr.DeadReckonForCausalLM, tokens: Tensor, trained: int) -> Tensor:
+    """The same for tokens that have no more behind them than in training, and no less than half of that if there is."""
+    length, half = tokens.shape[1], trained // 2
+    losses = torch.empty(len(tokens), length - 1, dtype=torch.float64, device=tokens.device)
+    starts = [*range(0, length - trained, half), length - trained]
+    for start in starts:
+        piece = tokens[:, start : start + trained]
+        known = half - 1 if start else 0  # what the piece before has seen better
+        losses[:, start + known : start + trained - 1] = _losses(model, model.model(piece).last_hidden_state, piece)[
+            :, known:
+        ]
+    return losses
+
+
+def _by_place(losses: Tensor, scored: Tensor) -> tuple[list[int], list[float], list[float]]:
+    """Last place, mean and its standard error of bins that grow by a quarter; bins without a label are left out."""
+    ends, means, errors = [], [], []
+    start, length = 0, losses.shape[1]
+    while start < length:
+        end = min(max(start + 8, start + start // 4), length)
+        values = losses[:, start:end][scored[:, start:end]]
+        if len(values):
+            ends.append(end)  # losses[:, t] is of token t + 1
+            means.append(float(values.mean()))
+            errors.append(float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0)
+        start = end
+    return ends, means, errors

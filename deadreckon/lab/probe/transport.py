@@ -1,0 +1,245 @@
+"""Means of routes, estimated from steps: ‖E[T_ℓ]‖ by route length, how much of it is noise, and how fast it decays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import deadreckon as dr
+
+GROUPS = 4  # of routes, at least: the spread of their means says how noisy the mean of all is
+DRAWS = 8  # of that noise
+SHORTEST = 32  # tokens, below which there is nothing to average
+
+
+@dataclass(frozen=True, eq=False)
+class MeanTransport:
+    """Routes of each length on average, by head.
+
+    Attributes:
+        lengths: L route lengths.
+        norm: (L, H) the largest singular value of the mean route, ‖E[T_ℓ]‖.
+        typical: (L, H) the root of the mean squared singular value, with the square of its noise taken away.
+        noise: (L, H) what `norm` would be, for so many routes that spread as these do, if the true mean were zero.
+        size: (L, H) the same root for single routes: 1 if steps are orthogonal, less if they shrink.
+        pairs: (L, H, D/2) for rotations, the size of each pair's mean phasor, with its noise taken away.
+        pairs_noise: (L, H, D/2) of these.
+    """
+
+    lengths: list[int]
+    norm: Tensor
+    typical: Tensor
+    noise: Tensor
+    size: Tensor
+    pairs: Tensor | None = None
+    pairs_noise: Tensor | None = None
+
+    def decay(self, head: int) -> Decay:
+        """How fast the mean route decays; for rotations, that of the slowest pair, which is what is left of it.
+
+        The slowest as measured: if many are equally slow, it errs on the slow side.
+        """
+        if self.pairs is None or self.pairs_noise is None:
+            return fit_decay(self.lengths, self.norm[:, head], self.noise[:, head])
+        return max(self.pair_decays(head), key=lambda decay: decay.rate)
+
+    def pair_decays(self, head: int) -> list[Decay]:
+        """For rotations, how fast the mean phasor of each pair decays."""
+        assert self.pairs is not None
+        assert self.pairs_noise is not None
+        return [
+            fit_decay(self.lengths, self.pairs[:, head, pair], self.pairs_noise[:, head, pair])
+            for pair in range(self.pairs.shape[-1])
+        ]
+
+
+@dataclass(frozen=True)
+class Decay:
+    """A fit of C · rate^ℓ to norms of mean routes.
+
+    Attributes:
+        rate: per step; exp of the slope.
+        error: standard error of the rate.
+        used: how many lengths stood clear of the noise.
+    """
+
+    rate: float
+    error: float
+    used: int
+
+    @property
+    def gap(self) -> float | None:
+        """1 − rate, the spectral gap; None where it cannot be told from none."""
+        return 1 - self.rate if self.rate < 1 - 3 * self.error else None
+
+    @property
+    def gap_ceiling(self) -> float:
+        """What the gap is not above, at three standard errors."""
+        return max(1 - self.rate, 0.0) + 3 * self.error
+
+
+def route_lengths(longest: int) -> list[int]:
+    """1, 2, 4, … up to the longest."""
+    return [1 << k for k in range(longest.bit_length())]
+
+
+def mean_transport(
+    steps: dr.Rotation | dr.Householder | Tensor, lengths: Sequence[int] | None = None, routes: int = 1024
+) -> MeanTransport:
+    """Averages the routes of each length that begin anywhere in a sequence.
+
+    Rotations are sums of angles and cost next to nothing. Other steps are multiplied up in float64 along routes that
+    begin on a grid, longer ones from shorter ones: one product for each doubling.
+
+    Args:
+        steps: of T tokens: a Rotation or Householder as `attend` takes it, or matrices (B, T, H, D, D). The first
+            token's step is on no route.
+        lengths: up to T / 2; powers of two by default.
+        routes: about how many to average for steps that do not commute; more cost more.
+    """
+    first = steps if isinstance(steps, Tensor) else steps.angles if isinstance(steps, dr.Rotation) else steps.w
+    rows, tokens = first.shape[:2]
+    if tokens < SHORTEST:
+        raise ValueError(f"steps: expected {SHORTEST} tokens or more, got {tokens}")
+    lengths = route_lengths(tokens // 2) if lengths is None else list(lengths)
+    if not lengths or min(lengths) < 1 or max(lengths) > tokens // 2:
+        raise ValueError(f"lengths: expected numbers between 1 and T / 2 = {tokens // 2}, got {lengths}")
+    segments = -(-GROUPS // rows)
+    if isinstance(steps, dr.Rotation):
+        return _rotations(steps.angles, lengths, segments)
+    return _products(steps, lengths, segments, routes)
+
+
+def _rotations(angles: Tensor, lengths: list[int], segments: int) -> MeanTransport:
+    phases = angles.double().cumsum(1)
+    phasors = torch.polar(torch.ones_like(phases), phases)  # (B, T, H, M)
+    norm, typical, noise, pairs, pairs_noise = [], [], [], [], []
+    for length in lengths:
+        routes = phasors[:, length:] * phasors[:, :-length].conj()
+        means, counts = _segment_means(routes, segments)
+        mean = (means * counts).sum(0)  # (H, M)
+        drawn = _noise(means, counts).abs()  # (draws, H, M)
+        squares = drawn.square().mean(0)
+        norm.append(mean.abs().amax(-1))
+        noise.append(drawn.amax(-1).square().mean(0).sqrt())
+        typical.append((mean.abs().square() - squares).mean(-1).clamp(min=0).sqrt())
+        pairs.append((mean.abs().square() - squares).clamp(min=0).sqrt())
+        pairs_noise.append(squares.sqrt())
+    size = torch.ones(len(lengths), angles.shape[2], dtype=torch.float64)
+    return MeanTransport(
+        lengths, _stack(norm), _stack(typical), _stack(noise), size, _stack(pairs), _stack(pairs_noise)
+    )
+
+
+def _products(steps: dr.Householder | Tensor, lengths: list[int], segments: int, routes: int) -> MeanTransport:
+    first = steps if isinstance(steps, Tensor) else steps.w
+    (rows, tokens), dim = first.shape[:2], first.shape[-1]
+    grid = 1 << max((rows * (tokens - 1) // routes).bit_length() - 1, 0)
+    while any(length % grid for length in lengths if length > grid) or (tokens - 1) // grid < 2 * segments:
+        grid //= 2
+    sums: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {length: [] for length in lengths}
+    for row in range(rows):
+        for length, products in _row_products(steps, row, grid, lengths):
+            means, counts = _segment_means(products.unsqueeze(0), segments)
+            sums[length].append((means, counts * products.shape[0], products.square().mean((0, -2, -1)) * dim))
+    norm, typical, noise, size = [], [], [], []
+    for length in lengths:
+        means, counts = torch.cat([s[0] for s in sums[length]]), torch.cat([s[1] for s in sums[length]])
+        counts = counts / counts.sum(0)
+        mean, drawn = (means * counts).sum(0), _noise(means, counts)  # (H, D, D), (draws, H, D, D)
+        norm.append(torch.linalg.matrix_norm(mean, 2))
+        noise.append(torch.linalg.matrix_norm(drawn, 2).square().mean(0).sqrt())
+        squares = mean.square().sum((-2, -1)) - drawn.square().sum((-2, -1)).mean(0)
+        typical.append((squares / dim).clamp(min=0).sqrt())
+        size.append(torch.stack([s[2] for s in sums[length]]).mean(0).sqrt())
+    return MeanTransport(lengths, _stack(norm), _stack(typical), _stack(noise), _stack(size))
+
+
+def _row_products(steps: dr.Householder | Tensor, row: int, grid: int, lengths: list[int]) -> list[tuple[int, Tensor]]:
+    """The routes (count, H, D, D) of each length that begin on the grid."""
+    advance, dim, heads, tokens = _stepper(steps, row)
+    device = (steps if isinstance(steps, Tensor) else steps.w).device
+    cells = (tokens - 1) // grid
+    product = torch.eye(dim, dtype=torch.float64, device=device).expand(cells, heads, dim, dim)
+    found = []
+    for step in range(grid):
+        product = advance(product, slice(1 + step, 1 + step + (cells - 1) * grid + 1, grid))
+        if step + 1 in lengths:
+            found.append((step + 1, product))
+    # Longer routes are made of those of 1, 2, 4, … cells, the binary digits of their length, lowest first.
+    wanted = {length // grid: product for length in lengths if length > grid}
+    doubled, reach = product, 1
+    while wanted and reach <= max(wanted):
+        for count in wanted:
+            if count & reach:
+                before = count & (reach - 1)
+                after = doubled[before:]
+                wanted[count] = wanted[count][: len(after)] @ after if before else doubled
+                if count < 2 * reach:
+                    found.append((count * grid, wanted[count]))
+        doubled, reach = doubled[:-reach] @ doubled[reach:], 2 * reach
+    return found
+
+
+def _stepper(steps: dr.Householder | Tensor, row: int) -> tuple[Callable[[Tensor, slice], Tensor], int, int, int]:
+    """How products (count, H, D, D) take the steps of some tokens, and the sizes."""
+    if isinstance(steps, Tensor):
+        matrices = steps[row].double()
+        return (lambda product, which: product @ matrices[which]), matrices.shape[-1], *matrices.shape[1::-1]
+    w, beta = steps.w[row].double(), steps.beta[row].double()
+
+    def reflect(product: Tensor, which: slice) -> Tensor:
+        direction = w[which].unsqueeze(-1)  # (count, H, D, 1)
+        return product - (product @ direction) * (beta[which, :, None, None] * direction.mT)
+
+    return reflect, w.shape[-1], *w.shape[1::-1]
+
+
+def _segment_means(routes: Tensor, segments: int) -> tuple[Tensor, Tensor]:
+    """Means over stretches of starting points, (B · segments, H, …), and the share of routes in each."""
+    parts = routes.tensor_split(segments, dim=1)
+    means = torch.cat([part.mean(1) for part in parts])
+    counts = torch.tensor([part.shape[1] for part in parts for _ in range(len(routes))], dtype=torch.float64)
+    shares = counts / counts.sum()
+    return means, shares.view(-1, *[1] * (means.dim() - 1)).to(means.device)
+
+
+def _noise(means: Tensor, shares: Tensor) -> Tensor:
+    """Draws of the error of the mean of groups (draws, …): each group off by what it is off, times a random normal."""
+    groups = len(means)
+    off = (means - (means * shares).sum(0)) * shares * math.sqrt(groups / (groups - 1))
+    factors = torch.randn(DRAWS, groups, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.tensordot(factors.to(means.device, means.dtype), off, dims=1)
+
+
+def _stack(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).cpu()
+
+
+def fit_decay(lengths: Sequence[int], norms: Tensor, noise: Tensor) -> Decay:
+    """Fits C · rate^ℓ to norms (L,), up to where they sink into three times their noise (L,).
+
+    Weighted least squares of log norm on ℓ; the error is scaled up where the fit is worse than the noise explains.
+    Norms of nested routes are not independent, so it is a guide.
+    """
+    clear = int((norms > 3 * noise).long().cumprod(0).sum())
+    if clear < 2:
+        return Decay(float(norms[0]), float(noise[0]), clear)
+    x, y = torch.tensor(lengths[:clear], dtype=torch.float64), norms[:clear].double().log()
+    weight = (noise[:clear].double() / norms[:clear].double()).clamp(min=1e-14).square().reciprocal()
+    centre = (weight * x).sum() / weight.sum()
+    spread = (weight * (x - centre).square()).sum()
+    slope = float((weight * (x - centre) * y).sum() / spread)
+    residual = y - (weight * y).sum() / weight.sum() - slope * (x - centre)
+    misfit = float((weight * residual.square()).sum()) / (clear - 2) if clear > 2 else 1.0
+    return Decay(math.exp(slope), math.exp(slope) * math.sqrt(max(misfit, 1.0) / float(spread)), clear)
+
+
+def mean_gates(log_gate: Tensor, lengths: Sequence[int]) -> Tensor:
+    """E[Π f] over routes of each length, (L, H), for log_gate (B, T, H)."""
+    total = log_gate.double().cumsum(1)
+    return torch.stack([(total[:, n:] - total[:, :-n]).exp().mean((0, 1)) for n in lengths]).cpu()
