@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,9 @@ from transformers import DynamicCache
 
 import deadreckon as dr
 from deadreckon.encodings.prism import COPY_WIDTH, Cursors, Prism
+from deadreckon.lab import prism as lab
+from deadreckon.lab.cursors import show, trace
+from deadreckon.lab.training import exact_match_by_length, train
 
 SMALL = {"positions": 9, "width": 6, "cursors": 3, "hidden": 5}
 VOCABULARY = 13
@@ -301,6 +307,30 @@ def test_models_stream_and_pad(copy: int) -> None:
         torch.testing.assert_close(packed, torch.cat(parts, dim=1), rtol=0, atol=1e-4)
 
 
+def test_kernels_serve_the_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: whole, with gradients, and in pieces."""
+    layer = make_layer(copy=2, cursors=1).float()
+    x, grad = torch.randn(2, 1, 70, 8).unbind()
+    cuts = [0, 1, 68, 70]
+
+    def run() -> list[Tensor]:
+        layer.zero_grad()
+        (layer(x[:, :15]) * grad[:, :15]).sum().backward()
+        gradients = [p.grad for p in layer.encoding.parameters() if p.grad is not None]
+        state, outputs = None, []
+        for start, end in itertools.pairwise(cuts):
+            y, state = layer(x[:, start:end], state=state)
+            outputs.append(y)
+        return [torch.cat(outputs, dim=1), *(gradient.clone() for gradient in gradients)]
+
+    expected = run()
+    for name in ("superpose", "histogram_filter"):
+        monkeypatch.setattr(f"deadreckon.encodings.prism.{name}", partial(getattr(dr, name), impl="triton"))
+    found = run()
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1:], expected[1:], rtol=1e-3, atol=1e-4)
+
+
 def test_states_keep_so_many_histograms() -> None:
     layer = make_layer()
     _, state = layer(torch.randn(1, 100, 8, dtype=torch.float64), state=None)
@@ -347,3 +377,88 @@ def test_sinusoids_shift_in_training_only() -> None:
     assert begins.min() == 0 and begins.max() == 40 and begins.unique().numel() == 41
     with pytest.raises(ValueError, match="sinusoidal: expected shift to be an integer of 0 or more, got -1"):
         dr.AttentionLayer(16, 2, "sinusoidal", encoding_options={"shift": -1})
+
+
+# The lab --------------------------------------------------------------------------------------------------------------
+
+TINY = "--width 32 --layers 2 --heads 2 --pe-width 16 --positions 32 --batch-size 4 --count 4 --evaluations 4 --steps 4"
+
+
+def settings(*arguments: str, encoding: str = "prism") -> lab.Settings:
+    return lab.settings_of(lab.parse(arguments), encoding)
+
+
+def test_settings_are_the_papers() -> None:
+    reverse = settings("--task", "reverse")
+    assert reverse.options()["copy"] == 5 and reverse.options()["modules"] == [0] and reverse.width == 192
+    assert reverse.curriculum().stages == ((250, 5), (250, 10), (500, 20), (500, 30)) and reverse.longest == 40
+    assert settings("--task", "stack").options()["modules"] == [0, 3]
+    assert settings("--task", "addition", "--pace", "1").curriculum().stages == ((5000, 5),)
+    assert settings("--task", "copy", "--longest", "10").lengths == (5, 10, 12, 15, 20, 25, 30, 40, 50, 70, 100)
+    assert settings("--task", "copy", encoding="sinusoidal").options()["shift"] == 256
+    assert settings("--task", "copy", "--lengths", "99").positions == 256 and settings(*TINY.split()).positions == 32
+    assert settings("--task", "copy", "--lengths", "9").positions == 128  # 40 are trained on, 82 tokens
+    scan = settings("--task", "scan")
+    assert all(n in scan.make_task(n).lengths for n in scan.lengths)
+    assert lab.best_by_length([{5: 0.2, 9: 0.1}, {5: 0.4, 9: 0.0}]) == pytest.approx({5: 0.3, 9: 0.05})
+    best = lab.best_by_length([{5: share} for share in (0.2, 0.9, 0.5, 0.7)])
+    assert best == pytest.approx({5: 0.7})
+
+
+def test_runs_leave_results_pictures_and_a_model_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.main(["--task", "reverse", "--lengths", "2", "3", "--save", str(tmp_path), *TINY.split()])
+    said = capsys.readouterr().out
+    assert said.count("step") == 8 and "reverse sinusoidal: exact match" in said
+    results = json.loads((tmp_path / "prism-0.json").read_text())
+    assert [one["step"] for one in results["evaluations"]] == [1, 2, 3, 4] and set(results["best"]) == {"2", "3"}
+    assert results["recipe"]["curriculum"]["longest"] == 40 and results["sizes"]["copy"] == 5
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    lab.main(["--show", str(tmp_path / "prism-0"), "--input", "123", "--layer", "1", "--head", "1"])
+    assert capsys.readouterr().out.replace(" ", "").startswith("123=")
+    assert (tmp_path / "prism-0" / "cursors.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="model: expected one with the encoding prism, got"):
+        lab.main(["--show", str(tmp_path / "sinusoidal-0")])
+    with pytest.raises(ValueError, match="draw: expected a folder with results"):
+        lab.main(["--draw", str(tmp_path / "prism-0")])
+
+
+def test_traces_show_what_the_model_computes() -> None:
+    model, tokens = make_model(modules=[0, 2]).eval(), torch.randint(0, VOCABULARY, (1, 9))
+    for layer in range(3):
+        for head in range(4):
+            found = trace(model, tokens, 4, layer, head, 1)
+            attention = model.model.layers[layer].self_attn
+            heard: list[Tensor] = []
+            hooks = [
+                attention.o_proj.register_forward_pre_hook(lambda _, given, heard=heard: heard.append(given[0])),
+                attention.v_proj.register_forward_hook(lambda _, x, v, heard=heard: heard.append(v)),
+            ]
+            with torch.no_grad():
+                model(tokens)
+            for hook in hooks:
+                hook.remove()
+            v, output = heard[0].unflatten(-1, (2, -1)), heard[1].unflatten(-1, (4, -1))
+            torch.testing.assert_close(found.attention @ v[0, :, head // 2], output[0, :, head], rtol=0, atol=1e-5)
+            assert (found.layer, found.head, found.cursor) == (layer, head, 1)
+            for side in ("query", "key"):
+                assert found.gates[side].shape == (9, 4) and found.histograms[side].shape == (9, 9)
+                torch.testing.assert_close(found.gates[side][:, 1:].sum(-1), torch.ones(9))
+                assert torch.equal(found.histograms[side].argmax(-1), found.modes[side][:, 1])
+    with torch.no_grad():
+        model.model.layers[1].self_attn.encoding.alpha[2, 1] = -9.0
+    chosen = trace(model, tokens, 4)
+    assert (chosen.layer, chosen.head, chosen.cursor) == (1, 2, 1)
+    with pytest.raises(ValueError, match="head: expected 0 to 3, got 4"):
+        trace(model, tokens, 4, head=4)
+
+
+def test_copying_is_learnt_and_goes_beyond_the_lengths_of_training(tmp_path: Path) -> None:
+    """Trained on up to 5 digits; guessing 8 digits and the end would be right once in 10⁸."""
+    arguments = "--longest 5 --steps 140 --batch-size 32 --learning-rate 3e-3 --similarity 10 --pace 0.001"
+    sizes = "--width 64 --layers 1 --heads 2 --pe-width 32 --positions 32"
+    chosen = settings(*arguments.split(), *sizes.split())
+    model = chosen.model()
+    list(train(model, chosen.make_task(), chosen.recipe, chosen.curriculum()))
+    found = exact_match_by_length(model, chosen.make_task(), (5, 8), count=100)
+    assert found[5] > 0.9 and found[8] > 0.3
+    assert show(model, "31415", tmp_path / "cursors.png") == "31415=31415."

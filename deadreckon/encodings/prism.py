@@ -100,7 +100,8 @@ class Recurrence(Drawn, nn.GRU):
     def forward(self, x: Tensor, before: Tensor) -> Tensor:  # type: ignore[override]
         """Hidden states (B, T, hidden) after each token of x, given that before the first (B, hidden); x's dtype."""
         weights = [w.to(x.dtype) for w in self.all_weights[0]]
-        return torch.gru(x, before.unsqueeze(0), weights, True, 1, 0.0, self.training, False, True)[0]
+        train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
+        return torch.gru(x, before.unsqueeze(0), weights, True, 1, 0.0, train, False, True)[0]
 
 
 class Cursors(Drawn, nn.Module):
