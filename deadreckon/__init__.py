@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deadreckon.attention import IMPLEMENTATIONS, attend, attend_next, share_in_reach
     from deadreckon.blockwise.stream import Past
-    from deadreckon.encoding import Context, Encoding, Sizes
+    from deadreckon.encoding import Context, Encoding, Sizes, parameter_groups
     from deadreckon.encodings import ENCODINGS
     from deadreckon.factors import Factors, Householder, Power, Rotation
     from deadreckon.histogram import histogram_filter, superpose
@@ -36,6 +36,7 @@ _HOME = {
     "Encoding": "encoding",
     "Sizes": "encoding",
     "Context": "encoding",
+    "parameter_groups": "encoding",
     "ENCODINGS": "encodings",
     "histogram_filter": "histogram",
     "superpose": "histogram",
@@ -67,6 +68,7 @@ __all__ = [
     "attend",
     "attend_next",
     "histogram_filter",
+    "parameter_groups",
     "share_in_reach",
     "superpose",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from deadreckon.factors import Factors, Householder
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the layer that an encoding serves."""
+    """The sizes of the layer that an encoding serves, and which layer it is, counted from 0, of how many."""
 
     d_model: int
     n_heads: int
@@ -22,6 +23,8 @@ class Sizes:
     head_dim: int
     vocab_size: int | None = None
     max_length: int = 2048
+    layer: int = 0
+    layers: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +36,14 @@ class Context:
         token_ids: (B, T), for encodings that look tokens up.
         cu_seqlens: boundaries of packed documents.
         recent: where an encoding keeps the last inputs that it needs again, while a sequence comes in pieces.
+        shared: where an encoding leaves what the same encoding in later layers uses, in this forward pass.
     """
 
     positions: Tensor
     token_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
     recent: dict[str, Tensor] | None = None
+    shared: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, x: Tensor, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Context:
@@ -58,7 +63,11 @@ class Context:
         return replace(self, recent=recent)
 
 
-class Encoding(nn.Module, ABC):
+class Drawn:
+    """A module that draws its own parameters in `reset_parameters`, in a model too."""
+
+
+class Encoding(Drawn, nn.Module, ABC):
     """One way to reckon positions. Subclasses are final; `ENCODINGS` names them all.
 
     Args (of every subclass):
@@ -73,10 +82,37 @@ class Encoding(nn.Module, ABC):
     def forward(self, x: Tensor, context: Context) -> Factors:
         """The factors of attention over x (B, T, d_model)."""
 
+    def widen(self, q: Tensor, k: Tensor, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Queries (B, T, Hq, D) and keys (B, T, H, D), with channels for further terms of the logits, if any.
+
+        Logits are scaled by D^(−1/2) as before.
+        """
+        return q, k
+
+    def penalty(self) -> Tensor | None:
+        """What training adds to the loss, for encodings that ask for it."""
+        return None
+
+    def own_groups(self) -> list[dict[str, Any]]:
+        """Parameters that want their own settings, as groups of AdamW; the others take those of the model."""
+        return []
+
     def reset_parameters(self) -> None:
         """Draws fresh parameters: PyTorch's defaults, unless an encoding says otherwise."""
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
+
+
+def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
+    """A model's parameters for AdamW: groups of their own where an encoding asks for it, and one of all others.
+
+    Each group has its learning rate also as ``initial_lr``, for schedules to multiply.
+    """
+    own = [group for part in model.modules() if isinstance(part, Encoding) for group in part.own_groups()]
+    apart = {id(parameter) for group in own for parameter in group["params"]}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    groups = [{"params": rest, "lr": learning_rate, "weight_decay": weight_decay}, *own]
+    return [{**group, "initial_lr": group["lr"]} for group in groups]
 
 
 def rope_angles(width: int, base: float, device: torch.device) -> Tensor:
@@ -98,7 +134,7 @@ def at_least_single(x: Tensor) -> Tensor:
 GOING_BACK = 64  # tokens by which a state can at least go back
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(Drawn, nn.Module):
     """A causal convolution along time, one filter a channel: y_t = Σ_i weight_i · x_{t−i}, within its document."""
 
     def __init__(self, channels: int, width: int) -> None:
@@ -124,7 +160,7 @@ class ShortConvolution(nn.Module):
         return y
 
 
-class Projection(nn.Linear):
+class Projection(Drawn, nn.Linear):
     """A linear map of an encoding. Its weights begin with PyTorch's default, in a model too, and its bias with zero."""
 
     def reset_parameters(self) -> None:

@@ -39,6 +39,7 @@ class AttentionLayer(nn.Module):
         vocab_size: for encodings that look tokens up.
         max_length: the longest document, for encodings that scale their angles by it.
         encoding_options: keywords of the encoding's class.
+        place: which layer this is, counted from 0, of how many, for encodings that serve several layers at once.
         impl: passed on to :func:`deadreckon.attend`.
     """
 
@@ -54,6 +55,7 @@ class AttentionLayer(nn.Module):
         vocab_size: int | None = None,
         max_length: int = 2048,
         encoding_options: dict[str, Any] | None = None,
+        place: tuple[int, int] = (0, 1),
         impl: Implementation = "auto",
     ) -> None:
         super().__init__()
@@ -67,7 +69,8 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"head_dim: expected an integer of 1 or more, got {head_dim!r}")
         if head_dim is None and d_model % n_heads:
             raise ValueError(f"d_model: expected a multiple of n_heads = {n_heads} (or head_dim), got {d_model}")
-        self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim or d_model // n_heads, vocab_size, max_length)
+        head_dim = head_dim or d_model // n_heads
+        self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim, vocab_size, max_length, *place)
         self.impl: Implementation = impl
         self.q_proj = nn.Linear(d_model, n_heads * self.sizes.head_dim, bias=False)
         self.k_proj = nn.Linear(d_model, n_kv_heads * self.sizes.head_dim, bias=False)
@@ -147,13 +150,14 @@ class AttentionLayer(nn.Module):
         # Norms may answer in float32 under autocast.
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
-        factors = self.encoding(x, context)
+        factors, scale = self.encoding(x, context), width**-0.5
+        q, k = self.encoding.widen(q, k, x, context)
         if state is None:
-            output = attend(q, k, v, **factors._asdict(), cu_seqlens=context.cu_seqlens, impl=self.impl)
+            output = attend(q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl)
         else:
             if state.padded:  # the first real token of a sequence forgets the padding before it
                 fresh = (context.positions == 0).unsqueeze(-1).expand(*x.shape[:2], self.sizes.n_heads)
                 gate = 0.0 if factors.log_gate is None else factors.log_gate
                 factors = factors._replace(log_gate=torch.where(fresh, RESET, gate))
-            output = attend_next(q, k, v, **factors._asdict(), past=state.past)
+            output = attend_next(q, k, v, **factors._asdict(), scale=scale, past=state.past)
         return self.o_proj(output.flatten(-2))

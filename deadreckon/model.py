@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from deadreckon.cache import LAYER_TYPE, StateLayer
-from deadreckon.encoding import Context, Encoding, Projection, ShortConvolution
+from deadreckon.encoding import Context, Drawn, Encoding
 from deadreckon.encodings import ENCODINGS
 from deadreckon.layer import AttentionLayer
 from deadreckon.state import LayerState
@@ -113,14 +113,14 @@ class SwiGLU(nn.Module):
 class DecoderLayer(GradientCheckpointingLayer):
     """Attention and a SwiGLU, each behind a norm and beside a residual."""
 
-    def __init__(self, config: DeadReckonConfig, encoding: str) -> None:
+    def __init__(self, config: DeadReckonConfig, encoding: str, number: int) -> None:
         super().__init__()
         assert config.intermediate_size is not None
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = AttentionLayer(
             config.hidden_size, config.num_attention_heads, encoding, config.num_key_value_heads, config.qk_norm,
             head_dim=config.head_dim, vocab_size=config.vocab_size, max_length=config.max_position_embeddings,
-            encoding_options=(config.encoding_options or {}).get(encoding),
+            encoding_options=(config.encoding_options or {}).get(encoding), place=(number, config.num_hidden_layers),
         )  # fmt: skip
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
@@ -140,8 +140,8 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         # transformers asks for each module that has parameters of its own: of an encoding, mostly its parts.
-        if isinstance(module, (Encoding, Projection, ShortConvolution)):
-            module.reset_parameters()
+        if isinstance(module, Drawn):
+            module.reset_parameters()  # type: ignore[operator]
         else:
             super()._init_weights(module)
 
@@ -152,7 +152,9 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(DecoderLayer(config, name) for name in config.encodings())
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, name, number) for number, name in enumerate(config.encodings())
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -192,6 +194,12 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         if real is not None:
             x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
         return BaseModelOutputWithPast(last_hidden_state=x)
+
+    def penalty(self) -> Tensor | None:
+        """What encodings ask training to add to the loss, if any does."""
+        asked = [part.penalty() for part in self.modules() if isinstance(part, Encoding)]
+        penalties = [penalty for penalty in asked if penalty is not None]
+        return torch.stack(penalties).sum() if penalties else None
 
     def _embed(self, x: Tensor, context: Context) -> Tensor:
         """Adds positions to the embeddings, for encodings that do so."""
@@ -284,7 +292,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits of the next tokens and, given labels, the loss.
+        """Logits of the next tokens and, given labels, the loss; in training, with what encodings add to it.
 
         Args:
             input_ids: (B, T) tokens.
@@ -312,6 +320,8 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
             )
+            penalty = self.model.penalty() if self.training else None
+            loss = loss if penalty is None else loss + penalty
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
         return output.to_tuple() if return_dict is False else output
 

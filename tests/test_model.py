@@ -102,7 +102,7 @@ def test_generate_follows_the_logits() -> None:
     assert torch.equal(both[0, 3:], alone[0])
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "random-rotation", "conformal-sympow"])
+@pytest.mark.parametrize("encoding", ["path-fox", "random-rotation", "conformal-sympow", "prism"])
 def test_gradient_checkpointing_gives_the_same_gradients(encoding: str) -> None:
     model, ids = make_model(encoding).train(), tokens(2, 20)
 
@@ -142,7 +142,7 @@ def test_weights_begin_as_asked() -> None:
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope", "learned-rotation"])
+@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope", "learned-rotation", "prism"])
 def test_what_a_checkpoint_lacks_is_drawn(encoding: str, tmp_path: Path) -> None:
     """From a RoPE checkpoint, the parameters of another encoding begin as in a new layer."""
     make_model("rope").save_pretrained(tmp_path)

@@ -269,7 +269,7 @@ def test_chunked_prefill_and_sampling() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=True, num_return_sequences=2), sampled)
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "rope", "sympow-gated"])
+@pytest.mark.parametrize("encoding", ["path-fox", "rope", "sympow-gated", "prism"])
 def test_assisted_decoding_gives_the_same(encoding: str) -> None:
     """A smaller model proposes, the cache goes back where it was wrong."""
     model, ids = make_model(encoding), prompts(1, 70)

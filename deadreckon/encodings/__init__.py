@@ -10,6 +10,7 @@ from deadreckon.encodings.learned_rotation import LearnedRotation, LearnedRotati
 from deadreckon.encodings.nope import NoPE
 from deadreckon.encodings.path import PaTH
 from deadreckon.encodings.path_fox import PaTHFoX
+from deadreckon.encodings.prism import Prism
 from deadreckon.encodings.random_rotation import RandomRotation, RandomRotationValues
 from deadreckon.encodings.randomized import Randomized
 from deadreckon.encodings.rope import RoPE
@@ -39,4 +40,5 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "sympow": Sympow,
     "sympow-gated": SympowGated,
     "conformal-sympow": ConformalSympow,
+    "prism": Prism,
 }

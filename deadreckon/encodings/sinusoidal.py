@@ -2,6 +2,8 @@
 
     p_t = [sin(t · ω), cos(t · ω)],   ω_m = 10000^(−2m / d_model)
 
+In training positions may begin at a random number, so that a model meets those of longer sequences too.
+
 Cost: one addition. State: keys and values, and the position.
 """
 
@@ -19,16 +21,22 @@ class Sinusoidal(Encoding):
 
     Args:
         gain: amplitude of the sinusoids; the default is as loud as embeddings of deviation 0.02 are.
+        shift: in training, the positions of a row begin at a number drawn from 0 to this; packed documents share it.
     """
 
-    def __init__(self, sizes: Sizes, base: float = 10000.0, gain: float = 0.03) -> None:
+    def __init__(self, sizes: Sizes, base: float = 10000.0, gain: float = 0.03, shift: int = 0) -> None:
         super().__init__()
+        if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:
+            raise ValueError(f"sinusoidal: expected shift to be an integer of 0 or more, got {shift!r}")
         if sizes.d_model % 2:
             raise ValueError(f"sinusoidal: expected an even d_model, got {sizes.d_model}")
-        self.base, self.gain = base, gain
+        self.base, self.gain, self.shift = base, gain, shift
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
-        phase = context.positions.unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)
+        positions = context.positions
+        if self.training and self.shift:
+            positions = positions + torch.randint(0, self.shift + 1, (x.shape[0], 1), device=x.device)
+        phase = positions.unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)
         return x + (self.gain * torch.cat([phase.sin(), phase.cos()], dim=-1)).to(x.dtype)
 
     def forward(self, x: Tensor, context: Context) -> Factors:

@@ -62,11 +62,11 @@ def train(
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(recipe.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+    optimizer = torch.optim.AdamW(dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay))
     for step in range(recipe.steps):
         model.train()
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(step)
+            group["lr"] = group["initial_lr"] * recipe.learning_rate_at(step) / recipe.learning_rate
         length = recipe.length if curriculum is None else curriculum.lengths_at(step)
         tokens, labels = (x.to(device) for x in task.sample(recipe.batch_size, length, generator))
         output = model(tokens, labels=labels)

@@ -1,0 +1,397 @@
+"""PRISM: cursors walk along the sequence, a head compares where its queries' cursors may be with where its keys' may.
+
+    hidden_t = GRU(x)_t,   reset = σ(·),  move = softmax(·) over (+1, −1, stay)           for each cursor
+    h_t = filter(h_{t−1}; reset, move, γ)   a distribution over P positions: see `dr.histogram_filter`
+    e_t = Σ_p h_t[p] f(p),   f(p) = [sin(p · ω), cos(p · ω)],   ω_m = base^(−2m / d)
+    g_t = the C superpositions of a head, side by side, scaled to norm √d
+
+    logit_ts = μ ⟨q_t, k_s⟩ · scale + (1 − μ) Σ_c |α_c| ⟨g_t^{q,c}, g_s^{k,c}⟩ / √(C · d),    μ ∈ [0, 1] and α of a head
+
+which is one dot product of longer queries and keys; position never enters the residual stream. One module of cursors,
+before layer 1 or wherever `modules` says, serves all layers up to the next: each head has its own. Key cursors belong
+to key heads, which grouped query heads share.
+
+One in five key cursors only ever steps forward: a token is at its place in the document. The query cursors that meet
+it may jump there (the copy branch), by causal self-attention over tokens with one more choice, not to jump.
+
+Cost: the filter, O(T · P) a cursor, one token after the other; attention with D + C · d channels. State: keys so much
+longer, the last hidden states and histograms, and the keys of the copy branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from deadreckon.encoding import GOING_BACK, Context, Drawn, Encoding, Projection, Sizes, at_least_single
+from deadreckon.factors import Factors
+from deadreckon.histogram import histogram_filter, superpose
+
+COPY_WIDTH = 32  # channels of the copy branch's queries and keys
+
+
+class Gates(NamedTuple):
+    """What some cursors do at each token, as :func:`deadreckon.superpose` takes it."""
+
+    reset: Tensor  # (B, T, F)
+    move: Tensor  # (B, T, F, 3)
+    gamma: Tensor  # (F,)
+    copy: Tensor | None  # (B, T, F, P + 1)
+
+    def between(self, start: int, end: int) -> Gates:
+        """At some of the tokens."""
+        copy = None if self.copy is None else self.copy[:, start:end]
+        return Gates(self.reset[:, start:end], self.move[:, start:end], self.gamma, copy)
+
+    def histograms(self, positions: int, before: Tensor | None) -> Tensor:
+        """Where the cursors may be after each token: (B, T, F, P)."""
+        return histogram_filter(self.reset, self.move, self.gamma, positions=positions, copy=self.copy, initial=before)
+
+    def superpositions(self, table: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same in superposition (B, T, F, d), and the last histograms (B, F, P)."""
+        gates = self.reset, self.move, self.gamma
+        return superpose(*gates, table, copy=self.copy, initial=before, final=True)
+
+
+class Streams(NamedTuple):
+    """One number or vector for each cursor: of queries (B, T, layers, Hq, C, ·), of keys (B, T, layers, H, C, ·)."""
+
+    queries: Tensor
+    keys: Tensor
+
+    def of_layer(self, number: int) -> Streams:
+        """Without the dimension of layers."""
+        return Streams(self.queries[:, :, number], self.keys[:, :, number])
+
+
+class Reading(NamedTuple):
+    """Everything that the cursors did: what a picture shows."""
+
+    reset: Streams  # (…, 1)
+    move: Streams  # (…, 3): +1, −1, stay
+    histograms: Streams  # (…, P)
+
+
+class Recurrence(Drawn, nn.GRU):
+    """A GRU whose hidden-to-hidden matrix W (3 · hidden, hidden) begins, and is kept near, WᵀW = I."""
+
+    weight_hh_l0: nn.Parameter
+    bias_ih_l0: nn.Parameter
+    bias_hh_l0: nn.Parameter
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__(inputs, hidden, batch_first=True)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.orthogonal_(self.weight_hh_l0)
+        nn.init.zeros_(self.bias_ih_l0)
+        nn.init.zeros_(self.bias_hh_l0)
+
+    def strain(self) -> Tensor:
+        """‖WᵀW − I‖², Frobenius, of that matrix."""
+        w = at_least_single(self.weight_hh_l0)
+        return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:  # type: ignore[override]
+        """Hidden states (B, T, hidden) after each token of x, given that before the first (B, hidden); x's dtype."""
+        weights = [w.to(x.dtype) for w in self.all_weights[0]]
+        train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
+        return torch.gru(x, before.unsqueeze(0), weights, True, 1, 0.0, train, False, True)[0]
+
+
+class Cursors(Drawn, nn.Module):
+    """The cursors of so many layers, moved by one recurrent network.
+
+    Args:
+        sizes: of each of these layers.
+        layers: how many.
+        positions, width, cursors, hidden, copy, base: as for :class:`Prism`.
+    """
+
+    def __init__(
+        self, sizes: Sizes, layers: int, positions: int, width: int, cursors: int, hidden: int, copy: int, base: float
+    ) -> None:
+        super().__init__()
+        self.positions, self.width, self.base = positions, width, base
+        self.query_shape = (layers, sizes.n_heads, cursors)
+        self.key_shape = (layers, sizes.n_kv_heads, cursors)
+        # In plain numbers, since transformers builds models on a device that has none.
+        keys = range(layers * sizes.n_kv_heads * cursors)
+        self.fixed_keys = list(keys[::copy]) if copy else []
+        self.walking_keys = [key for key in keys if key not in self.fixed_keys]
+        queries = range(layers * sizes.n_heads * cursors)
+        group = sizes.n_heads // sizes.n_kv_heads
+        met = [query // cursors // group * cursors + query % cursors for query in queries]  # the key cursor of each
+        self.jumping_queries = [query for query in queries if met[query] in self.fixed_keys]
+        self.walking_queries = [query for query in queries if met[query] not in self.fixed_keys]
+        # Filters in this order: query cursors that walk, key cursors that walk, query cursors that also jump.
+        self.walking, self.jumping = len(self.walking_queries) + len(self.walking_keys), len(self.jumping_queries)
+        self.recurrence = Recurrence(sizes.d_model, hidden)
+        self.gates = Projection(hidden, 4 * (self.walking + self.jumping))
+        self.sharpness = nn.Parameter(torch.empty(self.walking + self.jumping))  # γ = 1 + exp of it
+        if self.jumping:
+            self.copy_query = Projection(sizes.d_model, self.jumping * COPY_WIDTH, bias=False)
+            self.copy_key = Projection(sizes.d_model, self.jumping * COPY_WIDTH, bias=False)
+            self.no_copy = Projection(hidden, self.jumping)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.sharpness)
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, x: Tensor, context: Context) -> Streams:
+        """Superpositions (B, T, layers, heads, C, d), those of a head scaled to norm √d together."""
+        with torch.autocast(x.device.type, enabled=False):
+            x, context, real = _unpacked(at_least_single(x), context)
+            table = self._table(x)
+            filters = self._filters(x, context)
+            if context.recent is None:
+                found = [gates.superpositions(table, before)[0] for gates, before in filters]
+            else:
+                kept = [_superpose_and_keep(gates, table, before) for gates, before in filters]
+                found = [e for e, _ in kept]
+                _remember(context.recent, "histogram", torch.cat([h for _, h in kept], dim=2))
+            places = context.positions.clamp(0, self.positions - 1)
+            streams = self._sort(torch.cat(found, dim=2), table[places].expand(len(x), -1, -1))
+            return Streams(*(_packed(_normed(e), real) for e in streams))
+
+    @torch.no_grad()
+    def read(self, x: Tensor, context: Context) -> Reading:
+        """What the cursors do on whole sequences x: gates and histograms. Fixed key cursors always step forward."""
+        x = at_least_single(x)
+        filters = [gates for gates, _ in self._filters(x, context)]
+        histograms = [gates.histograms(self.positions, None) for gates in filters]
+        places = context.positions.clamp(0, self.positions - 1).expand(x.shape[:2])
+        fixed = {
+            "reset": x.new_zeros(*x.shape[:2], 1),
+            "move": x.new_tensor([1, 0, 0]).expand(*x.shape[:2], 3),
+            "histograms": torch.nn.functional.one_hot(places, self.positions).to(x.dtype),
+        }
+        walked = {
+            "reset": torch.cat([gates.reset for gates in filters], dim=2).unsqueeze(-1),
+            "move": torch.cat([gates.move for gates in filters], dim=2),
+            "histograms": torch.cat(histograms, dim=2),
+        }
+        return Reading(**{name: self._sort(walked[name], fixed[name]) for name in fixed})
+
+    def _table(self, x: Tensor) -> Tensor:
+        """f (P, d)."""
+        places = torch.arange(self.positions, device=x.device, dtype=x.dtype)
+        steps = torch.arange(0, self.width, 2, device=x.device, dtype=x.dtype)
+        phase = places[:, None] * self.base ** (-steps / self.width)
+        return torch.cat([phase.sin(), phase.cos()], dim=-1)
+
+    def _filters(self, x: Tensor, context: Context) -> list[tuple[Gates, Tensor | None]]:
+        """Gates of the cursors that only walk and of those that also jump, with their histograms so far."""
+        hidden = self._recur(x, context)
+        actions = _apply(self.gates, hidden).unflatten(-1, (-1, 4))
+        reset, move = actions[..., 0].sigmoid(), actions[..., 1:].softmax(-1)
+        copy = self._copies(x, hidden, context) if self.jumping else None
+        if context.recent is not None:  # padding leaves a cursor where it starts
+            padding = (context.positions < 0).expand(x.shape[:2])
+            reset = torch.where(padding[..., None], 1.0, reset)
+            move = torch.where(padding[..., None, None], move.new_tensor([0, 0, 1]), move)
+            if copy is not None:
+                none = pad(copy.new_zeros(self.positions), (0, 1), value=1.0)
+                copy = torch.where(padding[..., None, None], none, copy)
+        gamma = 1 + at_least_single(self.sharpness).exp()
+        kept = None if context.recent is None else context.recent.get("histogram")
+        filters: list[tuple[Gates, Tensor | None]] = []
+        for part, jumps in ((slice(self.walking), None), (slice(self.walking, None), copy)):
+            if gamma[part].numel():
+                before = None if kept is None else kept[:, -1, part]
+                filters.append((Gates(reset[:, :, part], move[:, :, part], gamma[part], jumps), before))
+        return filters
+
+    def _recur(self, x: Tensor, context: Context) -> Tensor:
+        """Hidden states (B, T, hidden); zero before a sequence begins."""
+        recent = context.recent
+        past = None if recent is None else recent.get("hidden")
+        before = x.new_zeros(len(x), self.recurrence.hidden_size) if past is None else past[:, -1]
+        waiting = 0 if recent is None else (-context.positions[:, :1]).clamp(0, x.shape[1])  # (B, 1) tokens of padding
+        if isinstance(waiting, Tensor) and bool(waiting.any()):
+            # Rows begin at their first token and end with what nobody reads; then they go back to where they were.
+            order = torch.arange(x.shape[1], device=x.device) + waiting
+            rolled = x.gather(1, (order % x.shape[1]).unsqueeze(-1).expand_as(x))
+            hidden = self.recurrence(rolled, before)
+            back = (order - 2 * waiting).clamp(min=0).unsqueeze(-1).expand_as(hidden)
+            hidden = torch.where((context.positions >= 0).unsqueeze(-1), hidden.gather(1, back), 0.0)
+        else:
+            hidden = self.recurrence(x, before)
+        if recent is not None:
+            _remember(recent, "hidden", hidden)
+        return hidden
+
+    def _copies(self, x: Tensor, hidden: Tensor, context: Context) -> Tensor:
+        """Where jumping cursors jump to: (B, T, F, P + 1), the last for not at all."""
+        q = _apply(self.copy_query, x).unflatten(-1, (-1, COPY_WIDTH))  # (B, T, F, W)
+        k = _apply(self.copy_key, x)
+        if context.recent is not None:
+            k = torch.cat([context.recent["copy"], k], dim=1) if "copy" in context.recent else k
+            context.recent["copy"] = k
+        keys = k.shape[1]
+        scores = torch.einsum("btfw,bsfw->btfs", q, k.unflatten(-1, (-1, COPY_WIDTH))) * COPY_WIDTH**-0.5
+        # Tokens stand side by side, so that their places follow from that of the last. Before 0 there is padding.
+        places = context.positions[:, -1:] + torch.arange(1 - keys, 1, device=x.device)  # (B or 1, S)
+        seen = (places[:, None] >= 0) & (places[:, None] <= context.positions[..., None])  # (B or 1, T, S)
+        scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
+        chances = torch.cat([scores, _apply(self.no_copy, hidden).unsqueeze(-1)], dim=-1).softmax(-1)
+        jumps, none = chances[..., :keys], chances[..., keys:]
+        # A token beyond the last position is at the last position.
+        beyond = (jumps * (places >= self.positions - 1)[:, None, None]).sum(-1, keepdim=True)
+        order = torch.arange(self.positions - 1, device=x.device) - places[:, :1]  # which key is at a position
+        within = jumps.gather(-1, order.clamp(0, keys - 1)[:, None, None].expand(*jumps.shape[:3], -1))
+        within = within * (order < keys)[:, None, None]
+        return torch.cat([within, beyond, none], dim=-1)
+
+    def _sort(self, filtered: Tensor, fixed: Tensor) -> Streams:
+        """Cursors as heads have them, from what the filters (B, T, F, ·) and fixed cursors (B, T, ·) are at."""
+        queries, keys = len(self.walking_queries), len(self.walking_keys)
+        if not self.jumping:
+            parts = filtered.split([queries, keys], dim=2)
+        else:
+            walking = filtered[:, :, :queries], filtered[:, :, queries : queries + keys]
+            others = filtered[:, :, self.walking :], fixed.unsqueeze(2).expand(-1, -1, len(self.fixed_keys), -1)
+            orders = self.walking_queries + self.jumping_queries, self.walking_keys + self.fixed_keys
+            parts = tuple(
+                torch.cat(both, dim=2)[:, :, torch.tensor(order, device=filtered.device).argsort()]
+                for *both, order in zip(walking, others, orders, strict=True)
+            )
+        return Streams(parts[0].unflatten(2, self.query_shape), parts[1].unflatten(2, self.key_shape))
+
+
+class Prism(Encoding):
+    """Lee 2025.
+
+    Args:
+        positions: P, where a cursor can be; it goes no farther.
+        width: d, of the superpositions.
+        cursors: C, pairs of cursors that a head has.
+        hidden: of the recurrent network.
+        copy: one in so many key cursors is fixed, and its query cursors may jump; 0 for none.
+        base: of the sinusoids' frequencies.
+        similarity: what α begins with.
+        orthogonality: how strongly training keeps the network's hidden-to-hidden matrix orthogonal.
+        modules: layers, counted from 0, that a module of cursors stands before; it serves all up to the next. Its
+            input is that of the layer's attention.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        positions: int = 512,
+        width: int = 340,
+        cursors: int = 4,
+        hidden: int = 100,
+        copy: int = 5,
+        base: float = 10000.0,
+        similarity: float = 1.0,
+        orthogonality: float = 1e-3,
+        modules: Sequence[int] = (0,),
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("positions", positions, 2), ("width", width, 2), ("cursors", cursors, 1), ("hidden", hidden, 1),
+            ("copy", copy, 0),
+        ):  # fmt: skip
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"prism: expected {name} to be an integer of {least} or more, got {value!r}")
+        if width % 2:
+            raise ValueError(f"prism: expected an even width, sines and cosines, got {width}")
+        if copy == 1:
+            raise ValueError("prism: expected copy to be 0 or 2 or more, so that some cursors walk, got 1")
+        modules = list(modules)
+        if not modules or modules != sorted(set(modules)) or not 0 <= modules[0] <= modules[-1] < sizes.layers:
+            raise ValueError(
+                f"prism: expected modules to be layers from 0 to {sizes.layers - 1}, sorted, got {modules}"
+            )
+        self.layer, self.orthogonality, self.similarity = sizes.layer, orthogonality, similarity
+        self.source = max((layer for layer in modules if layer <= sizes.layer), default=None)
+        self.mix = nn.Parameter(torch.empty(sizes.n_heads))  # μ = σ of it
+        self.alpha = nn.Parameter(torch.empty(sizes.n_heads, cursors))
+        self.cursors: Cursors | None = None
+        if self.source == sizes.layer:
+            served = min((layer for layer in modules if layer > sizes.layer), default=sizes.layers) - sizes.layer
+            self.cursors = Cursors(sizes, served, positions, width, cursors, hidden, copy, base)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.mix)
+        nn.init.constant_(self.alpha, self.similarity)
+        super().reset_parameters()
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        return Factors()
+
+    def widen(self, q: Tensor, k: Tensor, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        here = ("prism", self.source)
+        if self.cursors is not None:
+            context.shared[here] = self.cursors(x, context)
+        if self.source is None or here not in context.shared:
+            raise ValueError(
+                f"prism: expected a module of cursors before layer {self.layer}, got none; say where by `modules`, "
+                "and give that layer this encoding"
+            )
+        queries, keys = context.shared[here].of_layer(self.layer - self.source)  # (B, T, Hq, C, d), (B, T, H, C, d)
+        mix, alpha = at_least_single(self.mix).sigmoid(), at_least_single(self.alpha)
+        # The logits will be scaled by D^(−1/2), which these channels are not meant to be.
+        loudness = (1 - mix).unsqueeze(-1) * alpha.abs() * (q.shape[-1] / queries[0, 0, 0].numel()) ** 0.5  # (Hq, C)
+        wider = (queries * loudness.unsqueeze(-1)).flatten(-2)
+        q = q * mix.to(q.dtype).unsqueeze(-1)
+        return torch.cat([q, wider.to(q.dtype)], dim=-1), torch.cat([k, keys.flatten(-2).to(k.dtype)], dim=-1)
+
+    def penalty(self) -> Tensor | None:
+        if self.cursors is None or not self.orthogonality:
+            return None
+        return self.orthogonality * self.cursors.recurrence.strain()
+
+    def own_groups(self) -> list[dict[str, Any]]:
+        return [{"params": [self.alpha], "lr": 0.03, "betas": (0.8, 0.92), "weight_decay": 0.0}]
+
+
+def _apply(part: nn.Linear, x: Tensor) -> Tensor:
+    """A linear map in the dtype of x."""
+    return linear(x, part.weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
+
+
+def _normed(e: Tensor) -> Tensor:
+    """The superpositions of a head (…, C, d), scaled to norm √d together."""
+    return e * (e.shape[-1] ** 0.5 / e.flatten(-2).norm(dim=-1))[..., None, None]
+
+
+def _superpose_and_keep(gates: Gates, table: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Superpositions, and the last histograms (B, up to 65, F, P)."""
+    length = gates.reset.shape[1]
+    cut, found = max(0, length - GOING_BACK - 1), []
+    if cut:
+        e, before = gates.between(0, cut).superpositions(table, before)
+        found.append(e)
+    h = gates.between(cut, length).histograms(len(table), before)
+    return torch.cat([*found, h @ table], dim=1), h
+
+
+def _remember(recent: dict[str, Tensor], name: str, x: Tensor) -> None:
+    """Keeps what is at the last tokens, so far back that 64 of them can be taken back and one is left."""
+    kept = torch.cat([recent[name], x], dim=1) if name in recent else x
+    recent[name] = kept[:, -GOING_BACK - 1 :].clone()  # not a view that holds all the rest
+
+
+def _unpacked(x: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
+    """Packed documents as rows, with their context, and which places are real (N, longest)."""
+    if context.cu_seqlens is None:
+        return x, context, None
+    lengths = context.cu_seqlens.to(x.device, torch.int64).diff()
+    order = torch.arange(int(lengths.max()), device=x.device)
+    real = order < lengths.unsqueeze(1)
+    rows = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
+    return rows, Context(order.unsqueeze(0)), real
+
+
+def _packed(x: Tensor, real: Tensor | None) -> Tensor:
+    return x if real is None else x[real].unsqueeze(0)

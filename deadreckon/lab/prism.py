@@ -1,0 +1,237 @@
+"""PRISM's tasks: train on short sequences, score exact matches at longer ones, beside the paper's baseline.
+
+    python -m deadreckon.lab.prism --task copy --encoding prism sinusoidal --device cuda --save results/copy
+    python -m deadreckon.lab.prism --draw results/copy
+    python -m deadreckon.lab.prism --show results/copy/prism-0 --input 12345
+
+Sizes are the paper's: five layers of eight heads, tied embeddings, width 192 with PRISM and 512 with the baseline, the
+sinusoids of which begin at a random position in training; 140 cursors there, 160 here, four to each head. The copy
+branch and a second module are used where the paper does. It trains 150 000 steps at a rate of 9e-5; the defaults here
+take a few minutes on one GPU, with a higher rate and its curriculum at a faster pace.
+
+Results are written as they come, one file an encoding and seed. What is reported is, for each length, the mean of the
+three best evaluations in a training, as in the paper: best, not last, and each length on its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deadreckon as dr
+from deadreckon.lab.training import Recipe, check_device, exact_match, mean_of_best, train
+from deadreckon.tasks import TASKS, Task
+from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum
+from deadreckon.tasks.scan import LONGEST_TRAINED, Scan
+
+WIDTHS = {"prism": 192}  # of the residual stream; the baseline's is 512
+COPYING = ("reverse", "scan", "dynamic-copy")  # where one in five query cursors may jump
+TWO_MODULES = ("odds-first", "stack")  # before layers 1 and 4
+LENGTHS = {
+    "scan": (10, 22, 24, 28, 32, 36, 40, 48), "multiplication": (3, 6, 9, 10, 11, 12, 15),
+    "addition": (5, 10, 12, 15, 20, 25, 30, 40),
+}  # fmt: skip
+TIMES = (0.5, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 10)  # elsewhere: the longest that is trained on, so many times
+LONGEST_SCORED = 150  # unless asked for
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training: what the command line says, defaults filled in."""
+
+    task: str
+    encoding: str
+    longest: int
+    pace: float
+    lengths: tuple[int, ...]
+    count: int
+    evaluations: int
+    width: int
+    layers: int
+    heads: int
+    pe_width: int
+    positions: int
+    similarity: float
+    recipe: Recipe
+
+    def curriculum(self) -> Curriculum:
+        """The paper's, at another pace and up to `longest`."""
+        stages = [(max(1, round(steps * self.pace)), length) for steps, length in PRISM_CURRICULA[self.task].stages]
+        return Curriculum(self.longest, tuple(stage for stage in stages if stage[1] < self.longest))
+
+    def options(self) -> dict[str, Any]:
+        """Of the encoding."""
+        if self.encoding == "prism":
+            modules = [0, 3] if self.task in TWO_MODULES and self.layers > 3 else [0]
+            return {
+                "positions": self.positions, "width": self.pe_width, "similarity": self.similarity,
+                "copy": 5 if self.task in COPYING else 0, "modules": modules,
+            }  # fmt: skip
+        if self.encoding == "sinusoidal":
+            return {"shift": self.positions, "gain": (2 / self.width) ** 0.5}  # as loud as the embeddings
+        return {}
+
+    def model(self) -> dr.DeadReckonForCausalLM:
+        """As it begins."""
+        torch.manual_seed(self.recipe.seed)
+        config = dr.DeadReckonConfig(
+            encoding=self.encoding, vocab_size=self.make_task().vocab_size, hidden_size=self.width,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads, tie_word_embeddings=True,
+            initializer_range=self.width**-0.5, encoding_options={self.encoding: self.options()},
+        )  # fmt: skip
+        return dr.DeadReckonForCausalLM(config)
+
+    def make_task(self, length: int = 1) -> Task:
+        """The task; SCAN's longer commands are in another split."""
+        if self.task == "scan":
+            return Scan("train" if length <= LONGEST_TRAINED else "test")
+        return TASKS[self.task]()
+
+
+def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
+    """Trains and scores one encoding, a printed line and a written file for each evaluation."""
+    model, recipe = settings.model().to(device), settings.recipe
+    name = f"{settings.encoding}-{recipe.seed}"
+    results: dict[str, Any] = {
+        "task": settings.task, "encoding": settings.encoding, "seed": recipe.seed, "trained_up_to": settings.longest,
+        "command": " ".join(["python -m deadreckon.lab.prism", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else device,
+        "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(),
+        "sizes": {"width": settings.width, "layers": settings.layers, "heads": settings.heads, **settings.options()},
+        "recipe": {**vars(recipe), "curriculum": vars(settings.curriculum())}, "count": settings.count,
+        "evaluations": [], "best": {},
+    }  # fmt: skip
+    every = max(1, recipe.steps // settings.evaluations)
+    began, losses = time.perf_counter(), []
+    for step in train(model, settings.make_task(), recipe, settings.curriculum()):
+        losses.append(step.loss)
+        if step.number % every and step.number != recipe.steps:
+            continue
+        seconds = time.perf_counter() - began
+        exact = {
+            n: exact_match(model, settings.make_task(n), n, count=settings.count, batch_size=50)
+            for n in settings.lengths
+        }
+        loss = sum(losses[-50:]) / len(losses[-50:])
+        results["evaluations"].append({"step": step.number, "seconds": seconds, "loss": loss, "exact": exact})
+        results["best"] = best_by_length([one["exact"] for one in results["evaluations"]])
+        scores = "  ".join(f"{n}: {100 * share:.0f}" for n, share in exact.items())
+        print(f"{settings.task} {name}  step {step.number}  {seconds:.0f} s  loss {loss:.4f}  % {scores}", flush=True)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.json").write_text(json.dumps(results, indent=1))
+    if folder is not None:
+        model.save_pretrained(folder / name)
+    return results
+
+
+def best_by_length(evaluations: Sequence[dict[int, float]]) -> dict[int, float]:
+    """For each length the mean of the three best evaluations, or of all while there are fewer."""
+    best = min(3, len(evaluations))
+    return {n: mean_of_best([one[n] for one in evaluations], best) for n in evaluations[0]}
+
+
+def draw(folder: Path) -> Path:
+    """A picture of all results in a folder."""
+    from deadreckon.lab.pictures import lengths_picture
+
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*-*.json"))]
+    results = [result for result in found if "evaluations" in result]
+    if not results:
+        raise ValueError(f"draw: expected a folder with results, got {folder}")
+    lengths_picture(results, folder / "lengths.png")
+    return folder / "lengths.png"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deadreckon.lab.prism", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--task", choices=PRISM_CURRICULA, default="copy")
+    parser.add_argument("--encoding", nargs="+", default=["prism", "sinusoidal"], metavar="NAME")
+    parser.add_argument("--longest", type=int, help="greatest length to train on; the paper's by default")
+    parser.add_argument("--lengths", type=int, nargs="+", help="lengths to score")
+    parser.add_argument("--count", type=int, default=200, help="examples of each length; the paper's is 1000 (200)")
+    parser.add_argument("--evaluations", type=int, default=10, help="evenly spread over the training (10)")
+    parser.add_argument("--pace", type=float, default=0.05, help="length of curriculum stages, paper = 1 (0.05)")
+    parser.add_argument("--steps", type=int, default=5000, help="(5000)")
+    parser.add_argument("--batch-size", type=int, default=100, help="(100)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="(1e-3)")
+    parser.add_argument("--weight-decay", type=float, default=0.01, help="(0.01)")
+    parser.add_argument("--width", type=int, help="of the residual stream (192 with prism, else 512)")
+    parser.add_argument("--layers", type=int, default=5, help="(5)")
+    parser.add_argument("--heads", type=int, default=8, help="(8)")
+    parser.add_argument("--pe-width", type=int, default=340, help="of superpositions (340)")
+    parser.add_argument("--positions", type=int, help="of cursors, the baseline's shift (the longest row, rounded up)")
+    parser.add_argument("--similarity", type=float, default=1.0, help="what α begins with (1)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--save", type=Path, help="folder for results, models and a picture")
+    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw saved results and stop")
+    parser.add_argument("--show", type=Path, metavar="MODEL", help="draw what a saved model's cursors do, and stop")
+    parser.add_argument("--input", default="12345", help="question to show, without its = (12345)")
+    parser.add_argument("--layer", type=int, help="to show; by default what position matters most to, as are these:")
+    parser.add_argument("--head", type=int)
+    parser.add_argument("--cursor", type=int)
+    return parser.parse_args(arguments)
+
+
+def settings_of(given: argparse.Namespace, encoding: str) -> Settings:
+    """Defaults that depend on task and encoding filled in."""
+    longest = given.longest or PRISM_CURRICULA[given.task].longest
+    usual = LENGTHS.get(given.task) or tuple(n for n in (round(longest * t) for t in TIMES) if n <= LONGEST_SCORED)
+    recipe = Recipe(
+        steps=given.steps, batch_size=given.batch_size, length=longest, learning_rate=given.learning_rate,
+        weight_decay=given.weight_decay, warmup=min(100, given.steps), seed=given.seed,
+    )  # fmt: skip
+    settings = Settings(
+        given.task, encoding, longest, given.pace, tuple(given.lengths or usual), given.count, given.evaluations,
+        given.width or WIDTHS.get(encoding, 512), given.layers, given.heads, given.pe_width, given.positions or 0,
+        given.similarity, recipe,
+    )  # fmt: skip
+    if settings.positions:
+        return settings
+    farthest = max(longest, *settings.lengths)
+    rows, _ = settings.make_task(farthest).sample(100, farthest, torch.Generator().manual_seed(0))
+    return replace(settings, positions=-(-rows.shape[1] // 64) * 64)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    given = parse(arguments)
+    if given.draw is not None:
+        print(f"Picture: {draw(given.draw)}")
+        return
+    if given.show is not None:
+        from deadreckon.lab.cursors import show
+
+        model = dr.DeadReckonForCausalLM.from_pretrained(given.show).to(given.device)
+        path = (given.save or given.show) / "cursors.png"
+        print(f"{show(model, given.input, path, given.layer, given.head, given.cursor)}\nPicture: {path}")
+        return
+    check_device(given.device)
+    for encoding in given.encoding:
+        found = run(settings_of(given, encoding), given.device, given.save)
+        scores = "  ".join(f"{n}: {100 * share:.1f}" for n, share in found["best"].items())
+        print(f"{given.task} {encoding}: exact match, mean of the best evaluations, %  {scores}", flush=True)
+    if given.save is not None:
+        try:
+            print(f"Picture: {draw(given.save)}")
+        except ModuleNotFoundError as error:
+            print(f"No picture without {error.name}: --draw {given.save} where it is installed")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
