@@ -52,8 +52,7 @@ def probe_layer(
     q, k, v = (norm(project(x).unflatten(-1, (-1, width))) for norm, project in (
         (layer.q_norm, layer.q_proj), (layer.k_norm, layer.k_proj), (torch.nn.Identity(), layer.v_proj)
     ))  # fmt: skip
-    widen = getattr(layer.encoding, "widen", None)  # some encodings have further channels for terms of their own
-    q, k = (q, k) if widen is None else widen(q, k, x, context)
+    q, k = layer.encoding.widen(q, k, x, context)
     q, k, v = (attention.per_head(_at_least_single(t), heads) for t in (q, k, v))
     transport, gates = factors.transport, attention.gates_of(factors.log_gate, x, heads)
     mixing = _mixing(transport, heads, options)
