@@ -24,9 +24,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import deadreckon as dr
-from deadreckon.lab import cli, runs
+from deadreckon.lab import cli, pictures, runs
 from deadreckon.lab import train as train_module
-from deadreckon.lab.compare import compare
+from deadreckon.lab.compare import Comparison, compare
 from deadreckon.lab.evaluation import places_to_test, score
 from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.recipes import RECIPES, SIZES, find_recipe
@@ -400,6 +400,32 @@ def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     console = quiet()
     compare("flipflop", ("path",), changes=changes, console=console)
     assert "No picture:" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("metric", ["error", "exact", "perplexity"])
+def test_pictures_show_everything(metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "rope": {("as trained", 8): [0.2, 0.3], ("as trained", 32): [0.4], ("sparse", 8): [0.9]},
+        "path": {("as trained", 8): [0.01], ("sparse", 8): [0.5, 0.4]},
+    }
+    figures: list[Any] = []
+    monkeypatch.setattr(pictures.plt, "close", figures.append)
+    comparison = Comparison("a title", replace(small(), metric=metric), values)
+    pictures.comparison_picture(comparison, tmp_path / "all.png")
+    pictures.scores_svg(comparison, "sparse")
+    panels = [axes for figure in figures for axes in figure.axes]
+    assert len(panels) == 3
+    for axes, condition in zip(panels, ("as trained", "sparse", "sparse"), strict=True):
+        (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+        *curves, mark = axes.lines
+        assert list(mark.get_xdata()) == [16, 16] and left < 16 < right
+        for (name, row), curve in zip(values.items(), curves, strict=True):
+            lengths, heights = curve.get_xdata(), curve.get_ydata()
+            found = {length: some for (of, length), some in row.items() if of == condition}
+            scale = 1 if metric == "perplexity" else 100
+            assert list(lengths) == list(found), name
+            assert list(heights) == pytest.approx([scale * sum(some) / len(some) for some in found.values()])
+            assert all(left <= x <= right for x in lengths) and all(low <= y <= high for y in heights)
 
 
 def test_solved_lengths(tmp_path: Path) -> None:

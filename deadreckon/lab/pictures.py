@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from deadreckon.lab.recipes import title_of
 
@@ -64,7 +64,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
         )
         for axes, condition in zip(panels[0], conditions, strict=True):
             _draw_scores(axes, comparison, condition)
-            axes.set_title(condition)
+            axes.set_title(condition if len(conditions) > 1 else "", pad=18)
         for axes in panels[0][1:]:
             axes.set_ylabel("")
         handles, labels = panels[0][0].get_legend_handles_labels()
@@ -84,13 +84,15 @@ def scores_svg(comparison: Comparison, condition: str) -> str:
         return _svg(figure)
 
 
-def learning_svg(curves: dict[str, tuple[list[int], list[float]]], label: str) -> str:
-    """Loss while learning: (steps, values) by name."""
+def learning_svg(curves: dict[str, list[tuple[list[int], list[float]]]]) -> str:
+    """Loss while learning: (steps, values) of each run, by encoding."""
     with plt.rc_context(PLAIN):
         figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
-        for (name, (steps, values)), colour in zip(curves.items(), cycle(COLOURS), strict=False):
-            axes.plot(steps, _smooth(values)[1], color=colour, linewidth=1.5, label=name)
-        axes.set(xlabel="training step", ylabel=label)
+        for (name, some), colour in zip(curves.items(), cycle(COLOURS), strict=False):
+            for number, (steps, values) in enumerate(some):
+                label = None if number else title_of(name)
+                axes.plot(steps, _smooth(values)[1], color=colour, linewidth=1.5, label=label)
+        axes.set(xlabel="training step", ylabel="loss")
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
         return _svg(figure)
 
@@ -108,18 +110,21 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         low, high = ([m + sign * s for m, s in zip(middle, spread, strict=True)] for sign in (-1, 1))
         axes.fill_between(there, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.axvline(recipe.length, color="black", linestyle="--", linewidth=1, zorder=0)
-    axes.annotate(
-        "trained", (recipe.length, 1), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points",
-        rotation=90, va="top", ha="left", fontsize=8,
-    )  # fmt: skip
+    axes.text(
+        recipe.length, 1.01, "trained", transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45 if len(lengths) > 5 else 0)
     axes.xaxis.set_minor_locator(NullLocator())
     if recipe.metric == "perplexity":
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_locator(NullLocator())
     else:
-        axes.set_ylim(bottom=0, top=105 if recipe.metric == "exact" else None)
+        top = 100 * max(value for row in comparison.values.values() for found in row.values() for value in found)
+        top = 100 if recipe.metric == "exact" else max(top, 1)  # the same in each panel
+        axes.set_ylim(-0.02 * top, 1.08 * top)
     labels = {"error": "error, %", "exact": "exactly right, %", "perplexity": "perplexity"}
     axes.set(xlabel="length", ylabel=labels[recipe.metric])
 

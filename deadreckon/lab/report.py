@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import deadreckon as dr
 from deadreckon.lab.compare import Comparison, alike, gather
 from deadreckon.lab.display import spell_seconds
 from deadreckon.lab.recipes import title_of
@@ -29,7 +30,8 @@ pre { overflow-x: auto; font-size: .8rem; } details { margin: .75rem 0; }
 
 def write_report(paths: Sequence[Path], output: Path) -> int:
     """Writes a page on all runs in these folders, and says how many there are."""
-    runs = find_runs(paths)
+    order = list(dr.ENCODINGS)
+    runs = sorted(find_runs(paths), key=lambda run: (order.index(run.recipe.encoding), run.recipe.seed))
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(alike(run.recipe).to_dict(), sort_keys=True), []).append(run)
@@ -74,15 +76,16 @@ def _scores(comparison: Comparison, condition: str) -> str:
 def _learning(runs: list[Run]) -> str:
     from deadreckon.lab.pictures import learning_svg
 
-    curves = {}
+    curves: dict[str, list[tuple[list[int], list[float]]]] = {}
     for run in runs:
         lines = [line for line in run.metrics() if line["loss"] is not None]
         if lines:
             thin = lines[:: max(1, len(lines) // 500)]
-            curves[run.path.name] = [line["step"] for line in thin], [line["loss"] for line in thin]
+            curve = [line["step"] for line in thin], [line["loss"] for line in thin]
+            curves.setdefault(run.recipe.encoding, []).append(curve)
     if not curves:
         return ""
-    return f"<h3>Learning</h3>{_picture(learning_svg(curves, 'loss'), 'Loss while training')}"
+    return f"<h3>Learning</h3>{_picture(learning_svg(curves), 'Loss while training')}"
 
 
 def _runs(runs: list[Run]) -> str:
