@@ -34,6 +34,7 @@ CASES = [
     Case("rotation per query head", "learned", length=63),
     Case("rotation of values", "learned per key head", length=130, batch=1),
     Case("rotation", None, "stick-breaking", length=100, batch=1),
+    Case("rotation", "learned per key head", dr.Power(2, form="chunked"), length=100, batch=1),
 ]
 GPU_CASES = [
     Case("householder", None, length=1100, width=64, value_width=64),
@@ -44,6 +45,7 @@ GPU_CASES = [
     Case(None, "learned", length=300, width=128, value_width=96, heads=1),
     Case("rotation of values", "learned", length=577, width=64),
     Case("rotation", None, "stick-breaking", length=577, width=64, value_width=64),
+    Case("rotation", "learned", dr.Power(2, form="chunked"), length=1300, width=64, value_width=64),
 ]
 
 
@@ -178,8 +180,10 @@ def test_what_no_kernel_serves() -> None:
         dr.attend(q[..., :12], q[..., :12], q, impl="triton")
     with pytest.raises(ValueError, match="impl: 'triton' needs dtype"):
         dr.attend(q.double(), q.double(), q.double(), impl="triton")
-    with pytest.raises(ValueError, match="impl: 'triton' needs score"):
+    with pytest.raises(ValueError, match=r"impl: 'triton' needs score .* in its chunked form"):
         dr.attend(q, q, q, score=dr.Power(2), impl="triton")
+    with pytest.raises(ValueError, match="impl: 'triton' needs score Power"):
+        dr.attend(q, q, q, score=dr.Power(6, form="chunked"), impl="triton")
     with pytest.raises(ValueError, match="neither Householder"):
         dr.attend(q, q, q, score="stick-breaking", log_gate=-torch.ones(2, device=DEVICE), impl="triton")
 

@@ -59,3 +59,37 @@ def test_layers_stream(name: str) -> None:
         y, state = layer(x[:, start:end], token_ids=ids[:, start:end], state=state)
         outputs.append(y)
     torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-4)
+
+
+def test_single_tokens_in_a_cuda_graph() -> None:
+    """Until a segment is closed, every token is the same launches: recorded once, replayed with new inputs."""
+    case = Case("householder", "learned", length=300, batch=2, heads=2, group=4, width=64, value_width=64)
+    leaves = {name: x.to("cuda", torch.float32) for name, x in case.inputs().items()}
+    expected = case.attend({name: x.double() for name, x in leaves.items()}, impl="blockwise")
+
+    def piece(start: int, end: int) -> tuple[list[torch.Tensor], dr.Factors]:
+        some = {name: x[:, start:end] for name, x in leaves.items()}
+        factors = dr.Factors(dr.Householder(some["w"], some["beta"]), some["log_gate"])
+        return [some["q"], some["k"], some["v"]], factors
+
+    past = dr.Past()
+    for start, end in ((0, 200), (200, 201)):
+        (q, k, v), factors = piece(start, end)
+        dr.attend_next(q, k, v, **factors._asdict(), past=past)
+    decoder = past.decoder
+    assert decoder is not None
+
+    def flat(place: int) -> list[torch.Tensor]:
+        some = (leaves[name][:, place] for name in ("q", "k", "v", "w", "beta", "log_gate"))
+        shapes = ((4, 4, 64), (4, 64), (4, 64), (4, 64), (4,), (4, 4))
+        return [x.reshape(shape).contiguous() for x, shape in zip(some, shapes, strict=True)]
+
+    q, k, v, w, beta, gate = static = flat(201)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = decoder.step(q, k, v, w, beta, gate, case.width**-0.5)
+    for place in range(201, 230):
+        for x, new in zip(static, flat(place), strict=True):
+            x.copy_(new)
+        graph.replay()
+        torch.testing.assert_close(output.view(2, 8, 64).double(), expected[:, place], rtol=0, atol=1e-4)

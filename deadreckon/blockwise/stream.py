@@ -212,8 +212,11 @@ class Past:
             tokens, worth = tokens - taken, 1
 
 
-Ascend = Callable[[Tensor, Fields, float], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
-"""Softmax over whole leaves by kernels: output, log-sum-exp; queries, keys and product as `Climb` has them on top."""
+Ascend = Callable[[Tensor, Fields, float, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+"""Softmax over whole leaves by kernels: output, log-sum-exp; queries, keys and product as `Climb` has them on top.
+
+Of queries (N, T, G, D) and fields, a scale, and the number of sequences of which N is a multiple.
+"""
 
 
 @torch.no_grad()
@@ -256,20 +259,18 @@ def attend_stream(
         fields["w"], fields["beta"] = (
             by_head(x.to(work(given)).contiguous(), heads).squeeze(2) for x in (transport.w, transport.beta)
         )
-    outputs = []
-    for piece, close in _pieces(length, size, past, transport is not None, queries, scale):
+    output = q.new_empty(batch, length, heads, query_heads // heads, v.shape[3], dtype=given)
+    for piece, close in _pieces(length, size, past, transport is not None):
         some = {name: x[:, piece] for name, x in fields.items()}
         kernels = ascend if transport is not None and score == "softmax" and close else None
-        outputs.append(_attend_piece(queries[:, piece], some, score, scale, past, close, kernels))
+        found = _attend_piece(queries[:, piece], some, score, scale, past, batch, close, kernels)
+        output[:, piece] = found.unflatten(0, (batch, heads)).transpose(1, 2)
         if folds is not None:
             past.fold(folds)
-    output = torch.cat(outputs, dim=1).unflatten(0, (batch, heads)).transpose(1, 2)
-    return output.reshape(batch, length, query_heads, -1).to(given)
+    return output.flatten(2, 3)
 
 
-def _pieces(
-    length: int, size: int, past: Past, householder: bool, queries: Tensor, scale: float
-) -> list[tuple[slice, bool]]:
+def _pieces(length: int, size: int, past: Past, householder: bool) -> list[tuple[slice, bool]]:
     """The new tokens that, with those that wait, are closed to a segment; and the rest, which wait in turn.
 
     A leaf of tokens always waits, once there are two. Leaves that are full without new tokens are closed here. Without
@@ -322,8 +323,9 @@ def _climb(queries: Tensor, fields: Fields, score: Score, scale: float) -> Climb
 
 
 def _attend_piece(
-    queries: Tensor, fields: Fields, score: Score, scale: float, past: Past, close: bool, ascend: Ascend | None
-) -> Tensor:
+    queries: Tensor, fields: Fields, score: Score, scale: float, past: Past, batch: int, close: bool,
+    ascend: Ascend | None,
+) -> Tensor:  # fmt: skip
     """The output (N, L, G, E) of one piece; the past is moved on."""
     length = queries.shape[1]
     if past.waiting is not None:  # their keys are needed again, their outputs are not
@@ -331,11 +333,15 @@ def _attend_piece(
         queries = pad(queries, (0, 0, 0, 0, fields["k"].shape[1] - length, 0))
         past.waiting = past.decoder = None
     total = queries.shape[1]
-    climb = _climb(queries, fields, score, scale)
     if ascend is not None and total > LEAF:
-        out, row, climb.queries, climb.keys, product = ascend(queries, fields, scale)
-        out, climb.queries, climb.products = out.float(), climb.queries.float(), product.unsqueeze(1)
+        climb = _climb(queries[:, :LEAF], {name: x[:, :LEAF] for name, x in fields.items()}, score, scale)
+        climb.sums = fields["gates"].cumsum(1) if "gates" in fields else None
+        out, row, climb.queries, climb.keys, product = ascend(queries, fields, scale, batch)
+        climb.products = product.unsqueeze(1)
+        if past.segments:
+            out, climb.queries = out.float(), climb.queries.float()
     else:
+        climb = _climb(queries, fields, score, scale)
         out, row = climb.ascend(to_top=True)
     new = slice(total - length, total)
     _look_back(climb, new, out, row, past)
@@ -350,7 +356,9 @@ def _look_back(climb: Climb, new: slice, out: Tensor, row: Tensor, past: Past) -
     queries, out, row = (x[:, new].unsqueeze(1) for x in (climb.queries, out, row))
     shift = None if climb.sums is None else climb.sums[:, new].unsqueeze(1)
     for segment in reversed(past.segments):
-        keys, values = (segment[name].to(queries.dtype).unsqueeze(1) for name in ("k", "v"))
+        keys, values = (segment[name].unsqueeze(1) for name in ("k", "v"))
+        if climb.stock is None:
+            keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         gate, gates = None, segment.gates()
         if shift is not None and gates is not None:
             bias, total = (x.unsqueeze(1) for x in gates)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FEW = 16  # tokens for which the slices are short
+
 
 def dimension(width: int, p: int) -> int:
     """How many monomials of degree p there are in so many variables."""
@@ -56,10 +58,24 @@ def _products(width: int, degree: int) -> Iterator[tuple[int, slice, slice]]:
         start += count
 
 
+@cache
+def _factors(width: int, degree: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each monomial of the next degree, its first channel and the monomial of this degree that is the rest."""
+    channels, rests, all_of = [], [], torch.arange(dimension(width, degree))
+    for i, _, rest in _products(width, degree):
+        rests.append(all_of[rest])
+        channels.append(torch.full_like(rests[-1], i))
+    return torch.cat(channels).to(device), torch.cat(rests).to(device)
+
+
 def _degrees(x: Tensor, p: int) -> list[Tensor]:
     """Monomials of x (..., D, T) of degree 1, 2, ..., p."""
     width, found = x.shape[-2], [x]
     for degree in range(1, p):
+        if x.shape[-1] <= FEW:  # one product of gathered rows instead of many of slices
+            channels, rests = _factors(width, degree, x.device)
+            found.append(x.index_select(-2, channels) * found[-1].index_select(-2, rests))
+            continue
         more = x.new_empty(*x.shape[:-2], dimension(width, degree + 1), x.shape[-1])
         for i, here, rest in _products(width, degree):
             torch.mul(x[..., i : i + 1, :], found[-1][..., rest, :], out=more[..., here, :])

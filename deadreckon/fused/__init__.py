@@ -2,7 +2,8 @@
 checkpointing and CUDA graphs see nothing of what is inside.
 
 Rotations are applied up front, in one pass; plain softmax then goes to PyTorch's own attention; gates are inside a
-flash kernel of ours (`gated.py`); Householder routes climb the tree (`householder.py`); sticks have their kernel.
+flash kernel of ours (`gated.py`); Householder routes climb the tree (`householder.py`); sticks have their kernel, and
+even powers, where they are linear in T, theirs (`power.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from deadreckon.blockwise import plain
 from deadreckon.blockwise.documents import unpacked
+from deadreckon.blockwise.power import form_for
 from deadreckon.blockwise.precision import usual_scale
 from deadreckon.blockwise.rotation import for_each_query_head
-from deadreckon.factors import Factors, Householder, Rotation
+from deadreckon.factors import Factors, Householder, Power, Rotation
 from deadreckon.fused.gated import attend_gated
 from deadreckon.fused.householder import attend_householder
 from deadreckon.fused.operators import dense
+from deadreckon.fused.power import WIDEST, attend_power
 from deadreckon.kernels.rotation import turn, turn_back
 from deadreckon.kernels.stick import stick_breaking
 
@@ -32,13 +35,18 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors) -> str | None:
     widest = 256 // (1 + isinstance(transport, Householder))
     if q.dtype == torch.float32 and (log_gate is not None or isinstance(transport, Householder)):
         widest //= 2  # of shared memory
-    for name, width in (("D", q.shape[3]), ("E", v.shape[3])):
-        if width % 8 or width > widest:
-            return f"{name} a multiple of 8 up to {widest}, got {width}"
-    if score == "softmax":
-        return None
+    limits = {"D": widest, "E": widest}
+    if isinstance(score, Power):
+        if isinstance(transport, Householder) or form_for(score, q) != "chunked":
+            return f"score {score!r} in its chunked form (this has {q.shape[1]} tokens), without Householder steps"
+        if score.p not in WIDEST:
+            return f"score Power(2) or Power(4), got {score!r}"
+        limits = {"D": WIDEST[score.p], "E": 128}
+    for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
+        if width % 8 or width > limit:
+            return f"{name} a multiple of 8 up to {limit}, got {width}"
     if score != "stick-breaking":
-        return f"score 'softmax' or 'stick-breaking', got {score!r}"
+        return None
     if isinstance(transport, Householder) or log_gate is not None:
         return "neither Householder steps nor gates with score 'stick-breaking'"
     return None
@@ -60,6 +68,8 @@ def attend_fused(
     q, k, v = (dense(x) for x in (q, k, v))
     if score == "stick-breaking":
         return stick_breaking(q, k, v, scale)
+    if isinstance(score, Power):
+        return attend_power(q, k, v, log_gate, scale, score.p)[0]
     if isinstance(transport, Householder):
         w = transport.w.float() if transport.w.dtype == torch.float64 else transport.w
         return attend_householder(q, k, v, dense(w), transport.beta, log_gate, scale)

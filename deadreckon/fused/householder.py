@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deadreckon.blockwise.climb import by_head
 from deadreckon.fused.operators import dense, gate_gradient, gradients_for, results, save
 from deadreckon.fused.tree import Tree
 from deadreckon.kernels.gates import gate_sums
@@ -26,27 +27,36 @@ def _some_heads(lse: Tensor) -> Iterator[tuple[int, int]]:
         yield first, end - first
 
 
-def ascend_fields(q: Tensor, fields: dict[str, Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def ascend_fields(
+    q: Tensor, fields: dict[str, Tensor], scale: float, batch: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attention over whole leaves, two or more, and what goes on from there: for a sequence that comes in pieces.
 
     q (N, T, G, D), k and w (N, T, D), v (N, T, E), beta (N, T), gates (N, T, 1 | G) -> output (N, T, G, E) and
     log-sum-exp (N, T, G); q in the frame of the first token, k in that of the last, and the product (N, D, D) of all.
+    N is `batch` times key heads; the output lies in memory as (batch, T, heads · G, E).
     """
     assert q.shape[1] % LEAF == 0
     assert q.shape[1] > LEAF
-    k, v, w, beta = (fields[name].unsqueeze(2) for name in ("k", "v", "w", "beta"))
-    log_gate = fields.get("gates")
-    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    heads = q.shape[0] // batch
+
+    def whole(x: Tensor) -> Tensor:  # (N, T, ...) -> (B, T, H, ...)
+        return x.unflatten(0, (batch, heads)).transpose(1, 2)
+
+    log_gate = whole(fields["gates"]).flatten(2, 3) if "gates" in fields else None
+    k, v, w, beta = (whole(fields[name]) for name in ("k", "v", "w", "beta"))
+    out = q.new_empty(batch, q.shape[1], heads * q.shape[2], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tops = []
     with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, 1)
+        sums = None if log_gate is None else gate_sums(log_gate, heads)
         for first, count in _some_heads(lse):
-            leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
+            leaves = Leaves(whole(q).flatten(2, 3), k, v, w, beta, sums, scale, first, count)
             top = Tree(leaves).ascend(out, lse[first : first + count], to_top=True)
             assert top is not None
             tops.append((top.queries, top.keys, top.products[:, 0]))
-    queries, keys, products = (torch.cat(part) for part in zip(*tops, strict=True))
-    return out, lse, queries, keys, products
+    queries, keys, products = tops[0] if len(tops) == 1 else (torch.cat(part) for part in zip(*tops, strict=True))
+    return by_head(out, heads), lse, queries, keys, products
 
 
 @torch.library.custom_op("deadreckon::householder", mutates_args=())

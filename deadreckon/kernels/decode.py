@@ -19,7 +19,7 @@ from torch import Tensor
 from deadreckon.kernels.tiles import DTYPES, matrix, mul, padded, store_matrix
 
 CHUNK = 64  # tokens of the tail that a program turns
-BLOCK = 64  # tokens of a segment that are loaded at a time
+BLOCK, WARPS, STAGES = 64, 4, 3  # tokens of a segment that are loaded at a time, and how
 FIELDS = 6  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; and its length
 
 
@@ -252,7 +252,8 @@ def look(
     _look[(programs, heads)](
         q, k, v, w, beta, gate, last, found, segments, parts, scale, heads, room,
         G=group, GATES=gates, D=width, E=value_width, BG=max(16, triton.next_power_of_2(group)), BD=padded(width),
-        BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=BLOCK, DTYPE=DTYPES[q.dtype], num_warps=4,
+        BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=BLOCK, DTYPE=DTYPES[q.dtype],
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     _combine[(heads, group)](
         out, found, last.tokens, programs, G=group, E=value_width, BE=padded(value_width), BLOCK=32, num_warps=4

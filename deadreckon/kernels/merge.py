@@ -91,7 +91,7 @@ def _prepare(
 
 Part = tuple[Tensor, Tensor, int, int, int, int]
 """Of a run: out (n, count, right · G, E), lse (n, count, right · G), start, count, left, right."""
-TOGETHER = 8  # parts merged in one pass
+TOGETHER = 16  # parts merged in one pass
 
 
 def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, row: Tensor, first: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 import deadreckon as dr
@@ -24,7 +25,8 @@ from deadreckon.lab.rivals import rotate
 from deadreckon.lab.training import check_device
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 64
-STEPS = 320  # tokens that are timed: more than lie between two closings of a segment
+STEPS = 256  # tokens that are timed, after as many that are not: each has two closings of a segment
+BACKEND = SDPBackend.FLASH_ATTENTION  # cuDNN, PyTorch's choice on an H200, plans for some 40 ms at every new length
 
 Step = Callable[[int], Tensor]
 
@@ -44,8 +46,9 @@ class Rope:
         q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), self.cos[place], self.sin[place])
         self.keys[:, :, place : place + 1] = k
         self.values[:, :, place : place + 1] = v.transpose(1, 2)
-        seen = slice(0, place + 1)
-        return scaled_dot_product_attention(q, self.keys[:, :, seen], self.values[:, :, seen], enable_gqa=True)
+        keys, values = self.keys[:, :, : place + 1], self.values[:, :, : place + 1]
+        with sdpa_kernel(BACKEND):
+            return scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
     def bytes(self, tokens: int) -> int:
         """What so many tokens take."""
@@ -91,7 +94,7 @@ def seconds(step: Step, first: int, steps: int, device: str) -> float:
 def measure(batch: int, length: int, gated: bool, device: str) -> tuple[float, float, float, float, float]:
     """Seconds of a token with RoPE and with PaTH, bytes of both, and the error of the last tokens against one pass."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    warm = 32
+    warm = STEPS
     tokens = Inputs(length + STEPS + warm, gated, dtype, device)
     past = dr.Past()
     for start in range(0, length, 8192):  # in pieces, to keep what a piece needs small

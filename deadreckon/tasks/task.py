@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,10 @@ VOCAB_SIZE = 64  # the paper's, for every task; the alphabet does not fill it
 
 
 class Task(Protocol):
-    """What a task must offer to be trained on and scored."""
+    """What a task must offer to be trained on and scored.
+
+    A task of documents that are to be packed also has `document_end`, the token behind each: see `draw`.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -54,6 +57,37 @@ class Task(Protocol):
 
     def spell(self, tokens: Tensor) -> str:
         """One row for people, without its padding."""
+
+
+class Batch(NamedTuple):
+    """What a model is trained on at once: `model(tokens, labels=labels, cu_seqlens=cu_seqlens)`."""
+
+    tokens: Tensor  # (rows, width)
+    labels: Tensor
+    cu_seqlens: Tensor | None = None  # (documents + 1,), where one row holds several that do not see each other
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same on another device."""
+        return Batch(*(None if x is None else x.to(device) for x in self))  # type: ignore[arg-type]
+
+
+def draw(task: Task, count: int, length: int | range, generator: torch.Generator) -> Batch:
+    """Rows of a task, packed if the task names the token that ends a document."""
+    tokens, labels = task.sample(count, length, generator)
+    end = getattr(task, "document_end", None)
+    return Batch(tokens, labels) if end is None else pack(tokens, labels, end)
+
+
+def pack(tokens: Tensor, labels: Tensor, end: int) -> Batch:
+    """Rows (count, width) as one (1, count · width), a document beginning with every row and behind every `end`.
+
+    What a document begins with is not scored: nothing before it tells.
+    """
+    begins = torch.ones_like(tokens, dtype=torch.bool)
+    begins[:, 1:] = tokens[:, :-1] == end
+    cu_seqlens = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([tokens.numel()])])
+    labels = torch.where(begins, NOT_SCORED, labels)
+    return Batch(tokens.reshape(1, -1), labels.reshape(1, -1), cu_seqlens.to(torch.int32))
 
 
 def draw_lengths(
@@ -80,6 +114,8 @@ def draw_lengths(
 def _spell_lengths(offered: Sequence[int]) -> str:
     if isinstance(offered, range) and offered.stop == ENDLESS:
         return f"{offered.start} or more" + (f" in steps of {offered.step}" if offered.step > 1 else "")
+    if isinstance(offered, range) and offered.step == 1:
+        return f"{offered.start} to {offered.stop - 1}"
     return "one of " + ", ".join(map(str, offered))
 
 

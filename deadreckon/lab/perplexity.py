@@ -1,0 +1,205 @@
+"""How well a model foretells text, by how much of it it has read.
+
+All figures are means of −log p(token | what the model read before it), in nats. A row of L + 1 tokens gives L of them,
+the t-th from t tokens of context. Rows of L tile rows of the greatest length, so that **the very same tokens are
+foretold at every length**: what differs is where reading began.
+
+- The mean over all positions of rows of L is what the rotations' paper reports ("all positions, no burn-in").
+- The mean over the last quarter of the positions tells what the far end of a row costs or gains. These are other tokens
+  at other lengths: it takes more text to compare them.
+- With a window of W, a token is foretold from its last W − stride to W tokens (from all, where there are fewer), by
+  rows of W that overlap: what a model is worth that reads no further back, unchanged. (As Hugging Face's guide to
+  perplexity does it.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers.cache_utils import DynamicCache
+
+import deadreckon as dr
+from deadreckon.tasks.language import Corpus
+
+LAST = 4  # one part in so many, at the end of a row
+HEAD = 8192  # logits of so many tokens at once
+ENOUGH = 1 << 18
+
+
+@dataclass(frozen=True)
+class LengthScore:
+    """How well rows of one length are foretold."""
+
+    length: int
+    window: int | None
+    tokens: int  # that were foretold
+    loss: float
+    perplexity: float
+    last_loss: float  # in the last quarter of a row
+    last_perplexity: float
+
+
+@dataclass(frozen=True)
+class PositionScore:
+    """How well tokens are foretold that have `first` to `last` tokens before them in their row."""
+
+    first: int
+    last: int
+    loss: float
+
+
+def perplexity_by_length(
+    model: dr.DeadReckonForCausalLM,
+    corpus: Corpus,
+    lengths: Sequence[int],
+    *,
+    tokens: int | None = ENOUGH,
+    window: int | None = None,
+    stride: int | None = None,
+    across: bool = False,
+    piece: int | None = None,
+    batch_tokens: int = 1 << 16,
+    seed: int = 0,
+) -> list[LengthScore]:
+    """Perplexity at each length, over the same text.
+
+    Args:
+        tokens: about how many tokens to foretell at each length; all that fit in rows of the greatest length if None.
+        window: read no further back than this, by overlapping rows; None to read a row from its beginning.
+        stride: how far these rows lie apart, half a window by default.
+        across: rows of the stream, over ends of documents; else rows of documents that are long enough.
+        piece: read a row in pieces of so many tokens, through the model's cache; at once by default.
+        batch_tokens: about how many tokens are read at once, one row at least.
+        seed: of encodings that draw positions.
+    """
+    if not lengths:
+        raise ValueError("lengths: expected one or more, got none")
+    text = corpus.rows(max(lengths), tokens, across=across)
+    scores = []
+    for length in lengths:
+        rows = text.unfold(1, length + 1, length).flatten(0, 1)
+        if window is None or window >= length:
+            losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed)
+        else:
+            losses = windowed_losses(model, rows, window, stride, batch_tokens=batch_tokens, seed=seed)
+        loss, last = _mean(losses), _mean(losses[:, length - math.ceil(length / LAST) :])
+        scores.append(LengthScore(length, window, losses.numel(), loss, _exp(loss), last, _exp(last)))
+    return scores
+
+
+def loss_by_position(
+    model: dr.DeadReckonForCausalLM,
+    corpus: Corpus,
+    length: int,
+    bins: int = 32,
+    *,
+    logarithmic: bool = True,
+    tokens: int | None = ENOUGH,
+    across: bool = False,
+    piece: int | None = None,
+    batch_tokens: int = 1 << 16,
+    seed: int = 0,
+) -> list[PositionScore]:
+    """The loss of tokens by how many stand before them, from 1 to `length`, in bins of equal or of growing width.
+
+    Args:
+        bins: how many; fewer where the first of growing bins would be empty.
+        logarithmic: bins grow by a constant factor.
+
+    The rest is as in :func:`perplexity_by_length`.
+    """
+    if not 1 <= bins <= length:
+        raise ValueError(f"bins: expected 1 to length = {length}, got {bins}")
+    rows = corpus.rows(length, tokens, across=across)
+    losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed).double().mean(0)
+    shares = [number / bins for number in range(1, bins + 1)]
+    edges = sorted({0, *(round(length**share if logarithmic else length * share) for share in shares)})
+    return [PositionScore(start + 1, stop, _mean(losses[start:stop])) for start, stop in pairwise(edges)]
+
+
+def windowed_losses(
+    model: dr.DeadReckonForCausalLM,
+    rows: Tensor,
+    window: int,
+    stride: int | None = None,
+    *,
+    batch_tokens: int = 1 << 16,
+    seed: int = 0,
+) -> Tensor:
+    """As :func:`token_losses`, but from no more than the last `window` tokens, and no fewer than window − stride."""
+    length = rows.shape[1] - 1
+    stride = max(1, window // 2) if stride is None else stride
+    if not 1 <= window <= length:
+        raise ValueError(f"window: expected 1 to {length}, the length of a row, got {window}")
+    if not 1 <= stride <= window:
+        raise ValueError(f"stride: expected 1 to window = {window}, got {stride}")
+    stops = [*range(window, length, stride), length]
+    short = torch.cat([rows[:, stop - window : stop + 1] for stop in stops])  # (stops · count, window + 1)
+    found = token_losses(model, short, batch_tokens=batch_tokens, seed=seed).chunk(len(stops))
+    fresh = [stop - before for stop, before in zip(stops, [0, *stops[:-1]], strict=True)]
+    return torch.cat([losses[:, window - new :] for losses, new in zip(found, fresh, strict=True)], dim=1)
+
+
+@torch.no_grad()
+def token_losses(
+    model: dr.DeadReckonForCausalLM,
+    rows: Tensor,
+    *,
+    piece: int | None = None,
+    batch_tokens: int = 1 << 16,
+    seed: int = 0,
+) -> Tensor:
+    """−log p of every token of rows (count, L + 1) but the first, from all before it: (count, L), float32, on the CPU.
+
+    On a GPU in bfloat16, but for the loss. Other draws of random numbers are left as they were.
+    """
+    device = next(model.parameters()).device
+    if piece is not None and piece < 1:
+        raise ValueError(f"piece: expected 1 or more, got {piece}")
+    training = model.training
+    model.eval()
+    found = []
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), half_precision(device):
+        torch.manual_seed(seed)
+        for some in rows.split(max(1, batch_tokens // rows.shape[1])):
+            some = some.to(device)
+            cache = None if piece is None else DynamicCache(config=model.config)
+            losses = [
+                _losses(model, read, told, cache)
+                for read, told in zip(
+                    some[:, :-1].split(piece or rows.shape[1], 1), some[:, 1:].split(piece or rows.shape[1], 1),
+                    strict=True,
+                )
+            ]  # fmt: skip
+            found.append(torch.cat(losses, dim=1).cpu())
+    model.train(training)
+    return torch.cat(found)
+
+
+def _losses(model: dr.DeadReckonForCausalLM, read: Tensor, told: Tensor, cache: DynamicCache | None) -> Tensor:
+    """Losses (B, T) of the tokens told, each behind the one read; moves the cache on."""
+    hidden = model.model(read, past_key_values=cache).last_hidden_state.flatten(0, 1)
+    # All logits of a long row would be the greatest tensor there is.
+    parts = zip(hidden.split(HEAD), told.flatten().split(HEAD), strict=True)
+    losses = [cross_entropy(model.lm_head(some).float(), expected, reduction="none") for some, expected in parts]
+    return torch.cat(losses).view_as(told)
+
+
+def half_precision(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """bfloat16 where there are units for it."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _mean(losses: Tensor) -> float:
+    return float(losses.double().mean())
+
+
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # a double holds no more

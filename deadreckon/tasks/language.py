@@ -1,0 +1,175 @@
+"""Language modelling on any text.
+
+A corpus is one stream of tokens, <|end|> behind each document:
+
+    Call me Ishmael. … orphan.<|end|>It was the best of times, …<|end|>
+        └── a window of 8 ──┘
+
+A row is a window of the stream from anywhere in it, and every token but the first is to be said. Its length is the
+number of tokens. *Streamed*, a row may reach over an end, and attention with it (as "Why Do Accumulated Transformations
+Extrapolate?" trains). *Packed*, the rows of a batch become one, in which no document sees another: `task.draw`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from deadreckon.tasks import task
+from deadreckon.tasks.tokens import end_of, load_ids, load_tokenizer, tokenize, train_tokenizer, writing
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Documents as one stream of tokens.
+
+    Attributes:
+        ids: (tokens,), END behind every document.
+        tokenizer: what made them.
+    """
+
+    ids: NDArray[Any]
+    tokenizer: Tokenizer = field(repr=False)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.tokenizer.get_vocab_size())
+
+    @property
+    def end(self) -> int:
+        """The token behind every document."""
+        return end_of(self.tokenizer)
+
+    @cached_property
+    def documents(self) -> NDArray[np.int64]:
+        """Where each begins, and where the one behind it does, (documents, 2)."""
+        ends = np.flatnonzero(self.ids == self.end) + 1
+        if not len(ends) or ends[-1] < len(self.ids):
+            ends = np.append(ends, len(self.ids))
+        return np.stack([np.append(0, ends[:-1]), ends], axis=1)
+
+    def windows(self, starts: Sequence[int], width: int) -> Tensor:
+        """Tokens (len(starts), width)."""
+        return torch.from_numpy(np.stack([self.ids[start : start + width] for start in starts]).astype(np.int64))
+
+    def rows(self, length: int, tokens: int | None = None, *, across: bool = False) -> Tensor:
+        """Text to be scored on: rows (count, length + 1), so that each gives `length` predictions, none of them twice.
+
+        Args:
+            length: predictions of a row.
+            tokens: about how many predictions in all, one row at least; everything there is by default. The first
+                rows of all documents come before their second ones.
+            across: take rows from the stream, whatever documents they reach over; else each is of one document, and
+                those that are shorter than a row are left out.
+        """
+        if length < 1:
+            raise ValueError(f"length: expected 1 or more, got {length}")
+        spans = np.array([[0, len(self.ids)]]) if across else self.documents
+        counts = (spans[:, 1] - spans[:, 0] - 1) // length
+        starts = [
+            int(span[0]) + turn * length
+            for turn in range(int(counts.max(initial=0)))
+            for span, count in zip(spans, counts, strict=True)
+            if count > turn
+        ]
+        if not starts:
+            longest, of = int((spans[:, 1] - spans[:, 0]).max()), "tokens" if across else "the longest document"
+            raise ValueError(f"length: expected less than {longest}, {of} of the corpus, got {length}")
+        return self.windows(starts[: max(1, tokens // length) if tokens is not None else None], length + 1)
+
+
+def load_corpus(
+    data: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    vocabulary: int = 8192,
+    field: str = "text",
+    cache: Path | None = None,
+) -> Corpus:
+    """A corpus from text, made once and then found in the cache.
+
+    Args:
+        data: a file, a folder or a dataset, see :func:`deadreckon.tasks.text.read_documents`.
+        tokenizer: that of the training text, when this is another; by default one is trained on this text.
+        vocabulary: how many tokens it then has.
+        field: where the text of a line is.
+        cache: folder of what is made; see :func:`deadreckon.tasks.tokens.cache_folder`.
+    """
+    tokenizer = tokenizer or train_tokenizer(data, vocabulary, field=field, cache=cache)
+    return Corpus(tokenize(data, tokenizer, field=field, cache=cache), tokenizer)
+
+
+def save_corpora(folder: Path, corpora: dict[str, Corpus], tokens: dict[str, int] | None = None) -> int:
+    """Writes corpora of one tokenizer, by name, to a folder that needs no text; their first tokens only where a number
+    is given.
+
+    Returns:
+        How many bytes the folder's files have.
+    """
+    one, *others = corpora.values()
+    if any(other.tokenizer.to_str() != one.tokenizer.to_str() for other in others):
+        raise ValueError(f"corpora: expected one tokenizer for all of {', '.join(corpora)}, got several")
+    with writing(folder / TOKENIZER_FILE) as unfinished:
+        one.tokenizer.save(str(unfinished))
+    for name, corpus in corpora.items():
+        with writing(folder / f"{name}.npy") as unfinished, unfinished.open("wb") as file:
+            np.save(file, corpus.ids[: (tokens or {}).get(name)])
+    return sum((folder / name).stat().st_size for name in (TOKENIZER_FILE, *(f"{name}.npy" for name in corpora)))
+
+
+def open_corpus(folder: str | Path, name: str) -> Corpus:
+    """One of the corpora that :func:`save_corpora` has written."""
+    return Corpus(load_ids(Path(folder) / f"{name}.npy"), load_tokenizer(Path(folder) / TOKENIZER_FILE))
+
+
+@dataclass(frozen=True)
+class Language:
+    """The task.
+
+    Args:
+        corpus: where rows are from.
+        packed: whether documents are kept from seeing each other.
+    """
+
+    corpus: Corpus
+    packed: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        return self.corpus.vocab_size
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Two tokens, of which one is to be said, up to the corpus."""
+        return range(2, len(self.corpus.ids) + 1)
+
+    @property
+    def document_end(self) -> int | None:
+        """What `task.draw` packs at."""
+        return self.corpus.end if self.packed else None
+
+    def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Windows that begin anywhere, each place alike."""
+        lengths = task.draw_lengths(count, length, self.lengths, generator)
+        width = int(lengths.max())
+        starts = torch.randint(0, len(self.corpus.ids) - width + 1, (count,), generator=generator)
+        tokens = self.corpus.windows(starts.tolist(), width)
+        place = torch.arange(width)
+        there = place < lengths[:, None]
+        labels = torch.where(there & (place > 0), tokens, task.NOT_SCORED)
+        return torch.where(there, tokens, self.corpus.end), labels
+
+    def spell(self, tokens: Tensor) -> str:
+        """The text, ends of documents included."""
+        return str(self.corpus.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))

@@ -1,0 +1,144 @@
+"""Documents out of files: JSON lines and plain text, compressed or not, folders of them, Hugging Face datasets."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+PACKED = (".xz", ".gz")
+KINDS = tuple(kind + packed for kind in (".jsonl", ".txt") for packed in ("", *PACKED))
+HUGGING_FACE = "hf:"
+
+
+def read_documents(data: str | Path, field: str = "text") -> Iterator[str]:
+    """The texts of a file, of a folder's files in order of their paths, or of a dataset; empty ones are left out.
+
+    Args:
+        data: a file (.jsonl, a document a line; .txt, one document; either with .xz or .gz after it), a folder of such
+            files, or hf:NAME[:CONFIGURATION[:SPLIT]], the train split by default.
+        field: where a line's or a dataset's text is.
+
+    Raises:
+        ValueError: for what cannot be read, or has no text in it, with file and line.
+    """
+    if str(data).startswith(HUGGING_FACE):
+        yield from _read_dataset(str(data), field)
+        return
+    for path in find_files(data):
+        some = False
+        for document in _read_file(path, field):
+            some = True
+            yield document
+        if not some:
+            raise ValueError(f"data: expected text, got none in {path}")
+
+
+def find_files(data: str | Path) -> list[Path]:
+    """The file, or those in the folder that can be read, at any depth."""
+    path = Path(data)
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.name.endswith(KINDS) and file.is_file())
+        if not found:
+            raise ValueError(f"data: expected files that end in one of {', '.join(KINDS)}, got none in {path}")
+        return found
+    if not path.is_file():
+        raise ValueError(f"data: expected a file, a folder or {HUGGING_FACE}NAME, got {str(data)!r}")
+    if not path.name.endswith(KINDS):
+        raise ValueError(f"data: expected a file that ends in one of {', '.join(KINDS)}, got {path}")
+    return [path]
+
+
+def fingerprint(data: str | Path, field: str = "text") -> str:
+    """Changes with what `read_documents` would give: a hash of the files as they are stored, or the dataset's own."""
+    found = hashlib.sha256(field.encode())
+    if str(data).startswith(HUGGING_FACE):
+        found.update(_load_dataset(str(data))._fingerprint.encode())
+        return found.hexdigest()
+    for path in find_files(data):
+        found.update(next(kind for kind in KINDS if path.name.endswith(kind)).encode())  # how the bytes are read
+        content = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                content.update(block)
+        found.update(content.digest())
+    return found.hexdigest()
+
+
+def _read_file(path: Path, field: str) -> Iterator[str]:
+    number = 0
+    try:
+        with _open(path) as file:
+            if not path.name.removesuffix(path.suffix if path.suffix in PACKED else "").endswith(".jsonl"):
+                if text := file.read():
+                    yield text
+                return
+            for number, line in enumerate(file, 1):  # noqa: B007, named in what is raised
+                if line.strip() and (text := _parse(line, field)):
+                    yield text
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
+        place = f"{path}, after line {number}" if number else path
+        raise ValueError(f"data: expected a file that can be read, got {error} in {place}") from error
+    except _MalformedError as error:
+        raise ValueError(f"data: expected {error} in {path}, line {number}") from error
+
+
+class _MalformedError(Exception):
+    """What was expected in a line and what came; which line, its reader knows."""
+
+
+def _parse(line: str, field: str) -> str:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _MalformedError(f"a JSON object, got {error.msg} at column {error.colno}") from error
+    if not isinstance(found, dict):
+        raise _MalformedError(f"a JSON object, got {type(found).__name__}")
+    if field not in found:
+        raise _MalformedError(f"a field {field!r}, got {', '.join(map(repr, found)) or 'none'}")
+    if not isinstance(found[field], str):
+        raise _MalformedError(f"text in {field!r}, got {type(found[field]).__name__}")
+    return found[field]
+
+
+def _open(path: Path) -> IO[str]:
+    # Line ends stay as they are: tokens are those of the bytes.
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8-sig", newline="\n")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
+    return path.open(encoding="utf-8-sig", newline="\n")
+
+
+def _read_dataset(data: str, field: str) -> Iterator[str]:
+    dataset = _load_dataset(data)
+    if field not in dataset.column_names:
+        raise ValueError(f"data: expected a field {field!r}, got {', '.join(dataset.column_names)} in {data}")
+    some = False
+    for row in dataset:
+        if row[field]:
+            some = True
+            yield row[field]
+    if not some:
+        raise ValueError(f"data: expected text, got none in {data}")
+
+
+def _load_dataset(data: str) -> Any:
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
+        raise ValueError(f"data: {data} needs the datasets library: pip install 'deadreckon[datasets]'") from error
+    name, _, rest = data.removeprefix(HUGGING_FACE).partition(":")
+    configuration, _, split = rest.partition(":")
+    try:
+        return load_dataset(name, configuration or None, split=split or "train")
+    except Exception as error:  # whatever that library raises: no network, no such name, no such split
+        raise ValueError(
+            f"data: expected a dataset that can be loaded, as {HUGGING_FACE}NAME[:CONFIGURATION[:SPLIT]], "
+            f"got {data!r} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        ) from error
