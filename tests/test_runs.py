@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 import deadreckon as dr
 from deadreckon.lab import cli, pictures, runs
@@ -32,6 +34,7 @@ from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.recipes import RECIPES, SIZES, find_recipe
 from deadreckon.lab.report import write_report
 from deadreckon.lab.runs import Progress, Run, recover, replaced
+from deadreckon.lab.texts import read_language
 from deadreckon.lab.train import score_run, train_run
 from deadreckon.lab.training import Training, make_model, train
 from deadreckon.tasks.curriculum import Curriculum
@@ -288,21 +291,70 @@ def test_recipes_go_to_json_and_back() -> None:
         for size in SIZES:
             recipe = experiment.recipe(size)
             assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+            assert max(recipe.test_lengths) > recipe.length
+            if recipe.task == "language":
+                continue
             assert recipe.length in recipe.make_task(next(iter(recipe.conditions))).lengths
             assert len({length for _, length in places_to_test(recipe)}) == len(recipe.test_lengths), name
-            assert max(recipe.test_lengths) > recipe.length
         assert set(experiment.encodings) <= set(dr.ENCODINGS)
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """Changes that name two small texts."""
+    folder, chance = tmp_path_factory.mktemp("texts"), random.Random(0)
+    words = "here there every where a bell rang and nobody came to see what it had to say"
+    for name, count in (("train", 20), ("valid", 10)):
+        documents = [{"text": " ".join(chance.choices(words.split(), k=150))} for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEADRECKON_CACHE", str(folder / "cache"))
+        data, held_out = folder / "train.jsonl", folder / "valid.jsonl"
+        yield f"options.data={data}", f"options.held_out={held_out}", "options.vocabulary=300"
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_train(name: str) -> None:
-    recipe = replace(RECIPES[name].recipe("tiny"), encoding="rope", batch_size=4)
+def test_recipes_train(name: str, texts: tuple[str, ...]) -> None:
+    changes = texts if RECIPES[name].paper.task == "language" else ()
+    recipe = replace(RECIPES[name].recipe("tiny").change(changes), encoding="rope", batch_size=4)
     task = recipe.make_task()
     model = make_model(recipe, task.vocab_size)
     training = Training(model, task, recipe)
     assert math.isfinite(training.advance().loss)
     condition, length = places_to_test(recipe)[-1]
     assert 0 <= score(model, recipe, condition, length, rows=2).error <= 1
+
+
+@pytest.mark.parametrize("packed", ["true", "false"])
+def test_a_text_is_learnt(packed: str, texts: tuple[str, ...], tmp_path: Path) -> None:
+    changes = (
+        *texts, f"options.packed={packed}", "steps=40", "evaluate_every=20", "accumulate=2", "batch_size=4", "width=32",
+        "learning_rate=0.02", "warmup=5", "length=64", "test_lengths=[32, 256]", "test_rows=4",
+    )  # fmt: skip
+    run = train_run(find_recipe("rotations", "tiny", "rope", 0, changes), tmp_path, console=quiet())
+    losses = [line["loss"] for line in run.metrics()]
+    assert losses[-1] < losses[0] - 1 and "error" not in run.metrics()[0]
+    found = run.scores()["held out", 256]
+    assert found.perplexity == pytest.approx(math.exp(found.loss)) and 1 < found.perplexity < 100
+    assert AutoTokenizer.from_pretrained(tmp_path / "last")("a bell rang").input_ids
+
+
+def test_texts_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text("{")
+    for words, said in {
+        "options.vocabulary=300": "options.data: expected a text to learn from; --change options.data=FILE",
+        "options.data=bad.jsonl": "options.held_out: expected a text to test on, got none",
+        "options.data=none.jsonl options.held_out=x": "data: expected a file, a folder or hf:NAME, got 'none.jsonl'",
+        "options.data=bad.jsonl options.held_out=x": "bad.jsonl",
+    }.items():
+        assert run_cli(monkeypatch, "train", "rotations", "--out", "x", "--change", *words.split()) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert not Path("x").exists()
+    with pytest.raises(ValueError, match="part: expected one of train, valid; got 'some'"):
+        read_language("bad.jsonl", "bad.jsonl", part="some")
 
 
 def test_recipes_are_changed_and_checked() -> None:

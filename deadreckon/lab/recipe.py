@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from deadreckon.lab.texts import read_language
 from deadreckon.tasks import TASKS
 from deadreckon.tasks.curriculum import Curriculum
 from deadreckon.tasks.task import Task
 
 SCHEDULES = ("linear", "cosine", "constant")
 METRICS = ("error", "exact", "perplexity")
+TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_language}
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Recipe:
     """What is learnt, by which model, how, and how it is scored. Two runs of one recipe are alike.
 
     Args:
-        task: a name in `TASKS`; `options` are its keywords.
+        task: a name in `TASK_MAKERS`; `options` are its keywords.
         length: of training sequences, in the task's own measure; with a curriculum, the greatest.
         curriculum: how lengths grow; without one, all are `length`.
         batch_size: sequences of a step, in as many equal parts as `accumulate` says, to save memory; the data of a
@@ -108,13 +111,13 @@ class Recipe:
 
     def make_task(self, condition: str | None = None) -> Task:
         """The task that is learnt, or a condition that it is tested in."""
-        if self.task not in TASKS:
-            raise ValueError(f"task: expected one of {', '.join(TASKS)}; got {self.task!r}")
+        if self.task not in TASK_MAKERS:
+            raise ValueError(f"task: expected one of {', '.join(TASK_MAKERS)}; got {self.task!r}")
         if condition is not None and condition not in self.conditions:
             raise ValueError(f"condition: expected one of {', '.join(self.conditions)}; got {condition!r}")
         options = self.options | (self.conditions[condition] if condition is not None else {})
         try:
-            return TASKS[self.task](**options)
+            return TASK_MAKERS[self.task](**options)
         except TypeError as error:
             raise ValueError(f"options: expected keywords of {self.task}, got {options} ({error})") from error
 

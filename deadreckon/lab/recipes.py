@@ -163,6 +163,28 @@ def prism(
     )  # fmt: skip
 
 
+def text(about: str, source: str, encodings: tuple[str, ...], paper: Recipe) -> Experiment:
+    """Language modelling on texts that are named with --change options.data=… options.held_out=…"""
+    longest = max(paper.test_lengths)
+    return Experiment(
+        about=about, source=source, encodings=encodings,
+        paper=replace(
+            paper, task="language", initial=0.02, metric="perplexity", conditions={"held out": {"part": "valid"}},
+            longest=longest, test_rows=200, test_tokens=2**20, validation_rows=8, log_every=10,
+        ),
+        small={
+            "layers": 8, "width": 384, "heads": 6, "steps": 4000, "batch_size": max(1, 2**15 // paper.length),
+            "accumulate": 1, "learning_rate": 1e-3, "warmup": 200, "schedule": "cosine", "floor": 0.1,
+            "options": {"vocabulary": 8192}, "test_tokens": 2**18, "evaluate_every": 400,
+        },
+        tiny={
+            "layers": 2, "width": 64, "heads": 2, "length": 128, "steps": 300, "batch_size": 16, "accumulate": 1,
+            "learning_rate": 4e-3, "warmup": 30, "schedule": "cosine", "floor": 0.1, "options": {"vocabulary": 1024},
+            "test_lengths": (64, 128, 256, 512), "test_tokens": 2**13, "evaluate_every": 100, "log_every": 1,
+        },
+    )  # fmt: skip
+
+
 def quicker(curriculum: Curriculum, times: int) -> Curriculum:
     """The same lengths in a fraction of the steps."""
     return replace(curriculum, stages=tuple((steps // times, longest) for steps, longest in curriculum.stages))
@@ -193,6 +215,39 @@ RECIPES: dict[str, Experiment] = {
         conditions={"n×n": {"equal": True}},
     ),
     "stack": prism("stack", "What is on a stack after pushing and popping?", "10", (4, 8, 12, 16, 20, 40, 60, 80, 100)),
+    "rotations": text(
+        "Text, learnt at 512 tokens, with rotations that add up and such that do not.",
+        "Why Do Accumulated Transformations Extrapolate?, tables 1 and 2. The text, the learning rate (constant; the "
+        "paper lowers its own twice) and no dropout are ours.",
+        ("rope", "rope-values", "random-rotation", "random-rotation-values", "learned-rotation",
+         "learned-rotation-values", "alibi"),
+        Recipe(
+            length=512, layers=16, width=768, heads=8, steps=200_000, batch_size=32, learning_rate=3e-4, warmup=0,
+            weight_decay=0.1, schedule="constant", options={"vocabulary": 32_000}, evaluate_every=2000,
+            test_lengths=(512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536),
+        ),
+    ),
+    "extrapolation": text(
+        "Text, learnt at 4096 tokens, read up to 65 536.",
+        "Yang et al. 2025, figure 3: 760M parameters, 50B tokens, 2M a step. The text, layers and heads are ours.",
+        ("rope", "fox", "path", "path-fox"),
+        Recipe(
+            length=4096, layers=24, width=1536, heads=24, steps=24_000, batch_size=512, accumulate=64,
+            learning_rate=1e-3, warmup=480, weight_decay=0.01, schedule="cosine", floor=0.03,
+            options={"vocabulary": 32_000}, evaluate_every=500, test_lengths=(4096, 8192, 16_384, 32_768, 65_536),
+        ),
+    ),
+    "powers": text(
+        "Text, learnt at 16 384 tokens, with even powers for exp.",
+        "Kumar et al. 2025, figure 2: like GPT-2 of 124M parameters, 524 288 tokens a step. The text and the number of "
+        "steps are ours.",
+        ("rope", "sympow", "sympow-gated", "conformal-sympow"),
+        Recipe(
+            length=16_384, layers=12, width=768, heads=12, steps=20_000, batch_size=32, accumulate=16,
+            learning_rate=6e-4, warmup=0, weight_decay=0.0, schedule="constant", options={"vocabulary": 32_000},
+            evaluate_every=500, test_lengths=(1024, 4096, 16_384, 32_768, 65_536),
+        ),
+    ),
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ import deadreckon as dr
 from deadreckon.lab.environment import describe_environment
 from deadreckon.lab.evaluation import Score
 from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.texts import save_tokenizer
 from deadreckon.lab.training import Training, make_model
 
 KINDS = ("last", "best")
@@ -96,6 +97,7 @@ class Run:
         """Writes the last checkpoint, in place of the one before."""
         with replaced(self.path / "last") as folder:
             training.model.save_pretrained(folder)
+            save_tokenizer(training.task, folder)
             save_file(training.memory(), folder / "optimizer.safetensors")
             (folder / "progress.json").write_text(json.dumps(asdict(progress)))
 
@@ -103,6 +105,7 @@ class Run:
         """Writes the best checkpoint, in place of the one before."""
         with replaced(self.path / "best") as folder:
             training.model.save_pretrained(folder)
+            save_tokenizer(training.task, folder)
             (folder / "score.json").write_text(json.dumps({"step": training.done} | asdict(score)))
 
     def restore(self, device: str) -> tuple[Training, Progress]:

@@ -43,7 +43,7 @@ def train_run(
     """
     console = console or Console()
     check_device(device)
-    places_to_test(recipe)  # what is wrong with the recipe shows before anything is written
+    recipe.make_task(), places_to_test(recipe)  # what is wrong with the recipe shows before anything is written
     run = Run.create(out, recipe)
     with run.locked(), quiet_transformers():
         if not run.finished:

@@ -17,7 +17,7 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, wrongly
 from deadreckon.lab.recipe import Recipe
-from deadreckon.tasks.task import NOT_SCORED, Task
+from deadreckon.tasks.task import NOT_SCORED, Batch, Task, pack
 
 
 def check_device(name: str) -> None:
@@ -89,28 +89,34 @@ class Training:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(self.done, group["initial_lr"])
-        length = recipe.lengths_at(self.done)
-        tokens, labels = (x.to(device) for x in self.task.sample(recipe.batch_size, length, self.generator))
-        scored = (labels[:, 1:] != NOT_SCORED).sum()
+        parts = [part.to(device) for part in self._draw()]
+        scored = torch.stack([(part.labels[:, 1:] != NOT_SCORED).sum() for part in parts]).sum()
         self.optimizer.zero_grad()
-        parts = zip(tokens.chunk(recipe.accumulate), labels.chunk(recipe.accumulate), strict=True)
-        judged = [self._learn(some, expected, scored) for some, expected in parts]
+        judged = [self._learn(part, scored) for part in parts]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
         self.optimizer.step()
         self.done += 1
         losses, errors = zip(*judged, strict=True)
         counted = None if errors[0] is None else torch.stack(errors).sum()
-        return Step(self.done, tokens.numel(), torch.stack(losses).sum(), counted, scored)
+        tokens = sum(part.tokens.numel() for part in parts)
+        return Step(self.done, tokens, torch.stack(losses).sum(), counted, scored)
 
-    def _learn(self, tokens: Tensor, labels: Tensor, scored: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _draw(self) -> list[Batch]:
+        """The next batch, in parts."""
+        recipe, end = self.recipe, getattr(self.task, "document_end", None)
+        tokens, labels = self.task.sample(recipe.batch_size, recipe.lengths_at(self.done), self.generator)
+        parts = zip(tokens.chunk(recipe.accumulate), labels.chunk(recipe.accumulate), strict=True)
+        return [Batch(some, said) if end is None else pack(some, said, end) for some, said in parts]
+
+    def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Adds to the gradients what a part of a batch has to say: its share of the loss, and its errors."""
         count = scored if self.recipe.accumulate > 1 else None  # by what a part's summed loss is divided
-        with autocast(tokens.device):
-            output = self.model(tokens, labels=labels, num_items_in_batch=count)
+        with autocast(part.tokens.device):
+            output = self.model(part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count)
         output.loss.backward()
         if self.recipe.metric == "perplexity":  # counting errors among many words takes time
             return output.loss.detach(), None
-        return output.loss.detach(), wrongly(output.logits[:, :-1], labels[:, 1:]).sum()
+        return output.loss.detach(), wrongly(output.logits[:, :-1], part.labels[:, 1:]).sum()
 
     def memory(self) -> dict[str, Tensor]:
         """All but the weights that the next step depends on: the optimiser's state by parameter, and the generator."""
