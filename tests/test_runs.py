@@ -145,16 +145,29 @@ def test_ten_interruptions_change_nothing(encoding: str, tmp_path: Path, fate: l
     assert not [path for path in torn.path.iterdir() if path.suffix in (".new", ".old")]
 
 
-def test_ended_anywhere_in_a_checkpoint_it_goes_on(tmp_path: Path, fate: list[int]) -> None:
-    """Every single place where writing a checkpoint can end."""
+def test_ended_anywhere_in_a_checkpoint_it_goes_on(
+    tmp_path: Path, fate: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every single place where writing a checkpoint can end; what was saved once is never lost."""
+    saved: list[int] = []
+    save = Run.save
+
+    def note(self: Run, training: Training, progress: Progress) -> None:
+        save(self, training, progress)
+        saved.append(progress.step)
+
+    monkeypatch.setattr(Run, "save", note)
     recipe = small("rope", 0, "steps=2", "evaluate_every=1", "test_lengths=[8]", "validation_rows=1", "test_rows=1")
     whole = contents(train_run(recipe, tmp_path / "whole", console=quiet()))
     for things in range(200):
         fate[:] = [things]
+        saved.clear()
         try:
             train_run(recipe, tmp_path / str(things), console=quiet())
         except KilledError:
             fate.clear()
+            if saved:
+                assert Run(tmp_path / str(things)).restore("cpu")[1].step >= saved[-1]
             assert_equal(whole, contents(train_run(recipe, tmp_path / str(things), console=quiet())))
             shutil.rmtree(tmp_path / str(things))
         else:
