@@ -454,13 +454,14 @@ def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     runs_of_rope = [Run(picture.parent / f"rope-{seed}") for seed in (0, 1)]
     assert values == [run.scores()["sparse", 32].error for run in runs_of_rope]
     middle, spread = sum(values) / 2, abs(values[0] - values[1]) / math.sqrt(2)
-    assert first.cell("rope", "sparse", 32) == f"{100 * middle:.2f} ± {100 * spread:.2f}%"
+    assert first.cell("rope", "sparse", 32) == f"{100 * middle:.1f} ± {100 * spread:.{2 if spread < 0.1 else 1}f}"
     monkeypatch.setattr(Training, "advance", lambda self: pytest.fail("trained again"))
     again = compare("flipflop", ("rope", "path"), seeds=2, changes=changes, console=quiet())
     assert again == first
     longer = compare("flipflop", ("path",), seeds=2, changes=changes, lengths=(16, 64), console=quiet())
     assert longer.lengths("dense") == [16, 64]
     assert longer.values["path"]["dense", 16] == first.values["path"]["dense", 16]
+    assert compare("flipflop", ("rope", "path"), seeds=2, changes=changes, console=quiet()) == first
     monkeypatch.setitem(sys.modules, "deadreckon.lab.pictures", None)
     console = quiet()
     compare("flipflop", ("path",), changes=changes, console=console)
@@ -515,7 +516,7 @@ def test_report_is_one_page(tmp_path: Path) -> None:
     assert text.count("<h2>") == 3 and text.count("data:image/svg+xml;base64,") == 3 + 1 + 1 + 1
     assert "PaTH-FoX" in text and "0 of 24" in text and torch.__version__ in text and "&quot;heads&quot;: 2" in text
     score_of_path = next(run for run in runs.find_runs([tmp_path]) if run.recipe.encoding == "path-fox").scores()
-    assert f"{100 * score_of_path['dense', 32].error:.2f}%" in text
+    assert f"<td>{100 * score_of_path['dense', 32].error:.1f}</td>" in text.replace(" class=best", "")
     with pytest.raises(ValueError, match=r"run: expected a folder with recipe\.json, or with such folders in it, got"):
         write_report([tmp_path / "nowhere"], page)
 

@@ -18,7 +18,7 @@ from statistics import mean, stdev
 from rich.console import Console
 from rich.table import Table
 
-from deadreckon.lab.evaluation import SOLVED, is_better, spell
+from deadreckon.lab.evaluation import SOLVED, is_better
 from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.recipes import SIZES, check_encodings, find_experiment, find_recipe, title_of
 from deadreckon.lab.runs import Run
@@ -57,9 +57,14 @@ class Comparison:
         found = self.values[encoding].get((condition, length), [])
         if not found:
             return ""
-        metric = self.recipe.metric
-        text = spell(metric, mean(found))
-        return f"{text.rstrip('%')} ± {spell(metric, stdev(found))}" if len(found) > 1 else text
+        if len(found) == 1:
+            return self._number(found[0])
+        return f"{self._number(mean(found))} ± {self._number(stdev(found))}"
+
+    def _number(self, value: float) -> str:
+        """In three digits or so."""
+        value = value if self.recipe.metric == "perplexity" else 100 * value
+        return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1e4 else f"{value:.1e}"
 
     def best(self, condition: str, length: int) -> str:
         """The encoding with the best mean."""
@@ -71,7 +76,7 @@ class Comparison:
 
     def describe(self, condition: str) -> str:
         """What a table of one test shows."""
-        what = {"error": "Error", "exact": "Exactly right", "perplexity": "Perplexity"}[self.recipe.metric]
+        what = {"error": "Error in %", "exact": "Exactly right in %", "perplexity": "Perplexity"}[self.recipe.metric]
         seeds = self.seeds()
         spread = f", mean ± standard deviation of {seeds} seeds" if seeds > 1 else ", one seed"
         return f"{what} by length, {condition}, trained at {self.recipe.length}{spread}"
@@ -129,7 +134,7 @@ def compare(
             with quiet_transformers():
                 score_run(run, lengths, device=device, console=console)
             found.append(run)
-    comparison = gather(f"{name}, {size}", found, lengths)
+    comparison = gather(f"{name}, {size}", found, lengths or recipe.test_lengths)
     print_comparison(comparison, console)
     draw_comparison(comparison, picture or folder / "comparison.png", console)
     return comparison
@@ -166,15 +171,13 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for condition in comparison.conditions:
         console.print(f"\n{comparison.describe(condition)}", highlight=False)
         table = Table()
-        table.add_column("encoding", no_wrap=True)
-        lengths = comparison.lengths(condition)
-        for length in lengths:
-            table.add_column(f"{length}", justify="right")
-        for name in comparison.values:
-            cells = [comparison.cell(name, condition, length) for length in lengths]
-            best = [comparison.best(condition, length) == name for length in lengths]
-            cells = [f"[bold]{cell}[/]" if first else cell for cell, first in zip(cells, best, strict=True)]
-            table.add_row(title_of(name), *cells)
+        for heading in ("length", *map(title_of, comparison.values)):
+            table.add_column(heading, justify="right")
+        for length in comparison.lengths(condition):
+            cells = {name: comparison.cell(name, condition, length) for name in comparison.values}
+            best = comparison.best(condition, length)
+            cells[best] = f"[bold]{cells[best]}[/]"
+            table.add_row(f"{length}", *cells.values())
         console.print(table)
         if comparison.recipe.task == "a5-products":
             solved = comparison.solved(condition).items()
