@@ -175,6 +175,7 @@ def test_ended_anywhere_in_a_checkpoint_it_goes_on(
     assert 50 < things < 199
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on(tmp_path: Path) -> None:
     """kill -9 of the very command, twice, at random."""
     changes = [*SMALL, "steps=300", "evaluate_every=20"]
