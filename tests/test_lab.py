@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from rich.console import Console
 from deadreckon.lab import bench, cases, cli, filters
 from deadreckon.lab.bench import Figures, peak_bytes, run_bench
 from deadreckon.lab.cases import Shape
-from deadreckon.lab.demo import make_model, run_demo
+from deadreckon.lab.demo import demo_recipe, run_demo
 from deadreckon.lab.drift import in_place_drift, model_drift
+from deadreckon.lab.evaluation import error_rate
+from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.rivals import RIVALS, Inputs, Method, sdpa
-from deadreckon.lab.training import Recipe, error_rate, train
+from deadreckon.lab.training import make_model, train
 from deadreckon.tasks.flipflop import FlipFlop
 from deadreckon.tasks.task import NOT_SCORED
 
@@ -53,8 +56,8 @@ def test_flipflop_draws_as_asked() -> None:
 
 
 def test_training_learns_and_repeats() -> None:
-    recipe = Recipe(steps=30, batch_size=16, length=32, seed=3)
-    first, second = (list(train(make_model("path", 5, 3), FlipFlop(), recipe)) for _ in range(2))
+    recipe = Recipe(encoding="path", steps=30, batch_size=16, length=32, seed=3)
+    first, second = (list(train(make_model(recipe, 5), FlipFlop(), recipe)) for _ in range(2))
     assert [step.loss for step in first] == [step.loss for step in second]
     assert sum(step.loss for step in first[-5:]) < 0.8 * sum(step.loss for step in first[:5])
     with pytest.raises(ValueError, match="steps: expected 1 or more"):
@@ -62,7 +65,7 @@ def test_training_learns_and_repeats() -> None:
 
 
 def test_error_rate_of_a_guess_is_a_half() -> None:
-    model = make_model("nope", 5, 0)
+    model = make_model(Recipe(encoding="nope"), 5)
     model.lm_head = torch.nn.Linear(64, 5)
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -74,7 +77,7 @@ def test_demo_shows_a_table_and_a_picture(tmp_path: Path) -> None:
     out = io.StringIO()
     picture = tmp_path / "new" / "flipflop.png"
     contestants = run_demo(
-        Console(file=out, width=120), ("rope", "path"), Recipe(steps=4, batch_size=4, length=16), picture
+        Console(file=out, width=120), ("rope", "path"), replace(demo_recipe(steps=4, length=16), batch_size=4), picture
     )
     assert "4× length" in out.getvalue()
     assert all(len(c.errors) == 4 and len(c.steps) == 4 for c in contestants)
@@ -86,7 +89,7 @@ def test_list_names_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     monkeypatch.setenv("COLUMNS", "160")
     cli.main()
     text = capsys.readouterr().out
-    assert "conformal-sympow" in text
+    assert "conformal-sympow" in text and "mqrar-4" in text and "figure 10" in text
     assert '"auto" picks triton on CUDA' in text
 
 
@@ -220,7 +223,7 @@ def test_generate_prints_text(
 
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate("wri01")}, unk_token="w"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    make_model("path", 5, 0).save_pretrained(tmp_path)
+    make_model(Recipe(encoding="path"), 5).save_pretrained(tmp_path)
     command = ["deadreckon", "generate", str(tmp_path), "--prompt", "w 1 i 0 r", "--tokens", "6"]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit):

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 import deadreckon as dr
 from deadreckon.lab.perplexity import loss_by_position, perplexity_by_length, token_losses, windowed_losses
-from deadreckon.lab.training import Recipe, train
+from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.training import train
 from deadreckon.tasks import tokens as tokens_module
 from deadreckon.tasks.language import Corpus, Language, load_corpus, open_corpus, save_corpora
 from deadreckon.tasks.task import NOT_SCORED, draw

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import deadreckon as dr
 from deadreckon.encodings.prism import COPY_WIDTH, Cursors, Prism
 from deadreckon.lab import prism as lab
 from deadreckon.lab.cursors import show, trace
-from deadreckon.lab.training import exact_match_by_length, train
+from deadreckon.lab.evaluation import exact_match_by_length
+from deadreckon.lab.training import train
 
 SMALL = {"positions": 9, "width": 6, "cursors": 3, "hidden": 5}
 VOCABULARY = 13
@@ -458,7 +460,7 @@ def test_copying_is_learnt_and_goes_beyond_the_lengths_of_training(tmp_path: Pat
     sizes = "--width 64 --layers 1 --heads 2 --pe-width 32 --positions 32"
     chosen = settings(*arguments.split(), *sizes.split())
     model = chosen.model()
-    list(train(model, chosen.make_task(), chosen.recipe, chosen.curriculum()))
+    list(train(model, chosen.make_task(), replace(chosen.recipe, curriculum=chosen.curriculum())))
     found = exact_match_by_length(model, chosen.make_task(), (5, 8), count=100)
     assert found[5] > 0.9 and found[8] > 0.3
     assert show(model, "31415", tmp_path / "cursors.png") == "31415=31415."

@@ -15,12 +15,13 @@ from rich.console import Console
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.demo import make_model
 from deadreckon.lab.probe import Findings, __main__, attention, fit_decay, mean_gates, mean_transport, run_probe, theory
 from deadreckon.lab.probe.probe import _losses_as_trained
 from deadreckon.lab.probe.reach import FarTokens, measure, measure_more, middle, predict
 from deadreckon.lab.probe.report import print_findings
 from deadreckon.lab.probe.transport import MeanTransport
+from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.training import make_model
 
 ROWS, TOKENS = 64, 400
 
@@ -608,7 +609,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    make_model("path", 5, 0).save_pretrained(tmp_path / "model")
+    make_model(Recipe(encoding="path"), 5).save_pretrained(tmp_path / "model")
     command = [
         "probe",
         str(tmp_path / "model"),

@@ -5,17 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from deadreckon.lab.demo import make_model
-from deadreckon.lab.training import (
-    Recipe,
-    count_exact,
-    exact_match,
-    exact_match_by_length,
-    exact_match_on,
-    mean_of_best,
-    train,
-)
+from deadreckon.lab.evaluation import exact_match, exact_match_by_length, exact_match_on, mean_of_best, tally
+from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.training import make_model, train
 from deadreckon.tasks import TASKS, task
 from deadreckon.tasks.copy import Copy
 from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum, prism_curriculum
@@ -53,8 +47,8 @@ def test_training_follows_a_curriculum() -> None:
             asked.append(length)
             return super().sample(count, length, generator)
 
-    recipe = Recipe(steps=4, batch_size=4)
-    list(train(make_model("path", 64, 0), Watched(), recipe, Curriculum(7, ((1, 2), (2, 4)))))
+    recipe = Recipe(encoding="path", steps=4, batch_size=4, curriculum=Curriculum(7, ((1, 2), (2, 4))))
+    list(train(make_model(recipe, 64), Watched(), recipe))
     assert asked == [range(1, 3), range(1, 5), range(1, 5), range(1, 8)]
 
 
@@ -64,12 +58,13 @@ class Peeks(torch.nn.Module):
     def __init__(self, wrong: int) -> None:
         super().__init__()
         self.wrong, self.device = wrong, torch.nn.Parameter(torch.zeros(1))
+        self.lm_head = torch.nn.Identity()
 
-    def forward(self, tokens: Tensor) -> Peeks:
+    def model(self, tokens: Tensor) -> BaseModelOutputWithPast:
         coming = tokens.roll(-1, 1)
         coming = torch.where((tokens[:, :1] == self.wrong) & (coming == task.END), task.PAD, coming)
-        self.logits = torch.nn.functional.one_hot(coming, task.VOCAB_SIZE).float()
-        return self
+        logits = 9 * torch.nn.functional.one_hot(coming, task.VOCAB_SIZE).float()
+        return BaseModelOutputWithPast(last_hidden_state=logits)
 
 
 def test_exact_match_counts_whole_rows_and_the_end() -> None:
@@ -81,9 +76,12 @@ def test_exact_match_counts_whole_rows_and_the_end() -> None:
         assert expected < 1 and found[length] == pytest.approx(expected)
         assert exact_match_on(model, tokens, labels) == pytest.approx(expected)
     assert exact_match(Peeks(wrong=task.EQUALS), Copy(), range(1, 20)) == 1.0
+    tokens = torch.tensor([[0, 1, 2], [0, 1, 1], [0, 0, 2]])  # and so it will be said, but in the second row
     labels = torch.tensor([[NOT_SCORED, 1, 2], [NOT_SCORED, 1, 2], [NOT_SCORED, NOT_SCORED, 2]])
-    said = torch.tensor([[1, 2, 0], [1, 1, 0], [0, 2, 0]])
-    assert count_exact(torch.nn.functional.one_hot(said, 3).float(), labels) == 2
+    found = tally(model, tokens, labels, batch_size=2)
+    assert (found.rows, found.scored, found.wrong, found.exact) == (3, 5, 1, 2)
+    right = -torch.log_softmax(9 * torch.eye(task.VOCAB_SIZE)[0], 0)
+    assert found.loss == pytest.approx(float(4 * right[0] + right[1]))
 
 
 def test_mean_of_best() -> None:
@@ -95,8 +93,9 @@ def test_mean_of_best() -> None:
 
 def test_exact_match_is_greedy_decoding() -> None:
     """A model that does not know the order of digits gets some rows right."""
-    model, one = make_model("nope", 64, 1), Copy()
-    list(train(model, one, Recipe(steps=120, batch_size=64, length=3, seed=2)))
+    recipe = Recipe(encoding="nope", steps=120, batch_size=64, length=3, seed=2)
+    model, one = make_model(recipe, 64), Copy()
+    list(train(model, one, recipe))
     tokens, labels = one.sample(100, 3, seed(5))
     decoded = model.generate(tokens[:, :4], max_new_tokens=4, do_sample=False)
     matched = (decoded == tokens).all(1).float().tolist()

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
@@ -29,6 +27,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.cases import CASES, DTYPES, KINDS, LIMITS, Inputs, Shape, attend, check, make_inputs
+from deadreckon.lab.environment import processor, version_of
 from deadreckon.lab.rivals import RIVALS, Method, baseline, compiled_rotate, installed
 from deadreckon.lab.training import check_device
 
@@ -282,14 +281,9 @@ def ratio(value: float, base: float) -> str:
 def setting(device: str, packages: tuple[str, ...] = ("triton",)) -> list[str]:
     """The machine and versions."""
     threads = torch.get_num_threads()
-    machine = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {threads} threads"
-    versions = [f"torch {torch.__version__}"]
-    for package in packages:
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return [machine, *versions]
+    machine = torch.cuda.get_device_name() if device == "cuda" else f"{processor()}, {threads} threads"
+    versions = [f"{package} {found}" for package in packages if (found := version_of(package))]
+    return [machine, f"torch {torch.__version__}", *versions]
 
 
 def describe(device: str, rounds: int) -> str:
@@ -337,14 +331,6 @@ def write(
     lines += map(line, rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
-
-
-def _processor() -> str:
-    """What this machine calls its processor."""
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text().splitlines() if found.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return " ".join([platform.machine(), *names[:1]])
 
 
 def main() -> None:

@@ -1,11 +1,20 @@
-"""The command line: `deadreckon demo | list | bench | generate`."""
+"""The command line: `deadreckon demo | list | train | eval | compare | report | bench | generate`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+try:
+    import tyro
+    from rich.console import Console
+    from rich.text import Text
+except ModuleNotFoundError as absent:
+    sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
+
+Size = Literal["tiny", "small", "paper"]
 
 
 def demo(
@@ -26,22 +35,138 @@ def demo(
         picture: where to save the picture.
         device: cpu, cuda, …
     """
-    from rich.console import Console
+    from deadreckon.lab.compare import names_in
+    from deadreckon.lab.demo import demo_recipe, run_demo
+    from deadreckon.lab.recipes import check_encodings
+    from deadreckon.lab.training import check_device
 
-    from deadreckon.lab.demo import run_demo
-    from deadreckon.lab.training import Recipe, check_device
-
-    if not encodings:
-        raise ValueError("encodings: expected at least one name, got none")
+    names = names_in(encodings)
+    check_encodings(names)
     check_device(device)
-    run_demo(Console(), encodings, Recipe(steps=steps, length=length, seed=seed), picture, device)
+    run_demo(Console(), names, demo_recipe(steps, length, seed), picture, device)
 
 
 def list_() -> None:
-    """List encodings and implementations, and what `impl="auto"` picks."""
+    """List recipes, encodings and implementations, and what `impl="auto"` picks."""
     from deadreckon.lab.listing import print_listing
 
     print_listing()
+
+
+def train(
+    recipe: str,
+    /,
+    out: Path,
+    encoding: str = "path-fox",
+    size: Size = "tiny",
+    seed: int = 0,
+    change: tuple[str, ...] = (),
+    device: str = "cpu",
+    tensorboard: bool = False,
+) -> None:
+    """Train one model by a recipe, in a folder that keeps all about it, and score it by length.
+
+    The same command, given again, goes on from the last checkpoint: on a CPU with as many threads, the result is the
+    same, bit for bit, as if it had never been stopped.
+
+    Args:
+        recipe: what to learn, such as flipflop, mqrar-2 or reverse (see `deadreckon list`).
+        out: folder of the run; made if it is not there.
+        encoding: name of the position encoding (see `deadreckon list`).
+        size: tiny takes about a minute on a CPU, small minutes on a GPU, paper what the paper took.
+        seed: of weights and data.
+        change: fields of the recipe to change, such as steps=1000 learning_rate=1e-3 options.ignore=0.9.
+        device: cpu, cuda, …; on CUDA it computes in bfloat16.
+        tensorboard: also write metrics for TensorBoard, in the folder.
+    """
+    from deadreckon.lab.recipes import find_recipe
+    from deadreckon.lab.train import summary, train_run
+
+    console = Console()
+    run = train_run(
+        find_recipe(recipe, size, encoding, seed, change), out, device=device, console=console, tensorboard=tensorboard
+    )
+    console.print(summary(run, run.scores()), highlight=False, soft_wrap=True)
+
+
+def eval_(
+    run: Path,
+    /,
+    lengths: tuple[str, ...] = (),
+    checkpoint: Literal["last", "best"] = "last",
+    device: str = "cpu",
+) -> None:
+    """Score a trained model by length, in every test of its recipe.
+
+    Args:
+        run: folder of a run.
+        lengths: where to score, such as 512,4096,65536; by default where its recipe says.
+        checkpoint: the last weights, or those that did best while training.
+        device: cpu, cuda, …
+    """
+    from deadreckon.lab.compare import numbers_in
+    from deadreckon.lab.runs import Run
+    from deadreckon.lab.train import quiet_transformers, score_run, summary
+    from deadreckon.lab.training import check_device
+
+    check_device(device)
+    console, found = Console(), Run(run)
+    with quiet_transformers():
+        scores = score_run(found, numbers_in(lengths), kind=checkpoint, device=device, console=console)
+    console.print(summary(found, scores), highlight=False, soft_wrap=True)
+
+
+def compare(
+    task: str,
+    /,
+    encodings: tuple[str, ...] = (),
+    seeds: int = 1,
+    size: Size = "tiny",
+    lengths: tuple[str, ...] = (),
+    change: tuple[str, ...] = (),
+    runs: Path = Path("runs"),
+    picture: Path | None = None,
+    device: str = "cpu",
+) -> None:
+    """Compare encodings: the same model, data and budget for each, scores by length, as tables and a picture.
+
+    Runs that are there already are used as they are, unfinished ones are finished, the rest is trained.
+
+    Args:
+        task: name of a recipe, such as flipflop, mqrar-2 or reverse (see `deadreckon list`).
+        encodings: names, such as rope,fox,path,path-fox; by default those that the paper compares.
+        seeds: how many models of each, from seed 0 on; tables then show mean ± standard deviation.
+        size: tiny takes about a minute a model on a CPU, small minutes on a GPU, paper what the paper took.
+        lengths: where to score, such as 512,4096; by default where the recipe says.
+        change: fields of the recipe to change, such as steps=1000 learning_rate=1e-3.
+        runs: folder of all runs.
+        picture: where to save the picture; beside the runs by default.
+        device: cpu, cuda, …
+    """
+    from deadreckon.lab.compare import compare as run_compare
+    from deadreckon.lab.compare import names_in, numbers_in
+
+    run_compare(
+        task, names_in(encodings), seeds=seeds, size=size, lengths=numbers_in(lengths), changes=change, runs=runs,
+        device=device, picture=picture,
+    )  # fmt: skip
+
+
+def report(
+    runs: tuple[Path, ...], /, output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
+) -> None:
+    """Write one page of HTML about runs: tables, pictures, recipes, environments, with nothing outside the file.
+
+    Args:
+        runs: folders of runs, or folders with such folders in them.
+        output: the page.
+    """
+    from deadreckon.lab.report import write_report
+
+    if not runs:
+        raise ValueError("runs: expected one or more folders, got none")
+    count = write_report(runs, output)
+    print(f"{output}: {count} run{'s' * (count != 1)}, {output.stat().st_size:,} bytes")
 
 
 def bench(
@@ -98,8 +223,6 @@ def generate(
         seed: of sampling.
         device: cpu, cuda, …
     """
-    from rich.console import Console
-
     from deadreckon.lab.generation import run_generate
 
     run_generate(model, prompt, tokens, temperature, seed, device, Console())
@@ -107,18 +230,16 @@ def generate(
 
 def main() -> None:
     """The console command."""
-    try:
-        import tyro
-        from rich.console import Console
-    except ModuleNotFoundError as error:
-        sys.exit(f"The command line needs {error.name}: pip install 'deadreckon[lab]'")
-    commands: dict[str, Callable[..., Any]] = {"demo": demo, "list": list_, "bench": bench, "generate": generate}
+    commands: dict[str, Callable[..., Any]] = {
+        "demo": demo, "list": list_, "train": train, "eval": eval_, "compare": compare, "report": report,
+        "bench": bench, "generate": generate,
+    }  # fmt: skip
     try:
         tyro.extras.subcommand_cli_from_dict(
             commands, prog="deadreckon", description="Attention whose positions are reckoned from content."
         )
-    except ValueError as error:
-        Console(stderr=True).print(f"[red]error[/]: {error}", highlight=False)
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print("[red]error[/]:", Text(str(error)), highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

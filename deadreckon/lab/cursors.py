@@ -114,7 +114,7 @@ def show(
     cursor: int | None = None,
 ) -> str:
     """Lets the model answer, draws what its cursors did, and returns the whole as text."""
-    from deadreckon.lab.pictures import cursors_picture
+    from deadreckon.lab.prism_pictures import cursors_picture
 
     tokens, asked = answer(model, question)
     cursors_picture(trace(model, tokens, asked, layer, head, cursor), path)

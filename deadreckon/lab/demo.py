@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,10 +13,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 import deadreckon as dr
-from deadreckon.lab.training import Recipe, Step, error_rate, train
+from deadreckon.lab.evaluation import error_rate
+from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.recipes import FLIPFLOP, title_of
+from deadreckon.lab.training import Step, make_model, train
 from deadreckon.tasks.flipflop import FlipFlop
-
-TITLES = {"rope": "RoPE", "fox": "FoX", "path": "PaTH", "path-fox": "PaTH-FoX", "alibi": "ALiBi", "nope": "NoPE"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Contestant:
 
     @property
     def title(self) -> str:
-        return TITLES.get(self.encoding, self.encoding)
+        return title_of(self.encoding)
 
     def recent(self, span: int = 20) -> tuple[float, float]:
         """Loss and error, averaged over the last steps."""
@@ -50,14 +51,9 @@ class Contestant:
         return sum(step.loss for step in last) / len(last), sum(step.error for step in last) / len(last)
 
 
-def make_model(encoding: str, vocab_size: int, seed: int) -> dr.DeadReckonForCausalLM:
-    """One layer, two heads, width 64: the model of the papers' flip-flop table."""
-    torch.manual_seed(seed)
-    config = dr.DeadReckonConfig(
-        encoding=encoding, vocab_size=vocab_size, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
-        initializer_range=0.1,
-    )  # fmt: skip
-    return dr.DeadReckonForCausalLM(config)
+def demo_recipe(steps: int = 500, length: int = 128, seed: int = 0) -> Recipe:
+    """The tiny flip-flop, of these sizes."""
+    return replace(FLIPFLOP.recipe("tiny"), steps=steps, length=length, seed=seed)
 
 
 def run_demo(
@@ -65,7 +61,9 @@ def run_demo(
 ) -> list[Contestant]:
     """Trains the encodings side by side on the same data, then scores, tabulates and draws them."""
     task = FlipFlop()
-    contestants = [Contestant(name, make_model(name, task.vocab_size, recipe.seed).to(device)) for name in encodings]
+    contestants = [
+        Contestant(name, make_model(replace(recipe, encoding=name), task.vocab_size).to(device)) for name in encodings
+    ]
     console.print(
         f"[bold]Flip-flop[/]: remember the last written bit. {len(contestants)} transformers of 1 layer, 2 heads and "
         f"width 64, {recipe.steps} steps of {recipe.batch_size} × {recipe.length} tokens, seed {recipe.seed}."

@@ -9,11 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 import deadreckon as dr
+from deadreckon.lab.recipes import RECIPES
 
 
 def print_listing() -> None:
-    """Prints encodings and implementations."""
+    """Prints recipes, encodings and implementations."""
     console = Console()
+    recipes = Table(title="Recipes", title_justify="left")
+    recipes.add_column("name", no_wrap=True)
+    recipes.add_column("what is learnt")
+    recipes.add_column("from")
+    for name, experiment in RECIPES.items():
+        recipes.add_row(name, experiment.about, experiment.source)
+    console.print(recipes)
     encodings = Table(title="Encodings", title_justify="left")
     encodings.add_column("name", no_wrap=True)
     encodings.add_column("what it does")

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+
+from deadreckon.lab.recipes import title_of
 
 if TYPE_CHECKING:
-    from deadreckon.lab.cursors import Trace
+    from deadreckon.lab.compare import Comparison
     from deadreckon.lab.demo import Contestant, Test
-    from deadreckon.lab.training import Recipe
+    from deadreckon.lab.recipe import Recipe
 
+PLAIN: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
+MARKERS = "osD^vPX*"
 COLOURS = ("#999999", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 
 
 def flipflop_picture(contestants: Sequence[Contestant], tests: Sequence[Test], recipe: Recipe, path: Path) -> None:
     """Error while learning, on the left, and on each test, on the right."""
-    with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+    with plt.rc_context(PLAIN):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=(1, 1.25), layout="constrained")
         for contestant, colour in zip(contestants, cycle(COLOURS), strict=False):
             numbers, errors = _smooth([step.error for step in contestant.steps])
@@ -45,75 +54,87 @@ def flipflop_picture(contestants: Sequence[Contestant], tests: Sequence[Test], r
         plt.close(figure)
 
 
-def lengths_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Exact match by length, a line for each result; the dashed line is the longest that was trained on."""
-    with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
-        names = sorted({result["encoding"] for result in results}, key=lambda name: (name == "prism", name))
-        colours = dict(zip(names, cycle(COLOURS), strict=False))
-        for result in results:
-            lengths = [int(length) for length in result["best"]]
-            shares = [100 * share for share in result["best"].values()]
-            label = f"{result['encoding']}, seed {result['seed']}"
-            axes.plot(lengths, shares, "o-", color=colours[result["encoding"]], linewidth=2, markersize=4, label=label)
-        for longest in {result["trained_up_to"] for result in results}:
-            axes.axvline(longest, color="#555555", linestyle="--", linewidth=1)
-        axes.set(xlabel="length", ylabel="exact match, %", ylim=(-3, 103), xlim=(0, None))
-        axes.set(title=f"{results[0]['task']}: mean of the best evaluations, trained left of the dashed line")
-        axes.legend(frameon=False)
+def comparison_picture(comparison: Comparison, path: Path) -> None:
+    """Scores against length, a panel for each test, the training length marked."""
+    conditions = comparison.conditions
+    with plt.rc_context(PLAIN):
+        width = 1.2 + 3.6 * len(conditions)
+        figure, panels = plt.subplots(
+            1, len(conditions), figsize=(max(width, 5.5), 3.8), sharey=True, squeeze=False, layout="constrained"
+        )
+        for axes, condition in zip(panels[0], conditions, strict=True):
+            _draw_scores(axes, comparison, condition)
+            axes.set_title(condition if len(conditions) > 1 else "", pad=18)
+        for axes in panels[0][1:]:
+            axes.set_ylabel("")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", frameon=False)
+        figure.suptitle(comparison.title)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160)
         plt.close(figure)
 
 
-def cursors_picture(trace: Trace, path: Path) -> None:
-    """Gates and histograms of a pair of cursors, the likeliest positions of all pairs of its head, its attention."""
-    sides, size = {"query": COLOURS[2], "key": COLOURS[5]}, len(trace.words)
-    reach = int(max(modes.max() for modes in trace.modes.values())) + 2
-    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        width = min(18.0, 7 + 0.16 * size)
-        figure, grid = plt.subplots(2, 3, figsize=(width, 0.55 * width), layout="constrained")
-        for axes, side in zip(grid[:, 0], sides, strict=True):
-            axes.imshow(
-                trace.gates[side].T.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest"
-            )
-            axes.set_yticks(range(4), ("reset", "+1", "−1", "stay"))
-            axes.set_title(f"what its {side} cursor does")
-        for axes, side in zip(grid[:, 1], sides, strict=True):
-            shown = trace.histograms[side][:, :reach].T.numpy()
-            axes.imshow(shown, aspect="auto", cmap="Blues", vmin=0, origin="lower", interpolation="nearest")
-            axes.set(title=f"where its {side} cursor may be", ylabel="position")
-        modes, attention = grid[:, 2]
-        for side, colour in sides.items():
-            for number, places in enumerate(trace.modes[side].T.tolist()):
-                chosen = number == trace.cursor
-                label = f"{side} cursor {number}" if chosen else None
-                shape = {"linewidth": 2.5, "alpha": 1.0} if chosen else {"linewidth": 1.0, "alpha": 0.35}
-                modes.plot(range(size), places, color=colour, label=label, drawstyle="steps-mid", **shape)
-        modes.set(title="likeliest positions, all cursors of the head", ylabel="position")
-        modes.legend(frameon=False)
-        attention.imshow(trace.attention.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-        attention.set(title="attention of the head", ylabel="from")
-        attention.set_yticks(range(size), trace.words, fontsize=_fitting(size))
-        for axes in grid.flat:
-            axes.set_xticks(range(size), trace.words, fontsize=_fitting(size), rotation=90 * (_longest(trace) > 1))
-            if axes is not attention:
-                axes.axvline(trace.asked - 0.5, color="#555555", linestyle="--", linewidth=1)
-                axes.set_xlim(-0.5, size - 0.5)
-        names = f"layer {trace.layer}, head {trace.head}, cursor {trace.cursor}"
-        figure.suptitle(f"{names}:   μ = {trace.mix:.2f},  |α| = {', '.join(f'{a:.1f}' for a in trace.alpha.tolist())}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+def scores_svg(comparison: Comparison, condition: str) -> str:
+    """One test as SVG, narrow enough for a phone."""
+    with plt.rc_context(PLAIN):
+        figure, axes = plt.subplots(figsize=(5.2, 3.8), layout="constrained")
+        _draw_scores(axes, comparison, condition)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        return _svg(figure)
 
 
-def _fitting(size: int) -> float:
-    """A font size at which so many words fit side by side."""
-    return max(3.0, min(9.0, 220 / size))
+def learning_svg(curves: dict[str, list[tuple[list[int], list[float]]]]) -> str:
+    """Loss while learning: (steps, values) of each run, by encoding."""
+    with plt.rc_context(PLAIN):
+        figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
+        for (name, some), colour in zip(curves.items(), cycle(COLOURS), strict=False):
+            for number, (steps, values) in enumerate(some):
+                label = None if number else title_of(name)
+                axes.plot(steps, _smooth(values)[1], color=colour, linewidth=1.5, label=label)
+        axes.set(xlabel="training step", ylabel="loss")
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        return _svg(figure)
 
 
-def _longest(trace: Trace) -> int:
-    return max(len(word) for word in trace.words)
+def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
+    """Means with a band of the spread between seeds."""
+    recipe, lengths = comparison.recipe, comparison.lengths(condition)
+    scale = 1.0 if recipe.metric == "perplexity" else 100.0
+    looks = zip(comparison.values.items(), cycle(COLOURS), cycle(MARKERS), strict=False)
+    for (name, row), colour, marker in looks:
+        there = [length for length in lengths if (condition, length) in row]
+        found = [[scale * value for value in row[condition, length]] for length in there]
+        middle, spread = [mean(some) for some in found], [stdev(some) if len(some) > 1 else 0.0 for some in found]
+        axes.plot(there, middle, color=colour, marker=marker, markersize=5, linewidth=1.8, label=title_of(name))
+        low, high = ([m + sign * s for m, s in zip(middle, spread, strict=True)] for sign in (-1, 1))
+        axes.fill_between(there, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.axvline(recipe.length, color="black", linestyle="--", linewidth=1, zorder=0)
+    axes.text(
+        recipe.length, 1.01, "trained", transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45 if len(lengths) > 5 else 0)
+    axes.xaxis.set_minor_locator(NullLocator())
+    if recipe.metric == "perplexity":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        top = 100 * max(value for row in comparison.values.values() for found in row.values() for value in found)
+        top = 100 if recipe.metric == "exact" else max(top, 1)  # the same in each panel
+        axes.set_ylim(-0.02 * top, 1.08 * top)
+    labels = {"error": "error, %", "exact": "exactly right, %", "perplexity": "perplexity"}
+    axes.set(xlabel="length", ylabel=labels[recipe.metric])
+
+
+def _svg(figure: Figure) -> str:
+    """Without the date, so that equal results are equal files."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return file.getvalue()
 
 
 def _describe(test: Test, recipe: Recipe) -> str:

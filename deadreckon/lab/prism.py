@@ -27,7 +27,9 @@ from typing import Any
 import torch
 
 import deadreckon as dr
-from deadreckon.lab.training import Recipe, check_device, exact_match, mean_of_best, train
+from deadreckon.lab.evaluation import exact_match, mean_of_best
+from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.training import check_device, train
 from deadreckon.tasks import TASKS, Task
 from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum
 from deadreckon.tasks.scan import LONGEST_TRAINED, Scan
@@ -111,7 +113,7 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
     }  # fmt: skip
     every = max(1, recipe.steps // settings.evaluations)
     began, losses = time.perf_counter(), []
-    for step in train(model, settings.make_task(), recipe, settings.curriculum()):
+    for step in train(model, settings.make_task(), replace(recipe, curriculum=settings.curriculum())):
         losses.append(step.loss)
         if step.number % every and step.number != recipe.steps:
             continue
@@ -141,7 +143,7 @@ def best_by_length(evaluations: Sequence[dict[int, float]]) -> dict[int, float]:
 
 def draw(folder: Path) -> Path:
     """A picture of all results in a folder."""
-    from deadreckon.lab.pictures import lengths_picture
+    from deadreckon.lab.prism_pictures import lengths_picture
 
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*-*.json"))]
     results = [result for result in found if "evaluations" in result]

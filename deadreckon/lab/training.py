@@ -1,16 +1,23 @@
-"""A small training loop: a generator of steps, so that whoever runs it decides what to show and when to stop."""
+"""The training engine: one object that holds all that training goes on from, and takes one step at a time.
+
+Data come from one generator, whose state is kept; what encodings draw in a forward pass follows from the seed and the
+step. So a training that was stored and restored goes on as if nothing had happened: on a CPU, bit for bit, with as many
+threads as before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.tasks.curriculum import Curriculum
-from deadreckon.tasks.task import NOT_SCORED, Task
+from deadreckon.lab.evaluation import autocast, wrongly
+from deadreckon.lab.recipe import Recipe
+from deadreckon.tasks.task import NOT_SCORED, Batch, Task, pack
 
 
 def check_device(name: str) -> None:
@@ -21,148 +28,120 @@ def check_device(name: str) -> None:
         raise ValueError(f"device: expected one that is here, got {name!r} ({str(error).splitlines()[0]})") from error
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How to train: AdamW, a linear warm-up, then a linear decay to zero."""
+def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
+    """The model of a recipe as it begins, which its seed decides."""
+    torch.manual_seed(recipe.seed)
+    options = recipe.encoding_options
+    config = dr.DeadReckonConfig(
+        encoding=recipe.encoding, vocab_size=vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads, initializer_range=recipe.initial, tie_word_embeddings=recipe.tied,
+        max_position_embeddings=recipe.longest, encoding_options={recipe.encoding: options} if options else None,
+    )  # fmt: skip
+    return dr.DeadReckonForCausalLM(config)
 
-    steps: int = 500
-    batch_size: int = 32
-    length: int = 128
-    learning_rate: float = 8e-3
-    weight_decay: float = 0.1
-    warmup: int = 30
-    clip: float = 1.0
-    seed: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-
-    def learning_rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        return self.learning_rate * min(1.0, (step + 1) / self.warmup) * (1 - step / self.steps)
+def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW, with what encodings ask for. The schedule scales each group's `initial_lr`."""
+    first, second = recipe.betas
+    return torch.optim.AdamW(
+        dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay), betas=(first, second)
+    )
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step showed, on data the model had not seen."""
+    """What one step showed, on data the model had not seen. Figures leave the device when they are asked for."""
 
-    number: int
-    loss: float
-    error: float  # share of scored tokens that were predicted wrongly
+    number: int  # counted from 1
+    tokens: int
+    losses: Tensor
+    wrong: Tensor | None
+    scored: Tensor
+
+    @cached_property
+    def loss(self) -> float:
+        return float(self.losses)
+
+    @cached_property
+    def error(self) -> float:
+        """The share of scored tokens that were predicted wrongly; not a number where nobody counted."""
+        return float("nan") if self.wrong is None else int(self.wrong) / max(int(self.scored), 1)
 
 
-def train(
-    model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe, curriculum: Curriculum | None = None
-) -> Iterator[Step]:
-    """Trains in place, a step for each item that is asked for. Equal seeds see equal data.
+class Training:
+    """A model in training.
 
-    Lengths are the recipe's, or those of the curriculum if there is one.
+    Args:
+        model: is trained in place.
+        task: where its data come from.
+        recipe: equal recipes see equal data.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(recipe.seed)
-    optimizer = torch.optim.AdamW(dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay))
-    for step in range(recipe.steps):
-        model.train()
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * recipe.learning_rate_at(step) / recipe.learning_rate
-        length = recipe.length if curriculum is None else curriculum.lengths_at(step)
-        tokens, labels = (x.to(device) for x in task.sample(recipe.batch_size, length, generator))
-        output = model(tokens, labels=labels)
-        optimizer.zero_grad()
+
+    def __init__(self, model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe) -> None:
+        self.model, self.task, self.recipe = model, task, recipe
+        self.optimizer = make_optimizer(model, recipe)
+        self.generator = torch.Generator().manual_seed(recipe.seed)
+        self.done = 0  # steps
+
+    def advance(self) -> Step:
+        """Takes the next step."""
+        recipe, device = self.recipe, next(self.model.parameters()).device
+        torch.manual_seed(1_000_003 * recipe.seed + self.done)  # for encodings that draw numbers
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.learning_rate_at(self.done, group["initial_lr"])
+        parts = [part.to(device) for part in self._draw()]
+        scored = torch.stack([(part.labels[:, 1:] != NOT_SCORED).sum() for part in parts]).sum()
+        self.optimizer.zero_grad()
+        judged = [self._learn(part, scored) for part in parts]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        self.optimizer.step()
+        self.done += 1
+        losses, errors = zip(*judged, strict=True)
+        counted = None if errors[0] is None else torch.stack(errors).sum()
+        tokens = sum(part.tokens.numel() for part in parts)
+        return Step(self.done, tokens, torch.stack(losses).sum(), counted, scored)
+
+    def _draw(self) -> list[Batch]:
+        """The next batch, in parts."""
+        recipe, end = self.recipe, getattr(self.task, "document_end", None)
+        tokens, labels = self.task.sample(recipe.batch_size, recipe.lengths_at(self.done), self.generator)
+        parts = zip(tokens.chunk(recipe.accumulate), labels.chunk(recipe.accumulate), strict=True)
+        return [Batch(some, said) if end is None else pack(some, said, end) for some, said in parts]
+
+    def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Adds to the gradients what a part of a batch has to say: its share of the loss, and its errors."""
+        count = scored if self.recipe.accumulate > 1 else None  # by what a part's summed loss is divided
+        with autocast(part.tokens.device):
+            output = self.model(part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count)
         output.loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-        optimizer.step()
-        wrong, scored = count_errors(output.logits, labels)
-        yield Step(step + 1, output.loss.item(), wrong / max(scored, 1))
+        if self.recipe.metric == "perplexity":  # counting errors among many words takes time
+            return output.loss.detach(), None
+        return output.loss.detach(), wrongly(output.logits[:, :-1], part.labels[:, 1:]).sum()
+
+    def memory(self) -> dict[str, Tensor]:
+        """All but the weights that the next step depends on: the optimiser's state by parameter, and the generator."""
+        found = {"generator": self.generator.get_state()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"{key}.{name}"] = value
+        return found
+
+    def remember(self, memory: dict[str, Tensor], done: int) -> None:
+        """Goes on from what `memory` gave after so many steps; the weights are the model's."""
+        memory = dict(memory)
+        self.generator.set_state(memory.pop("generator"))
+        parameters = dict(self.model.named_parameters())
+        for place, value in memory.items():
+            key, name = place.split(".", 1)
+            parameter = parameters[name]
+            # AdamW keeps its count of steps on the CPU
+            self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+        self.done = done
 
 
-def count_errors(logits: Tensor, labels: Tensor) -> tuple[int, int]:
-    """How many scored tokens are predicted wrongly, and how many are scored."""
-    wrong = _wrong(logits, labels)
-    return int(wrong.sum()), int((labels[:, 1:] != NOT_SCORED).sum())
-
-
-def count_exact(logits: Tensor, labels: Tensor) -> int:
-    """How many rows have every scored token predicted rightly.
-
-    Tokens are predicted from the right ones before them. Where labels are the tokens themselves, greedy decoding gives
-    the very same rows: up to its first mistake it has read the same.
-    """
-    return int((~_wrong(logits, labels)).all(1).sum())
-
-
-def _wrong(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which places, from the second on, are scored and predicted wrongly."""
-    expected = labels[:, 1:]
-    return (logits[:, :-1].argmax(-1) != expected) & (expected != NOT_SCORED)
-
-
-@torch.no_grad()
-def error_rate(
-    model: dr.DeadReckonForCausalLM,
-    task: Task,
-    *,
-    length: int,
-    count: int = 256,
-    batch_size: int = 64,
-    seed: int = 1234,
-) -> float:
-    """The share of scored tokens predicted wrongly, over `count` fresh sequences of one length."""
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    model.eval()
-    wrong = scored = 0
-    for start in range(0, count, batch_size):
-        tokens, labels = task.sample(min(batch_size, count - start), length, generator)
-        some_wrong, some_scored = count_errors(model(tokens.to(device)).logits, labels.to(device))
-        wrong, scored = wrong + some_wrong, scored + some_scored
-    return wrong / scored
-
-
-def exact_match(
-    model: dr.DeadReckonForCausalLM,
-    task: Task,
-    length: int | range,
-    *,
-    count: int = 1000,
-    batch_size: int = 100,
-    seed: int = 1234,
-) -> float:
-    """The share of rows answered exactly, over `count` fresh ones of one length or of a range."""
-    tokens, labels = task.sample(count, length, torch.Generator().manual_seed(seed))
-    return exact_match_on(model, tokens, labels, batch_size=batch_size)
-
-
-def exact_match_by_length(
-    model: dr.DeadReckonForCausalLM,
-    task: Task,
-    lengths: Iterable[int],
-    *,
-    count: int = 1000,
-    batch_size: int = 100,
-    seed: int = 1234,
-) -> dict[int, float]:
-    """The share of rows answered exactly at each length, over `count` fresh ones each."""
-    return {
-        length: exact_match(model, task, length, count=count, batch_size=batch_size, seed=seed) for length in lengths
-    }
-
-
-@torch.no_grad()
-def exact_match_on(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, *, batch_size: int = 100) -> float:
-    """The share of these rows (count, width) that are answered exactly."""
-    device = next(model.parameters()).device
-    model.eval()
-    exact = 0
-    for some, scored in zip(tokens.split(batch_size), labels.split(batch_size), strict=True):
-        exact += count_exact(model(some.to(device)).logits, scored.to(device))
-    return exact / len(tokens)
-
-
-def mean_of_best(evaluations: Sequence[float], best: int = 3) -> float:
-    """The mean of the best of several evaluations, which is what the PRISM paper reports of those in one training."""
-    if not 1 <= best <= len(evaluations):
-        raise ValueError(f"evaluations: expected {best} or more, got {len(evaluations)}")
-    return sum(sorted(evaluations)[-best:]) / best
+def train(model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe) -> Iterator[Step]:
+    """Trains in place, a step for each item that is asked for."""
+    training = Training(model, task, recipe)
+    while training.done < recipe.steps:
+        yield training.advance()

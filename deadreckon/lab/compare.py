@@ -1,0 +1,236 @@
+"""Encodings side by side: the same recipe for each, some seeds, scores by length.
+
+    python -m deadreckon.lab.compare flipflop --encodings rope,path --size tiny --seeds 3
+
+That is `deadreckon compare` for machines without tyro. Runs that are there are used; those that are not are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+
+from rich.console import Console
+from rich.table import Table
+
+from deadreckon.lab.evaluation import SOLVED, is_better
+from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.recipes import SIZES, check_encodings, find_experiment, find_recipe, title_of
+from deadreckon.lab.runs import Run
+from deadreckon.lab.train import quiet_transformers, score_run, train_run
+from deadreckon.lab.training import check_device
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Scores of one recipe: for each encoding, test and length, one value a seed.
+
+    Args:
+        recipe: but for the encoding and the seed, that of all runs.
+        values: by encoding, then by (test, length).
+    """
+
+    title: str
+    recipe: Recipe
+    values: dict[str, dict[tuple[str, int], list[float]]]
+
+    @property
+    def conditions(self) -> list[str]:
+        """The tests that there are scores of."""
+        return [name for name in self.recipe.conditions if self.lengths(name)]
+
+    def lengths(self, condition: str) -> list[int]:
+        """Where there are scores, in one test."""
+        return sorted({length for row in self.values.values() for name, length in row if name == condition})
+
+    def seeds(self) -> int:
+        """The most that any encoding has."""
+        return max(len(found) for row in self.values.values() for found in row.values())
+
+    def cell(self, encoding: str, condition: str, length: int) -> str:
+        """Mean and spread, which is the standard deviation between seeds, for people."""
+        found = self.values[encoding].get((condition, length), [])
+        if not found:
+            return ""
+        if len(found) == 1:
+            return self._number(found[0])
+        return f"{self._number(mean(found))} ± {self._number(stdev(found))}"
+
+    def _number(self, value: float) -> str:
+        """In three digits or so."""
+        value = value if self.recipe.metric == "perplexity" else 100 * value
+        return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1e4 else f"{value:.1e}"
+
+    def best(self, condition: str, length: int) -> str:
+        """The encoding with the best mean."""
+        found = {name: mean(row[condition, length]) for name, row in self.values.items() if (condition, length) in row}
+        best = next(iter(found))
+        for name, value in found.items():
+            best = name if is_better(self.recipe.metric, value, found[best]) else best
+        return best
+
+    def describe(self, condition: str) -> str:
+        """What a table of one test shows."""
+        what = {"error": "Error in %", "exact": "Exactly right in %", "perplexity": "Perplexity"}[self.recipe.metric]
+        seeds = self.seeds()
+        spread = f", mean ± standard deviation of {seeds} seeds" if seeds > 1 else ", one seed"
+        return f"{what} by length, {condition}, trained at {self.recipe.length}{spread}"
+
+    def solved(self, condition: str) -> dict[str, int | None]:
+        """For each encoding, the greatest length up to which more than 90% of rows are right at all lengths tested."""
+        found: dict[str, int | None] = {}
+        for name, row in self.values.items():
+            reached = None
+            for length in self.lengths(condition):
+                if mean(row.get((condition, length), [0.0])) <= SOLVED:
+                    break
+                reached = length
+            found[name] = reached
+        return found
+
+
+def compare(
+    name: str,
+    encodings: Sequence[str] = (),
+    *,
+    seeds: int = 1,
+    size: str = "tiny",
+    lengths: Sequence[int] = (),
+    changes: tuple[str, ...] = (),
+    runs: Path = Path("runs"),
+    device: str = "cpu",
+    picture: Path | None = None,
+    console: Console | None = None,
+) -> Comparison:
+    """Trains what is missing, scores what is not scored, prints tables and draws the picture.
+
+    Args:
+        name: in `RECIPES`.
+        encodings: names; by default those of the paper's table.
+        seeds: how many, from 0 on.
+        size: one of `SIZES`.
+        lengths: where to score, in place of the recipe's lengths.
+        changes: of the recipe; see `Recipe.change`.
+        runs: folder of runs.
+        picture: where to save it; beside the runs by default.
+    """
+    console = console or Console()
+    encodings = tuple(encodings) or find_experiment(name).encodings
+    check_encodings(encodings)
+    check_device(device)
+    if seeds < 1:
+        raise ValueError(f"seeds: expected 1 or more, got {seeds}")
+    folder = runs / folder_name(name, size, changes)
+    found = []
+    for encoding in dict.fromkeys(encodings):
+        for seed in range(seeds):
+            recipe = find_recipe(name, size, encoding, seed, changes)
+            run = train_run(recipe, folder / f"{encoding}-{seed}", device=device, console=console)
+            with quiet_transformers():
+                score_run(run, lengths, device=device, console=console)
+            found.append(run)
+    comparison = gather(f"{name}, {size}", found, lengths or recipe.test_lengths)
+    print_comparison(comparison, console)
+    draw_comparison(comparison, picture or folder / "comparison.png", console)
+    return comparison
+
+
+def folder_name(name: str, size: str, changes: Sequence[str]) -> str:
+    """Where the runs of a recipe go, which its changes tell apart: in words, or by a hash of many words."""
+    words = "-".join([name, size, *(re.sub(r"[^\w.=]+", "_", change) for change in changes)])
+    if len(words) < 100:
+        return words
+    return f"{name}-{size}-{hashlib.sha256('|'.join(changes).encode()).hexdigest()[:12]}"
+
+
+def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] = ()) -> Comparison:
+    """The scores of runs of one recipe, at these lengths or all there are; unfinished runs are left out."""
+    runs = list(runs)
+    values: dict[str, dict[tuple[str, int], list[float]]] = {}
+    for run in sorted(runs, key=lambda run: run.recipe.seed):
+        row = values.setdefault(run.recipe.encoding, {})
+        for place, score in run.scores().items() if run.finished else ():
+            if not lengths or place[1] in lengths:
+                row.setdefault(place, []).append(score.value(run.recipe.metric))
+    order = list(dict.fromkeys(run.recipe.encoding for run in runs))
+    return Comparison(title, alike(runs[0].recipe), {name: values[name] for name in order if values[name]})
+
+
+def alike(recipe: Recipe) -> Recipe:
+    """What runs that are compared have in common."""
+    return replace(recipe, encoding="", encoding_options={}, seed=0)
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """A table for each test."""
+    for condition in comparison.conditions:
+        console.print(f"\n{comparison.describe(condition)}", highlight=False)
+        table = Table()
+        for heading in ("length", *map(title_of, comparison.values)):
+            table.add_column(heading, justify="right")
+        for length in comparison.lengths(condition):
+            cells = {name: comparison.cell(name, condition, length) for name in comparison.values}
+            best = comparison.best(condition, length)
+            cells[best] = f"[bold]{cells[best]}[/]"
+            table.add_row(f"{length}", *cells.values())
+        console.print(table)
+        if comparison.recipe.task == "a5-products":
+            solved = comparison.solved(condition).items()
+            reached = ", ".join(f"{title_of(name)} {length or 'nowhere'}" for name, length in solved)
+            console.print(f"Solved (more than {SOLVED:.0%} of rows right) up to length: {reached}.", highlight=False)
+
+
+def draw_comparison(comparison: Comparison, path: Path, console: Console) -> None:
+    """The picture, where there is matplotlib."""
+    try:
+        from deadreckon.lab.pictures import comparison_picture
+    except ModuleNotFoundError as error:
+        console.print(
+            f"No picture: {error.name} is not installed. Runs are kept; the same command draws them elsewhere."
+        )
+        return
+    comparison_picture(comparison, path)
+    console.print(f"Picture: {path}", highlight=False)
+
+
+def main() -> None:
+    """`python -m deadreckon.lab.compare`."""
+    parser = argparse.ArgumentParser(description="Compare encodings; see `deadreckon compare`.")
+    parser.add_argument("task")
+    parser.add_argument("--encodings", default="", help="names, separated by commas")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--lengths", default="", help="where to score, separated by commas")
+    parser.add_argument("--change", nargs="*", default=[], help="fields of the recipe, such as steps=100")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs")
+    parser.add_argument("--device", default="cpu")
+    chosen = parser.parse_args()
+    try:
+        compare(
+            chosen.task, names_in([chosen.encodings]), seeds=chosen.seeds, size=chosen.size,
+            lengths=numbers_in([chosen.lengths]), changes=tuple(chosen.change), runs=chosen.runs, device=chosen.device,
+        )  # fmt: skip
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def names_in(texts: Iterable[str]) -> tuple[str, ...]:
+    """Names that are separated by commas or already apart."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
+
+
+def numbers_in(texts: Iterable[str], name: str = "lengths") -> tuple[int, ...]:
+    """Likewise, of whole numbers above 0."""
+    for text in names_in(texts):
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"{name}: expected whole numbers above 0, such as 512,4096, got {text!r}")
+    return tuple(int(text) for text in names_in(texts))
+
+
+if __name__ == "__main__":
+    main()

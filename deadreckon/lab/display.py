@@ -1,0 +1,94 @@
+"""What one sees of a training while it runs: a live line on a terminal, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from deadreckon.lab.evaluation import Score, spell
+from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.training import Step
+
+RECENT = 100  # steps that speed is measured over
+QUIET = 20.0  # seconds between lines where there is no terminal
+
+
+def spell_seconds(seconds: float) -> str:
+    """As people say it."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+class Display:
+    """Shows steps, loss, tokens per second and the time that is left.
+
+    Args:
+        title: what is being trained.
+        done: steps that were taken before.
+    """
+
+    def __init__(self, console: Console, title: str, recipe: Recipe, done: int = 0) -> None:
+        self.console, self.title, self.recipe = console, title, recipe
+        self.done = done
+        self.loss: float | None = None
+        self.score: Score | None = None
+        self.printed = time.perf_counter()
+        self.recent = deque([(self.printed, 0)], maxlen=RECENT)  # when steps ended, and the tokens up to then
+        self.live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def step(self, step: Step, logged: bool) -> None:
+        """Takes note of a step. Its loss is fetched, which makes a device wait, only where it is logged anyway."""
+        self.done = step.number
+        now = time.perf_counter()
+        self.recent.append((now, self.recent[-1][1] + step.tokens))
+        if logged:
+            # A mean over some tens of logged steps, as single ones jump about.
+            self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
+        if not self.console.is_terminal and (now - self.printed > QUIET or self.done == self.recipe.steps):
+            self.printed = now
+            self.console.print(f"{self.title}: {self._words()}", highlight=False, soft_wrap=True)
+
+    def evaluated(self, score: Score) -> None:
+        """Takes note of a look at fresh data."""
+        self.score = score
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, of late."""
+        (began, before), (now, after) = self.recent[0], self.recent[-1]
+        return (after - before) / max(now - began, 1e-9)
+
+    def _words(self) -> str:
+        words = [f"step {self.done}/{self.recipe.steps}"]
+        if self.loss is not None:
+            words.append(f"loss {self.loss:.3f}")
+        if self.score is not None:
+            words.append(f"{self.recipe.metric} {spell(self.recipe.metric, self.score.value(self.recipe.metric))}")
+        words.append(f"{self.speed:,.0f} tokens/s")
+        if taken := len(self.recent) - 1:
+            pace = (self.recent[-1][0] - self.recent[0][0]) / taken
+            words.append(f"{spell_seconds(pace * (self.recipe.steps - self.done))} left")
+        return ", ".join(words)
+
+    def _render(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(self.title, ProgressBar(total=self.recipe.steps, completed=self.done, width=20), self._words())
+        return grid

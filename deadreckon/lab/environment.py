@@ -1,0 +1,66 @@
+"""Where and how something was run: what one needs to run it again."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deadreckon as dr
+
+PACKAGES = ("torch", "transformers", "safetensors", "triton", "numpy")
+
+
+def describe_environment(device: str) -> dict[str, Any]:
+    """This machine, this process and the versions of what it uses."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device}, {processor()}",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {"deadreckon": dr.__version__} | {name: found for name in PACKAGES if (found := version_of(name))},
+        "commit": commit(),
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Its version, if it is here."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of this package's source, with a plus where it has been changed; None where it is in no repository."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        found = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
+        return found.stdout.strip() if found.returncode == 0 else ""
+
+    try:
+        tracked = git(
+            "ls-files", "--error-unmatch", "__init__.py"
+        )  # an installed copy may lie in somebody's repository
+        head = git("rev-parse", "HEAD") if tracked else ""
+        changed = head and git("status", "--porcelain", "--", str(here.parent))
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head + ("+" if changed else "") or None
+
+
+def processor() -> str:
+    """What this machine calls its processor."""
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return " ".join([platform.machine(), *names[:1]])

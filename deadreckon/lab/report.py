@@ -1,0 +1,133 @@
+"""A report: one page of HTML with nothing outside it, readable on a phone and on paper."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import deadreckon as dr
+from deadreckon.lab.compare import Comparison, alike, gather
+from deadreckon.lab.display import spell_seconds
+from deadreckon.lab.recipes import title_of
+from deadreckon.lab.runs import Run, find_runs, write_text
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
+th, td { padding: .25rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884; }
+th:first-child, td:first-child { text-align: left; } .best { font-weight: bold; }
+.words td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+img { max-width: 100%; height: auto; background: white; } figure { margin: 1rem 0; }
+pre { overflow-x: auto; font-size: .8rem; } details { margin: .75rem 0; }
+"""
+
+
+def write_report(paths: Sequence[Path], output: Path) -> int:
+    """Writes a page on all runs in these folders, and says how many there are."""
+    order = list(dr.ENCODINGS)
+    runs = sorted(find_runs(paths), key=lambda run: (order.index(run.recipe.encoding), run.recipe.seed))
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(alike(run.recipe).to_dict(), sort_keys=True), []).append(run)
+    sections = [_section(group) for group in groups.values()]
+    body = f"<h1>{len(runs)} runs, {len(groups)} recipe{'s' * (len(groups) > 1)}</h1>" + "".join(sections)
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>deadreckon: {len(runs)} runs</title><style>{STYLE}</style></head><body>{body}</body></html>\n"
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, page)
+    return len(runs)
+
+
+def _section(runs: list[Run]) -> str:
+    """All about the runs of one recipe."""
+    recipe = runs[0].recipe
+    folders = sorted({str(run.path.parent) for run in runs})
+    comparison = gather(", ".join(folders), runs)
+    title = f"{recipe.task}: {', '.join(dict.fromkeys(run.recipe.encoding for run in runs))}"
+    parts = [f"<h2>{escape(title)}</h2><p>{escape(', '.join(folders))}</p>"]
+    parts += [_scores(comparison, condition) for condition in comparison.conditions]
+    parts += [_learning(runs), _runs(runs), _recipe(runs), _environment(runs)]
+    return "".join(parts)
+
+
+def _scores(comparison: Comparison, condition: str) -> str:
+    from deadreckon.lab.pictures import scores_svg
+
+    lengths = comparison.lengths(condition)
+    rows = []
+    for name in comparison.values:
+        best = [comparison.best(condition, length) == name for length in lengths]
+        cells = [comparison.cell(name, condition, length) for length in lengths]
+        rows.append([title_of(name), *zip(cells, best, strict=True)])
+    heading = comparison.describe(condition)
+    picture = _picture(scores_svg(comparison, condition), heading)
+    return f"<h3>{escape(heading)}</h3>{picture}{_table(['encoding', *map(str, lengths)], rows)}"
+
+
+def _learning(runs: list[Run]) -> str:
+    from deadreckon.lab.pictures import learning_svg
+
+    curves: dict[str, list[tuple[list[int], list[float]]]] = {}
+    for run in runs:
+        lines = [line for line in run.metrics() if line["loss"] is not None]
+        if lines:
+            thin = lines[:: max(1, len(lines) // 500)]
+            curve = [line["step"] for line in thin], [line["loss"] for line in thin]
+            curves.setdefault(run.recipe.encoding, []).append(curve)
+    if not curves:
+        return ""
+    return f"<h3>Learning</h3>{_picture(learning_svg(curves), 'Loss while training')}"
+
+
+def _runs(runs: list[Run]) -> str:
+    rows: list[list[Any]] = []
+    for run in runs:
+        progress = run.progress()
+        state = f"{progress.step}" if run.finished else f"{progress.step} of {run.recipe.steps}"
+        row = [run.recipe.encoding, run.recipe.seed, state, f"{progress.tokens:,}", spell_seconds(progress.seconds)]
+        rows.append([run.path, *row, len(run.starts())])
+    headings = ["run", "encoding", "seed", "steps", "tokens", "time", "starts"]
+    return f"<h3>Runs</h3>{_table(headings, rows)}"
+
+
+def _recipe(runs: list[Run]) -> str:
+    text = json.dumps({**runs[0].recipe.to_dict(), "encoding": "…", "seed": "…"}, indent=2, ensure_ascii=False)
+    return f"<details><summary>Recipe</summary><pre>{escape(text)}</pre></details>"
+
+
+def _environment(runs: list[Run]) -> str:
+    rows = []
+    for run in runs:
+        for start in run.starts():
+            versions = ", ".join(f"{name} {number}" for name, number in start["versions"].items())
+            machine = f"{start['device']}, {start['threads']} threads"
+            words = [start["date"], start["command"], machine, f"python {start['python']}, {versions}"]
+            rows.append([run.path.name, *words, start["commit"] or "no commit known"])
+    headings = ["run", "started", "command", "machine", "versions", "commit"]
+    return f"<details><summary>Environment</summary>{_table(headings, rows, 'words')}</details>"
+
+
+def _picture(svg: str, title: str) -> str:
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<figure><img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}"></figure>'
+
+
+def _table(headings: Iterable[str], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
+    """Wider than the screen, it scrolls by itself. A pair is a cell and whether it is the best."""
+
+    def cell(value: Any) -> str:
+        text, best = value if isinstance(value, tuple) else (value, False)
+        return f"<td{' class=best' if best else ''}>{escape(str(text))}</td>"
+
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    return f'<div class="wide"><table class="{kind}"><tr>{head}</tr>{body}</table></div>'

@@ -1,0 +1,50 @@
+"""Texts that recipes learn from, named in their options; nothing of them is in a run's folder but the tokenizer."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from deadreckon.tasks.language import TOKENIZER_FILE, Corpus, Language, load_corpus, open_corpus
+from deadreckon.tasks.task import Task
+from deadreckon.tasks.tokens import for_transformers
+
+PARTS = ("train", "valid")
+
+
+def read_language(
+    data: str = "", held_out: str = "", part: str = "train", vocabulary: int = 8192, packed: bool = False
+) -> Language:
+    """Language modelling on texts of one's own.
+
+    Args:
+        data: the text to learn from: a file, a folder or a dataset, see `deadreckon.tasks.text.read_documents`. Or a
+            folder of tokens, as `python -m deadreckon.lab.text_runs` makes them, with both parts in it.
+        held_out: the text to test on.
+        part: "train" or "valid".
+        vocabulary: tokens of the tokenizer, which is trained on `data`.
+        packed: whether documents are kept from seeing each other.
+    """
+    if part not in PARTS:
+        raise ValueError(f"part: expected one of {', '.join(PARTS)}; got {part!r}")
+    if not data:
+        raise ValueError(
+            "options.data: expected a text to learn from; --change options.data=FILE options.held_out=FILE"
+        )
+    return Language(_read(data, held_out, part, vocabulary), packed)
+
+
+@lru_cache(maxsize=4)
+def _read(data: str, held_out: str, part: str, vocabulary: int) -> Corpus:
+    if (Path(data) / TOKENIZER_FILE).exists():
+        return open_corpus(data, part)
+    if not held_out:
+        raise ValueError("options.held_out: expected a text to test on, got none")
+    corpus = load_corpus(data, vocabulary=vocabulary)
+    return corpus if part == "train" else load_corpus(held_out, tokenizer=corpus.tokenizer)
+
+
+def save_tokenizer(task: Task, folder: Path) -> None:
+    """Puts the tokenizer of a text beside a model, where `deadreckon generate` finds it."""
+    if isinstance(task, Language):
+        for_transformers(task.corpus.tokenizer).save_pretrained(folder)

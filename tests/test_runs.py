@@ -1,0 +1,591 @@
+"""Runs: recipes, checkpoints, going on after any interruption, scores, comparisons and reports."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import deadreckon as dr
+from deadreckon.lab import cli, pictures, runs
+from deadreckon.lab import train as train_module
+from deadreckon.lab.compare import Comparison, compare
+from deadreckon.lab.evaluation import places_to_test, score
+from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.recipes import RECIPES, SIZES, find_recipe
+from deadreckon.lab.report import write_report
+from deadreckon.lab.runs import Progress, Run, recover, replaced
+from deadreckon.lab.texts import read_language
+from deadreckon.lab.train import score_run, train_run
+from deadreckon.lab.training import Training, make_model, train
+from deadreckon.tasks.curriculum import Curriculum
+
+SMALL = (
+    "length=16", "batch_size=4", "accumulate=2", "width=16", "steps=24", "evaluate_every=6", "validation_rows=4",
+    "test_lengths=[8, 16, 32]", "test_rows=4",
+)  # fmt: skip
+
+
+def small(encoding: str = "path", seed: int = 0, *changes: str) -> Recipe:
+    return find_recipe("flipflop", "tiny", encoding, seed, (*SMALL, *changes))
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def contents(run: Run) -> dict[str, Any]:
+    """All of a run that must not depend on when it was interrupted."""
+    timeless = [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in run.metrics()]
+    return {
+        "last": load_file(run.path / "last" / "model.safetensors"),
+        "optimizer": load_file(run.path / "last" / "optimizer.safetensors"),
+        "best": load_file(run.path / "best" / "model.safetensors"),
+        "progress": replace(run.progress(), seconds=0.0),
+        "metrics": timeless,
+        "scores": run.scores(),
+    }
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in one.items():
+        if name in ("last", "optimizer", "best"):
+            assert value.keys() == other[name].keys()
+            assert all(torch.equal(tensor, other[name][key]) for key, tensor in value.items()), name
+        else:
+            assert value == other[name]
+
+
+class KilledError(BaseException):
+    """Nobody catches it."""
+
+
+@pytest.fixture
+def fate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list whose only number, if there is one, says how many more things may happen before the end.
+
+    A thing is a step, or one of the things that are done to files: before and after each renaming, before each is
+    brought to the disk, before leftovers are removed, and in the midst of writing one.
+    """
+    left: list[int] = []
+
+    def may_end() -> None:
+        if left:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KilledError
+
+    def watch(owner: Any, name: str, after: bool = False) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            may_end()
+            found = original(*args, **kwargs)
+            if after:
+                may_end()
+            return found
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def write_half(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        path.write_bytes(b"half of it")
+        may_end()
+        save_file(tensors, path)
+
+    save_file = runs.save_file
+    monkeypatch.setattr(runs, "save_file", write_half)
+    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
+    watch(Training, "advance", after=True)
+    watch(Path, "rename", after=True)
+    watch(os, "replace", after=True)
+    watch(runs, "to_disk")
+    watch(shutil, "rmtree")
+    return left
+
+
+@pytest.mark.parametrize("encoding", ["path-fox", "randomized"])
+def test_ten_interruptions_change_nothing(encoding: str, tmp_path: Path, fate: list[int]) -> None:
+    """`randomized` draws numbers in each forward pass."""
+    recipe = small(encoding, 3)
+    whole = train_run(recipe, tmp_path / "whole", console=quiet())
+    chance = random.Random(encoding)
+    interruptions = 0
+    while interruptions < 10:
+        fate[:] = [chance.randrange(5, 60)]
+        try:
+            train_run(recipe, tmp_path / "torn", console=quiet())
+        except KilledError:
+            interruptions += 1
+        else:
+            raise AssertionError(f"over after {interruptions} interruptions: too few")
+    fate.clear()
+    torn = train_run(recipe, tmp_path / "torn", console=quiet())
+    assert_equal(contents(whole), contents(torn))
+    assert [line["step"] for line in torn.metrics()] == list(range(1, 25))
+    assert len(torn.starts()) > 5 and len(whole.starts()) == 1
+    assert not [path for path in torn.path.iterdir() if path.suffix in (".new", ".old")]
+
+
+def test_ended_anywhere_in_a_checkpoint_it_goes_on(
+    tmp_path: Path, fate: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every single place where writing a checkpoint can end; what was saved once is never lost."""
+    saved: list[int] = []
+    save = Run.save
+
+    def note(self: Run, training: Training, progress: Progress) -> None:
+        save(self, training, progress)
+        saved.append(progress.step)
+
+    monkeypatch.setattr(Run, "save", note)
+    recipe = small("rope", 0, "steps=2", "evaluate_every=1", "test_lengths=[8]", "validation_rows=1", "test_rows=1")
+    whole = contents(train_run(recipe, tmp_path / "whole", console=quiet()))
+    for things in range(200):
+        fate[:] = [things]
+        saved.clear()
+        try:
+            train_run(recipe, tmp_path / str(things), console=quiet())
+        except KilledError:
+            fate.clear()
+            if saved:
+                assert Run(tmp_path / str(things)).restore("cpu")[1].step >= saved[-1]
+            assert_equal(whole, contents(train_run(recipe, tmp_path / str(things), console=quiet())))
+            shutil.rmtree(tmp_path / str(things))
+        else:
+            break
+    assert 50 < things < 199
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on(tmp_path: Path) -> None:
+    """kill -9 of the very command, twice, at random."""
+    changes = [*SMALL, "steps=300", "evaluate_every=20"]
+    words = ["flipflop", "--encoding", "path", "--out", str(tmp_path / "killed"), "--change", *changes]
+    command = [sys.executable, "-m", "deadreckon.lab.train", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    chance, metrics = random.Random(5), tmp_path / "killed" / "metrics.jsonl"
+    for reached in (chance.randrange(10, 60), chance.randrange(100, 200)):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not metrics.exists() or metrics.read_text().count("\n") < reached:
+            assert process.poll() is None, "it ended by itself"
+            time.sleep(0.002)
+        time.sleep(chance.random() / 50)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert Run(tmp_path / "killed").progress().step < 300
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=100)
+    killed = Run(tmp_path / "killed")
+    assert killed.finished and len(killed.starts()) == 3
+    whole = train_run(killed.recipe, tmp_path / "whole", console=quiet())
+    assert_equal(contents(whole), contents(killed))
+
+
+def test_half_a_checkpoint_is_never_picked_up(tmp_path: Path) -> None:
+    recipe = small("rope", 0, "steps=6")
+    run = train_run(recipe, tmp_path, console=quiet())
+    whole = load_file(tmp_path / "last" / "model.safetensors")
+    (tmp_path / "last.new").mkdir()
+    (tmp_path / "last.new" / "model.safetensors").write_bytes(b"half")
+    training, progress = run.restore("cpu")
+    assert progress.step == training.done == 6
+    assert all(
+        torch.equal(tensor, whole[name]) for name, tensor in training.model.state_dict().items() if name in whole
+    )
+    assert not (tmp_path / "last.new").exists()
+
+
+def test_folders_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    for text in ("one", "two"):
+        with replaced(place) as folder:
+            (folder / "file").write_text(text)
+            assert not place.exists() or (place / "file").read_text() == "one"
+    assert (place / "file").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(KeyboardInterrupt), replaced(place) as folder:
+        raise KeyboardInterrupt
+    recover(place)
+    assert (place / "file").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
+    with replaced(tmp_path / "place.old"):
+        (tmp_path / "place.old.new" / "file").write_text("before")
+    place.rename(tmp_path / "place.new")  # as if killed between the two renamings
+    recover(place)
+    assert (place / "file").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_run_keeps_all_about_it(tmp_path: Path) -> None:
+    run = train_run(small("fox", 2), tmp_path / "x", console=quiet())
+    assert Run(tmp_path / "x").recipe == small("fox", 2)
+    start = run.starts()[0]
+    assert start["versions"]["torch"] == torch.__version__ and start["threads"] == torch.get_num_threads()
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", start["commit"] or "0" * 40)
+    best = json.loads((run.path / "best" / "score.json").read_text())
+    looks = {line["step"]: line["validation_error"] for line in run.metrics() if "validation_error" in line}
+    assert list(looks) == [6, 12, 18, 24]
+    assert best["error"] == looks[best["step"]] == min(looks.values())
+    assert run.progress() == Progress(24, run.progress().seconds, 24 * 4 * 16, best["error"])
+    for kind in ("last", "best"):
+        model = dr.DeadReckonForCausalLM.from_pretrained(run.path / kind)
+        assert model.config.encoding == "fox"
+    assert set(run.scores()) == {(name, length) for name in ("as trained", "sparse", "dense") for length in (8, 16, 32)}
+
+
+def test_runs_do_not_mix(tmp_path: Path) -> None:
+    run = train_run(small("rope", 0, "steps=2"), tmp_path / "x", console=quiet())
+    with pytest.raises(ValueError, match=r"out: .*x holds a run of another recipe: encoding 'rope', not 'path'"):
+        train_run(small("path", 0, "steps=2"), tmp_path / "x", console=quiet())
+    with run.locked(), pytest.raises(ValueError, match="out: another process is training"):
+        train_run(run.recipe, tmp_path / "x", console=quiet())
+    with pytest.raises(ValueError, match=r"run: expected a folder with recipe\.json, as train writes it, got"):
+        Run(tmp_path / "nowhere")
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "recipe.json").write_text('{"steps": 3, "pace": 1}')
+    with pytest.raises(ValueError, match=r"recipe\.json is no recipe: recipe: expected names of its fields, got pace"):
+        Run(tmp_path / "y")
+
+
+def test_other_threads_are_told(tmp_path: Path) -> None:
+    console, recipe = quiet(), small("rope", 0, "steps=6")
+    run = Run.create(tmp_path, recipe)
+    training, _ = run.restore("cpu")
+    training.advance()
+    run.save(training, Progress(1))
+    run.note_start("cpu")
+    environment = [run.starts()[0] | {"threads": 99}]
+    (tmp_path / "environment.json").write_text(json.dumps(environment))
+    train_run(recipe, tmp_path, console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "goes on from step 1." in said and "There were 99 threads" in said
+
+
+def test_tensorboard_gets_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="tensorboard: not installed"):
+        train_run(small("rope", 0, "steps=2"), tmp_path / "x", console=quiet(), tensorboard=True)
+    written: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: Path, purge_step: int) -> None:
+            assert purge_step == 1
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, value, step))
+
+        def close(self) -> None:
+            written.append(("closed", 0.0, 0))
+
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    run = train_run(small("rope", 0, "steps=2"), tmp_path / "x", console=quiet(), tensorboard=True)
+    assert [("loss", line["loss"], line["step"]) for line in run.metrics()] == [x for x in written if x[0] == "loss"]
+    assert written[-1][0] == "closed"
+
+
+def test_recipes_go_to_json_and_back() -> None:
+    for name, experiment in RECIPES.items():
+        for size in SIZES:
+            recipe = experiment.recipe(size)
+            assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+            assert max(recipe.test_lengths) > recipe.length
+            if recipe.task == "language":
+                continue
+            assert recipe.length in recipe.make_task(next(iter(recipe.conditions))).lengths
+            assert len({length for _, length in places_to_test(recipe)}) == len(recipe.test_lengths), name
+        assert set(experiment.encodings) <= set(dr.ENCODINGS)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """Changes that name two small texts."""
+    folder, chance = tmp_path_factory.mktemp("texts"), random.Random(0)
+    words = "here there every where a bell rang and nobody came to see what it had to say"
+    for name, count in (("train", 20), ("valid", 10)):
+        documents = [{"text": " ".join(chance.choices(words.split(), k=150))} for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEADRECKON_CACHE", str(folder / "cache"))
+        data, held_out = folder / "train.jsonl", folder / "valid.jsonl"
+        yield f"options.data={data}", f"options.held_out={held_out}", "options.vocabulary=300"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_train(name: str, texts: tuple[str, ...]) -> None:
+    changes = texts if RECIPES[name].paper.task == "language" else ()
+    recipe = replace(RECIPES[name].recipe("tiny").change(changes), encoding="rope", batch_size=4)
+    task = recipe.make_task()
+    model = make_model(recipe, task.vocab_size)
+    training = Training(model, task, recipe)
+    assert math.isfinite(training.advance().loss)
+    condition, length = places_to_test(recipe)[-1]
+    assert 0 <= score(model, recipe, condition, length, rows=2).error <= 1
+
+
+@pytest.mark.parametrize("packed", ["true", "false"])
+def test_a_text_is_learnt(packed: str, texts: tuple[str, ...], tmp_path: Path) -> None:
+    changes = (
+        *texts, f"options.packed={packed}", "steps=40", "evaluate_every=20", "accumulate=2", "batch_size=4", "width=32",
+        "learning_rate=0.02", "warmup=5", "length=64", "test_lengths=[32, 256]", "test_rows=4",
+    )  # fmt: skip
+    run = train_run(find_recipe("rotations", "tiny", "rope", 0, changes), tmp_path, console=quiet())
+    losses = [line["loss"] for line in run.metrics()]
+    assert losses[-1] < losses[0] - 1 and "error" not in run.metrics()[0]
+    found = run.scores()["held out", 256]
+    assert found.perplexity == pytest.approx(math.exp(found.loss)) and 1 < found.perplexity < 100
+    assert AutoTokenizer.from_pretrained(tmp_path / "last")("a bell rang").input_ids
+
+
+def test_texts_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text("{")
+    for words, said in {
+        "options.vocabulary=300": "options.data: expected a text to learn from; --change options.data=FILE",
+        "options.data=bad.jsonl": "options.held_out: expected a text to test on, got none",
+        "options.data=none.jsonl options.held_out=x": "data: expected a file, a folder or hf:NAME, got 'none.jsonl'",
+        "options.data=bad.jsonl options.held_out=x": "bad.jsonl",
+    }.items():
+        assert run_cli(monkeypatch, "train", "rotations", "--out", "x", "--change", *words.split()) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert not Path("x").exists()
+    with pytest.raises(ValueError, match="part: expected one of train, valid; got 'some'"):
+        read_language("bad.jsonl", "bad.jsonl", part="some")
+
+
+def test_recipes_are_changed_and_checked() -> None:
+    recipe = find_recipe("flipflop", "paper", "fox", 7)
+    assert (recipe.encoding, recipe.seed, recipe.length, recipe.steps) == ("fox", 7, 512, 10_000)
+    changed = recipe.change(("steps=7", "learning_rate=1", "options.ignore=0.5", "betas=[0.8, 0.9]", "schedule=cosine"))
+    assert changed.differences(recipe)[0] == "options {'ignore': 0.5}, not {}"
+    assert (changed.steps, changed.learning_rate, changed.betas, changed.schedule) == (7, 1.0, (0.8, 0.9), "cosine")
+    assert changed.make_task() == type(recipe.make_task())(ignore=0.5)  # type: ignore[call-arg]
+    assert changed.change(("curriculum.longest=9",)).lengths_at(0) == range(1, 10)
+    for change, said in {
+        "steps": "change: expected field=value, such as steps=100, got 'steps'",
+        "pace=3": "recipe: expected names of its fields, got pace",
+        "steps=many": "steps: expected int, got 'many'",
+        "steps=0": "steps: expected 1 or more, got 0",
+        "steps.more=1": "change: expected a field of the recipe, got 'steps.more'",
+        "curriculum.stages=[]": "curriculum: expected Curriculum | None, got {'stages': []}",
+        "tied=1": "tied: expected bool, got 1",
+        "accumulate=5": "accumulate: expected a divisor of batch_size = 16, got 5",
+        "schedule=slow": "schedule: expected one of linear, cosine, constant; got 'slow'",
+        "metric=fun": "metric: expected one of error, exact, perplexity; got 'fun'",
+        "floor=2": "learning_rate, warmup, floor: expected above 0, 0 or more and a share, got 0.0003, 50, 2.0",
+        "conditions={}": "conditions: expected one or more, got none",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(said)):
+            recipe.change((change,))
+    with pytest.raises(ValueError, match=r"options: expected keywords of flip-flop, got \{'colour': 1\}"):
+        recipe.change(("options.colour=1",)).make_task()
+    with pytest.raises(ValueError, match="task: expected one of flip-flop, addition,"):
+        recipe.change(("task=chess",)).make_task()
+    with pytest.raises(ValueError, match="condition: expected one of as trained, sparse, dense; got 'hot'"):
+        recipe.make_task("hot")
+
+
+def test_schedules() -> None:
+    base = Recipe(steps=100, warmup=10, learning_rate=2.0)
+    rates = {
+        name: [replace(base, schedule=name, floor=floor).learning_rate_at(step) for step in (0, 9, 50, 100)]
+        for name, floor in (("linear", 0.0), ("cosine", 0.1), ("constant", 0.0))
+    }
+    assert rates["linear"] == pytest.approx([0.2, 1.82, 1.0, 0.0])
+    assert rates["cosine"][2:] == pytest.approx([2 * (0.1 + 0.9 * 0.5), 0.2])
+    assert rates["constant"] == pytest.approx([0.2, 2.0, 2.0, 2.0])
+    assert replace(base, warmup=0, schedule="constant").learning_rate_at(0) == 2.0
+
+
+def test_accumulation_changes_rounding_alone() -> None:
+    """In a batch of rows with more and fewer scored tokens."""
+    found = []
+    for accumulate in (1, 2, 4):
+        recipe = Recipe(encoding="path", steps=5, batch_size=8, curriculum=Curriculum(24, shortest=4), width=16)
+        recipe = replace(recipe, accumulate=accumulate)
+        model = make_model(recipe, 5)
+        steps = list(train(model, recipe.make_task(), recipe))
+        found.append(([(step.loss, step.error) for step in steps], model.lm_head.weight))
+    for steps, weight in found[1:]:
+        # Losses of single precision, added up in another order, five steps of Adam in a row.
+        assert torch.allclose(torch.tensor(steps), torch.tensor(found[0][0]), rtol=0, atol=1e-4)
+        assert torch.allclose(weight, found[0][1], rtol=0, atol=1e-3)
+
+
+def test_scores_of_random_encodings_repeat() -> None:
+    recipe = small("random-rotation")
+    model = make_model(recipe, 5)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    first = score(model, recipe, "as trained", 16)
+    assert torch.equal(torch.rand(3), expected)  # nobody else's numbers were used up
+    torch.rand(5)
+    assert score(model, recipe, "as trained", 16) == first
+
+
+def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    console = quiet()
+    changes = (*SMALL, "steps=4")
+    first = compare("flipflop", ("rope", "path"), seeds=2, changes=changes, console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "trained at 16, mean ± standard deviation of 2 seeds" in said and "PaTH" in said
+    [picture] = (tmp_path / "runs").glob("*/comparison.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    values = first.values["rope"]["sparse", 32]
+    runs_of_rope = [Run(picture.parent / f"rope-{seed}") for seed in (0, 1)]
+    assert values == [run.scores()["sparse", 32].error for run in runs_of_rope]
+    middle, spread = sum(values) / 2, abs(values[0] - values[1]) / math.sqrt(2)
+    assert first.cell("rope", "sparse", 32) == f"{100 * middle:.1f} ± {100 * spread:.{2 if spread < 0.1 else 1}f}"
+    monkeypatch.setattr(Training, "advance", lambda self: pytest.fail("trained again"))
+    again = compare("flipflop", ("rope", "path"), seeds=2, changes=changes, console=quiet())
+    assert again == first
+    longer = compare("flipflop", ("path",), seeds=2, changes=changes, lengths=(16, 64), console=quiet())
+    assert longer.lengths("dense") == [16, 64]
+    assert longer.values["path"]["dense", 16] == first.values["path"]["dense", 16]
+    assert compare("flipflop", ("rope", "path"), seeds=2, changes=changes, console=quiet()) == first
+    monkeypatch.setitem(sys.modules, "deadreckon.lab.pictures", None)
+    console = quiet()
+    compare("flipflop", ("path",), changes=changes, console=console)
+    assert "No picture:" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("metric", ["error", "exact", "perplexity"])
+def test_pictures_show_everything(metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "rope": {("as trained", 8): [0.2, 0.3], ("as trained", 32): [0.4], ("sparse", 8): [0.9]},
+        "path": {("as trained", 8): [0.01], ("sparse", 8): [0.5, 0.4]},
+    }
+    figures: list[Any] = []
+    monkeypatch.setattr(pictures.plt, "close", figures.append)
+    comparison = Comparison("a title", replace(small(), metric=metric), values)
+    pictures.comparison_picture(comparison, tmp_path / "all.png")
+    pictures.scores_svg(comparison, "sparse")
+    panels = [axes for figure in figures for axes in figure.axes]
+    assert len(panels) == 3
+    for axes, condition in zip(panels, ("as trained", "sparse", "sparse"), strict=True):
+        (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+        *curves, mark = axes.lines
+        assert list(mark.get_xdata()) == [16, 16] and left < 16 < right
+        for (name, row), curve in zip(values.items(), curves, strict=True):
+            lengths, heights = curve.get_xdata(), curve.get_ydata()
+            found = {length: some for (of, length), some in row.items() if of == condition}
+            scale = 1 if metric == "perplexity" else 100
+            assert list(lengths) == list(found), name
+            assert list(heights) == pytest.approx([scale * sum(some) / len(some) for some in found.values()])
+            assert all(left <= x <= right for x in lengths) and all(low <= y <= high for y in heights)
+
+
+def test_solved_lengths(tmp_path: Path) -> None:
+    changes = ("steps=1", "test_rows=10", "validation_rows=2", "test_lengths=[2, 4, 6]")
+    console = quiet()
+    found = compare("a5-1", ("nope",), changes=changes, runs=tmp_path, console=console)
+    assert "Solved (more than 90% of rows right) up to length: NoPE nowhere." in console.file.getvalue()  # type: ignore[attr-defined]
+    found.values["nope"] = {("held out", 2): [1.0], ("held out", 4): [0.95, 0.9], ("held out", 6): [0.9]}
+    assert found.solved("held out") == {"nope": 4}
+
+
+def test_report_is_one_page(tmp_path: Path) -> None:
+    compare("flipflop", ("rope", "path-fox"), changes=(*SMALL, "steps=4"), runs=tmp_path, console=quiet())
+    train_run(find_recipe("copy", "tiny", "nope", 0, ("steps=2", "test_rows=3")), tmp_path / "c", console=quiet())
+    begun = Run.create(tmp_path / "begun", small("alibi"))
+    begun.note_start("cpu")
+    page = tmp_path / "out" / "report.html"
+    assert write_report([tmp_path], page) == 4
+    text = page.read_text()
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert "<script" not in text and not re.search(r'(src|href)=(?!"data:)', text)
+    assert text.count("<h2>") == 3 and text.count("data:image/svg+xml;base64,") == 3 + 1 + 1 + 1
+    assert "PaTH-FoX" in text and "0 of 24" in text and torch.__version__ in text and "&quot;heads&quot;: 2" in text
+    score_of_path = next(run for run in runs.find_runs([tmp_path]) if run.recipe.encoding == "path-fox").scores()
+    assert f"<td>{100 * score_of_path['dense', 32].error:.1f}</td>" in text.replace(" class=best", "")
+    with pytest.raises(ValueError, match=r"run: expected a folder with recipe\.json, or with such folders in it, got"):
+        write_report([tmp_path / "nowhere"], page)
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["deadreckon", *words])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    change = ["--change", *SMALL, "steps=2"]
+    assert (
+        run_cli(monkeypatch, "train", "flipflop", "--encoding", "rope", "--seed", "1", "--out", "runs/x", *change) == 0
+    )
+    assert "error, sparse, at length 8: " in capsys.readouterr().out
+    assert run_cli(monkeypatch, "eval", "runs/x", "--lengths", "16,64", "--checkpoint", "best") == 0
+    assert re.search(r"error, dense, at length 16: [\d.]+%, 64: [\d.]+%\n", capsys.readouterr().out)
+    assert set(score_run(Run(Path("runs/x")), (16, 64), kind="best")) == set(places_to_test(small(), (16, 64)))
+    words = ["flipflop", "--encodings", "rope,nope", "--lengths", "8,16"]
+    assert run_cli(monkeypatch, "compare", *words, "--picture", "a.png", *change) == 0
+    assert "Picture: a.png" in capsys.readouterr().out and Path("a.png").exists()
+    assert run_cli(monkeypatch, "report", "runs", "-o", "r.html") == 0
+    assert capsys.readouterr().out.startswith("r.html: 3 runs, ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train chess --out x", "recipe: expected one of flipflop, a5-1,"),
+        ("train flipflop --encoding rotary --out x", "encoding: expected one of nope,"),
+        ("train flipflop --out x --device tpu", "device: expected one that is here, got 'tpu'"),
+        ("compare chess", "recipe: expected one of flipflop, a5-1,"),
+        ("compare flipflop --encodings rope,rotary", "got 'rotary'"),
+        ("compare flipflop --encodings rope --seeds 0", "seeds: expected 1 or more, got 0"),
+        ("compare flipflop --encodings rope --lengths 8,long", "lengths: expected whole numbers above 0"),
+        ("eval nowhere", "run: expected a folder with recipe.json, as train writes it, got 'nowhere'"),
+        ("report nowhere", "run: expected a folder with recipe.json, or with such folders in it, got 'nowhere'"),
+        ("report", "runs: expected one or more folders, got none"),
+    ],
+)
+def test_command_line_names_what_is_wrong(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(monkeypatch, *words.split()) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_lengths_that_a_task_does_not_have(tmp_path: Path) -> None:
+    run = train_run(small("rope", 0, "steps=1"), tmp_path, console=quiet())
+    with pytest.raises(ValueError, match=r"lengths: expected lengths that flip-flop \(as trained\) has, got 7"):
+        score_run(run, (7,))
+    shutil.rmtree(tmp_path / "best")
+    with pytest.raises(ValueError, match="has no best checkpoint yet"):
+        run.load("best")
+
+
+def test_all_but_the_command_line_works_without_tyro() -> None:
+    code = (
+        "import sys; sys.modules['tyro'] = sys.modules['matplotlib'] = None; "
+        "from deadreckon.lab import compare, train, runs, report, demo, recipes, evaluation; print('fine')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert found.stdout == "fine\n", found.stderr
