@@ -542,6 +542,8 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert run_cli(monkeypatch, "eval", "runs/x", "--lengths", "16,64", "--checkpoint", "best") == 0
     assert re.search(r"error, dense, at length 16: [\d.]+%, 64: [\d.]+%\n", capsys.readouterr().out)
     assert set(score_run(Run(Path("runs/x")), (16, 64), kind="best")) == set(places_to_test(small(), (16, 64)))
+    assert run_cli(monkeypatch, "probe", "runs/x", "--rows", "2", "--length", "64") == 0
+    assert "predicted range: " in capsys.readouterr().out and Path("runs/x/probe/probe.png").exists()
     words = ["flipflop", "--encodings", "rope,nope", "--lengths", "8,16"]
     assert run_cli(monkeypatch, "compare", *words, "--picture", "a.png", *change) == 0
     assert "Picture: a.png" in capsys.readouterr().out and Path("a.png").exists()
@@ -557,6 +559,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         ("train flipflop --out x --device tpu", "device: expected one that is here, got 'tpu'"),
         ("compare chess", "recipe: expected one of flipflop, a5-1,"),
         ("compare flipflop --encodings rope,rotary", "got 'rotary'"),
+        ("probe nowhere", "run: expected a folder with recipe.json"),
         ("compare flipflop --encodings rope --seeds 0", "seeds: expected 1 or more, got 0"),
         ("compare flipflop --encodings rope --lengths 8,long", "lengths: expected whole numbers above 0"),
         ("eval nowhere", "run: expected a folder with recipe.json, as train writes it, got 'nowhere'"),

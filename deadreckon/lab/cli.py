@@ -1,4 +1,4 @@
-"""The command line: `deadreckon demo | list | train | eval | compare | report | bench | generate`."""
+"""The command line: `deadreckon demo | list | train | eval | compare | report | probe | bench | generate`."""
 
 from __future__ import annotations
 
@@ -169,6 +169,55 @@ def report(
     print(f"{output}: {count} run{'s' * (count != 1)}, {output.stat().st_size:,} bytes")
 
 
+def probe(
+    run: Path,
+    /,
+    length: int = 0,
+    rows: int = 4,
+    checkpoint: Literal["last", "best"] = "last",
+    seed: int = 0,
+    device: str = "cpu",
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None,
+) -> None:
+    """Look into a trained model for why it works beyond its training length, or does not.
+
+    For each layer and head: how fast the mean of routes fades with their length, the attention that goes to far tokens
+    beside the theory's lower bound, what their values add up to; and the range that follows, beside the one measured.
+
+    Args:
+        run: folder of a run.
+        length: of the sequences to look at; by default four times the training length.
+        rows: how many of them.
+        checkpoint: the last weights, or those that did best while training.
+        seed: of the sequences.
+        device: cpu, cuda, …
+        output: folder for probe.json and probe.png; by default `probe` in that of the run.
+    """
+    import torch
+
+    from deadreckon.lab.probe import run_probe
+    from deadreckon.lab.probe.report import print_findings
+    from deadreckon.lab.runs import Run
+    from deadreckon.lab.train import quiet_transformers
+    from deadreckon.lab.training import check_device
+
+    check_device(device)
+    if rows < 1:
+        raise ValueError(f"rows: expected 1 or more, got {rows}")
+    found, console, folder = Run(run), Console(), output or run / "probe"
+    recipe, task = found.recipe, found.recipe.make_task()
+    generator = torch.Generator().manual_seed(seed)
+    trained = task.sample(1, recipe.length, generator)[0].shape[1]
+    tokens, labels = task.sample(rows, length or 4 * recipe.length, generator)
+    text = recipe.metric == "perplexity"  # every token is scored: no labels needed
+    with quiet_transformers():
+        model = found.load(checkpoint, device)
+    print_findings(
+        run_probe(model, tokens, folder, labels=None if text else labels, trained=trained, seed=seed), console
+    )
+    console.print(f"Saved: {folder}", highlight=False)
+
+
 def bench(
     device: Literal["cpu", "cuda"] = "cpu",
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
@@ -232,7 +281,7 @@ def main() -> None:
     """The console command."""
     commands: dict[str, Callable[..., Any]] = {
         "demo": demo, "list": list_, "train": train, "eval": eval_, "compare": compare, "report": report,
-        "bench": bench, "generate": generate,
+        "probe": probe, "bench": bench, "generate": generate,
     }  # fmt: skip
     try:
         tyro.extras.subcommand_cli_from_dict(

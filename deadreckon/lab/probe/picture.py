@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.lines import Line2D
+from matplotlib.ticker import ScalarFormatter
 
 from deadreckon.lab.pictures import COLOURS, plt
 from deadreckon.lab.probe.findings import Findings, Head
@@ -132,7 +133,9 @@ def _ranges(found: Findings, panel: Any) -> None:
         else:
             panel.plot([], [], color=colour, linestyle=style, linewidth=1.5, label=label)
     panel.legend(framealpha=0.8, edgecolor="none")
-    panel.set(xscale="log", xlabel="position", ylabel="loss, nats", title="Loss by position, and ranges")
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(ScalarFormatter())
+    panel.set(xlabel="position", ylabel="loss, nats", title="Loss by position, and ranges")
 
 
 def _head_axis(found: Findings, panel: Any) -> None:

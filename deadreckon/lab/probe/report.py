@@ -7,24 +7,26 @@ from rich.table import Table
 
 from deadreckon.lab.probe.findings import Findings, Head
 
-HEADINGS = (
-    "layer", "head", "encoding", "‖E[T₁]‖", "gap", "window", "far from", "Δ logit", "far mass", "floor", "ceiling",
-    "far values", "carried", "predicted range",
-)  # fmt: skip
+TABLES = {
+    "Routes": ("layer", "head", "encoding", "‖E[T₁]‖", "gap", "window", "far from", "predicted range"),
+    "Attention": ("layer", "head", "Δ logit", "far mass", "floor", "ceiling", "far values", "carried"),
+}
+"""Title -> headings of two tables, each narrow enough for a terminal."""
 
 
 def print_findings(found: Findings, console: Console) -> None:
     """One row a head, then the ranges, then what is not defined."""
     about = found.about
-    table = Table(
-        title=f"{about['rows']} × {about['length']} tokens, {about['queries']} queries a row", title_justify="left"
-    )
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "encoding" else "right")
-    for head in found.heads:
-        table.add_row(*_cells(head))
-    if found.heads:
+    looked_at = f"{about['rows']} × {about['length']} tokens, {about['queries']} queries a row"
+    for title, headings in TABLES.items() if found.heads else ():
+        table = Table(title=f"{title}: {looked_at}", title_justify="left")
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading == "encoding" else "right")
+        for head in found.heads:
+            cells = _cells(head)
+            table.add_row(*(cells[heading] for heading in headings))
         console.print(table)
+    if found.heads:
         console.print(
             "window: after which ‖E[T]‖ is below the tolerance; far from: that, or, with a *, assumed; floor, ceiling: "
             "Propositions 3 and 1; far values: ‖Σ a v‖ / Σ a ‖v‖, as they are and carried along their routes",
@@ -42,20 +44,27 @@ def spell_tokens(tokens: float) -> str:
     return f"{tokens:.0f}" if tokens < 1e5 else f"{tokens:.1e}"
 
 
-def _cells(head: Head) -> list[str]:
+def _cells(head: Head) -> dict[str, str]:
     mixing, mass, values = head.mixing, head.mass, head.values
     gap = "–"
     if mixing is not None:
         gap = f"{mixing.gap:.3g}" if mixing.gap is not None else f"< {max(mixing.gap_ceiling, 1e-9):.1g}"
-    return [
-        str(head.layer), str(head.head), head.encoding,
-        "1" if mixing is None else f"{mixing.step:.4f}", gap,
-        "–" if mixing is None or mixing.window is None else spell_tokens(mixing.window),
-        f"{head.window}{'*' if head.window_from == 'assumed' else ''}",
-        f"{head.scores.gap_mean:+.2f}", *map(_percent, (mass.far, mass.floor, mass.ceiling)),
-        f"{values.plain:.2f}", "–" if values.carried is None else f"{values.carried:.2f}",
-        "no limit" if head.range.tokens is None else spell_tokens(head.range.tokens),
-    ]  # fmt: skip
+    return {
+        "layer": str(head.layer),
+        "head": str(head.head),
+        "encoding": head.encoding,
+        "‖E[T₁]‖": "1" if mixing is None else f"{mixing.step:.4f}",
+        "gap": gap,
+        "window": "–" if mixing is None or mixing.window is None else spell_tokens(mixing.window),
+        "far from": f"{head.window}{'*' if head.window_from == 'assumed' else ''}",
+        "predicted range": "no limit" if head.range.tokens is None else spell_tokens(head.range.tokens),
+        "Δ logit": f"{head.scores.gap_mean:+.2f}",
+        "far mass": _percent(mass.far),
+        "floor": _percent(mass.floor),
+        "ceiling": _percent(mass.ceiling),
+        "far values": f"{values.plain:.2f}",
+        "carried": "–" if values.carried is None else f"{values.carried:.2f}",
+    }
 
 
 def _percent(share: float | None) -> str:
