@@ -254,7 +254,7 @@ def test_rows_to_train_on(corpus: Corpus) -> None:
 
 def test_packed_documents_do_not_see_each_other(corpus: Corpus) -> None:
     rows, _ = Language(corpus).sample(6, 100, seed(4))
-    batch = draw(Language(corpus, packed=True), 6, 100, seed(4))
+    (batch,) = draw(Language(corpus, packed=True), 6, 100, seed(4))
     assert batch.tokens.shape == (1, 600) and torch.equal(batch.tokens.view(6, 100), rows)
     assert batch.cu_seqlens is not None and batch.cu_seqlens.dtype == torch.int32
     expected = [0]
@@ -272,7 +272,7 @@ def test_packed_documents_do_not_see_each_other(corpus: Corpus) -> None:
         assert (alone - packed.logits[:, start:stop]).abs().max() < 1e-4
         losses.append(cross_entropy(alone[0, :-1], part[0, 1:], reduction="none"))
     assert packed.loss.item() == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
-    assert draw(Language(corpus), 6, 100, seed(4)).cu_seqlens is None
+    assert draw(Language(corpus), 6, 100, seed(4))[0].cu_seqlens is None
 
 
 def test_text_is_learned(corpus: Corpus) -> None:

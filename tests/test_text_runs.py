@@ -14,6 +14,7 @@ import torch
 
 from deadreckon.lab import power_figures, rotation_table, text_runs
 from deadreckon.lab.text_runs import Plan, Results, Run
+from deadreckon.lab.training import Training, make_model
 from deadreckon.tasks.language import Corpus, Language, load_corpus, open_corpus, save_corpora
 
 
@@ -83,17 +84,15 @@ def test_losses_within_and_beyond_the_context() -> None:
 
 
 def test_runs_are_alike_but_for_their_encoding(corpus: Corpus) -> None:
-    plan = Plan("", "tiny", steps=10, batch_tokens=64)
+    recipe = text_runs.recipe_of(Run("rope", 16), Plan("", "tiny", steps=10, batch_tokens=64))
     losses = [
-        text_runs.train(
-            text_runs.make_model(Run("rope", 16), plan, 280), Language(corpus), 16, plan, print, math.inf
-        )
-        for _ in range(2)
-    ]  # fmt: skip
+        text_runs.train(Training(make_model(recipe, 280), Language(corpus), recipe), print, math.inf) for _ in range(2)
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 10
     assert text_runs.curve([1.0, 2.0, 3.0, 6.0, 7.0], 3) == [(2, 1.5), (4, 4.5), (5, 7.0)]
-    rates = [plan.learning_rate_at(step) for step in range(10)]
-    assert max(rates) == rates[0] == plan.learning_rate and 0.1 < rates[-1] / rates[0] < 0.15
+    rates = [recipe.learning_rate_at(step) for step in range(10)]
+    assert max(rates) == rates[0] == recipe.learning_rate and 0.1 < rates[-1] / rates[0] < 0.15
+    assert recipe.batch_size == 4
     with pytest.raises(ValueError, match=r"size: expected one of tiny, .*; got 'huge'"):
         Plan("", "huge")
 

@@ -14,7 +14,6 @@ foretold at every length**: what differs is where reading began.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers.cache_utils import DynamicCache
 
 import deadreckon as dr
+from deadreckon.lab.evaluation import autocast
 from deadreckon.tasks.language import Corpus
 
 LAST = 4  # one part in so many, at the end of a row
@@ -166,7 +166,7 @@ def token_losses(
     training = model.training
     model.eval()
     found = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), half_precision(device):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), autocast(device):
         torch.manual_seed(seed)
         for some in rows.split(max(1, batch_tokens // rows.shape[1])):
             some = some.to(device)
@@ -190,11 +190,6 @@ def _losses(model: dr.DeadReckonForCausalLM, read: Tensor, told: Tensor, cache: 
     parts = zip(hidden.split(HEAD), told.flatten().split(HEAD), strict=True)
     losses = [cross_entropy(model.lm_head(some).float(), expected, reduction="none") for some, expected in parts]
     return torch.cat(losses).view_as(told)
-
-
-def half_precision(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """bfloat16 where there are units for it."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _mean(losses: Tensor) -> float:

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.perplexity import half_precision
+from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.training import Training, make_model
 from deadreckon.tasks.language import Language, load_corpus, open_corpus, save_corpora
-from deadreckon.tasks.task import Task, draw
 from deadreckon.tasks.tokens import writing
 
 SIZES = {  # width, layers, heads; parameters with 8192 tokens
@@ -56,12 +57,6 @@ class Plan:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
 
-    def learning_rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        warmup = max(1, self.steps // 20)
-        decay = 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
-        return self.learning_rate * min(1.0, (step + 1) / warmup) * decay
-
 
 @dataclass(frozen=True)
 class Run:
@@ -76,54 +71,39 @@ class Run:
         return " ".join([self.encoding, *(f"{key}={value}" for key, value in self.options), f"at {self.length}"])
 
 
-def make_model(run: Run, plan: Plan, vocab_size: int) -> dr.DeadReckonForCausalLM:
-    """The model of a run; the seed's weights."""
+def recipe_of(run: Run, plan: Plan) -> Recipe:
+    """How a run is trained: as many tokens a step at any length."""
     width, layers, heads = SIZES[plan.size]
-    torch.manual_seed(plan.seed)
-    config = dr.DeadReckonConfig(
-        encoding=run.encoding, encoding_options={run.encoding: dict(run.options)}, vocab_size=vocab_size,
-        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, max_position_embeddings=plan.longest,
+    return Recipe(
+        task="language", length=run.length, batch_size=max(1, plan.batch_tokens // run.length), encoding=run.encoding,
+        encoding_options=dict(run.options), layers=layers, width=width, heads=heads, initial=0.02, longest=plan.longest,
+        steps=plan.steps, learning_rate=plan.learning_rate, betas=(0.9, 0.95), warmup=max(1, plan.steps // 20),
+        schedule="cosine", floor=0.1, seed=plan.seed, metric="perplexity",
     )  # fmt: skip
-    return dr.DeadReckonForCausalLM(config)
 
 
 class OutOfTimeError(Exception):
     """The time that was given is over."""
 
 
-def train(
-    model: dr.DeadReckonForCausalLM, task: Task, length: int, plan: Plan, say: Callable[[str], None], deadline: float
-) -> list[float]:
-    """Trains in place, as many tokens a step at any length, in bfloat16 on a GPU; the loss of every step."""
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(plan.seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
-    )
-    model.train()
-    losses: list[float] = []
-    waiting = []
-    spoken = max(1, plan.steps // 100) * LATE  # ten times, in a long training
-    began = time.perf_counter()
-    for step in range(plan.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = plan.learning_rate_at(step)
-        batch = draw(task, max(1, plan.batch_tokens // length), length, generator).to(device)
-        with half_precision(device):
-            loss = model(batch.tokens, labels=batch.labels, cu_seqlens=batch.cu_seqlens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        waiting.append(loss.detach())
-        if (step + 1) % LATE == 0 or step + 1 == plan.steps:  # to read a loss is to wait for the GPU
+def train(training: Training, say: Callable[[str], None], deadline: float) -> list[float]:
+    """Trains to the end; the loss of every step."""
+    steps = training.recipe.steps
+    losses, waiting = list[float](), list[Tensor]()
+    spoken = max(1, steps // 100) * LATE  # ten times, in a long training
+    began, tokens = time.perf_counter(), 0
+    while training.done < steps:
+        step = training.advance()
+        waiting.append(step.losses)
+        tokens += step.tokens
+        if step.number % LATE == 0 or step.number == steps:  # to read a loss is to wait for the GPU
             losses += torch.stack(waiting).tolist()
             waiting = []
             if time.monotonic() > deadline:
                 raise OutOfTimeError
-        if (step + 1) % spoken == 0:
-            speed = (step + 1) * batch.tokens.numel() / (time.perf_counter() - began)
-            say(f"step {step + 1}: loss {mean_of_last(losses, LATE):.4f}, {speed:.0f} tokens/s")
+        if step.number % spoken == 0:
+            speed = tokens / (time.perf_counter() - began)
+            say(f"step {step.number}: loss {mean_of_last(losses, LATE):.4f}, {speed:.0f} tokens/s")
     return losses
 
 
@@ -205,9 +185,10 @@ def compare(
         def say(line: str, name: str = run.name) -> None:
             print(f"{name}: {line}", flush=True)
 
-        model = make_model(run, plan, task.vocab_size).to(device)
+        recipe = recipe_of(run, plan)
+        model = make_model(recipe, task.vocab_size).to(device)
         try:
-            losses = train(model, task, run.length, plan, say, deadline)
+            losses = train(Training(model, task, recipe), say, deadline)
         except OutOfTimeError:
             break
         trained = time.monotonic()

@@ -17,7 +17,7 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, wrongly
 from deadreckon.lab.recipe import Recipe
-from deadreckon.tasks.task import NOT_SCORED, Batch, Task, pack
+from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
 
 def check_device(name: str) -> None:
@@ -90,7 +90,8 @@ class Training:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(self.done, group["initial_lr"])
-        parts = [part.to(device) for part in self._draw()]
+        drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, recipe.accumulate)
+        parts = [part.to(device) for part in drawn]
         scored = torch.stack([(part.labels[:, 1:] != NOT_SCORED).sum() for part in parts]).sum()
         self.optimizer.zero_grad()
         judged = [self._learn(part, scored) for part in parts]
@@ -101,13 +102,6 @@ class Training:
         counted = None if errors[0] is None else torch.stack(errors).sum()
         tokens = sum(part.tokens.numel() for part in parts)
         return Step(self.done, tokens, torch.stack(losses).sum(), counted, scored)
-
-    def _draw(self) -> list[Batch]:
-        """The next batch, in parts."""
-        recipe, end = self.recipe, getattr(self.task, "document_end", None)
-        tokens, labels = self.task.sample(recipe.batch_size, recipe.lengths_at(self.done), self.generator)
-        parts = zip(tokens.chunk(recipe.accumulate), labels.chunk(recipe.accumulate), strict=True)
-        return [Batch(some, said) if end is None else pack(some, said, end) for some, said in parts]
 
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Adds to the gradients what a part of a batch has to say: its share of the loss, and its errors."""

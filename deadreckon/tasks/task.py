@@ -71,11 +71,12 @@ class Batch(NamedTuple):
         return Batch(*(None if x is None else x.to(device) for x in self))  # type: ignore[arg-type]
 
 
-def draw(task: Task, count: int, length: int | range, generator: torch.Generator) -> Batch:
-    """Rows of a task, packed if the task names the token that ends a document."""
+def draw(task: Task, count: int, length: int | range, generator: torch.Generator, parts: int = 1) -> list[Batch]:
+    """Sequences as a model takes them, in so many equal parts: packed, if that is how the task has them."""
     tokens, labels = task.sample(count, length, generator)
     end = getattr(task, "document_end", None)
-    return Batch(tokens, labels) if end is None else pack(tokens, labels, end)
+    pairs = zip(tokens.chunk(parts), labels.chunk(parts), strict=True)
+    return [Batch(some, said) if end is None else pack(some, said, end) for some, said in pairs]
 
 
 def pack(tokens: Tensor, labels: Tensor, end: int) -> Batch:
