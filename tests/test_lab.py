@@ -197,6 +197,15 @@ def test_bench_times_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         run_bench("cpu", (shape,), rounds=1, only="PaTH")
 
 
+def test_bench_checks_in_several_processes() -> None:
+    methods = bench.line_up("cpu", "PaTH") | {"wrong": Method(sdpa, "FoX")}
+    alone, together = (bench.check_all(methods, (16,), "cpu", workers) for workers in (1, 2))
+    assert list(alone[16]) == list(together[16])
+    for name, error in alone[16].items():
+        assert together[16][name] == pytest.approx(error, rel=0.5)
+    assert together[16]["wrong"] > 1 > together[16]["PaTH"]
+
+
 @pytest.mark.gpu
 def test_bench_on_cuda() -> None:
     shape = Shape(1, 300, 2, 64)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cache, partial
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -169,18 +172,36 @@ def line_up(device: str, only: str) -> dict[str, Method]:
     return {name: everyone[name] for name in sorted(chosen, key=lambda name: order.index(everyone[name].kind))}
 
 
-def check_all(methods: dict[str, Method], width: int, device: str) -> dict[str, float | str]:
-    """The worst error of each over what is allowed, or why there is none. Raises where that is amiss with ours."""
-    found: dict[str, float | str] = {}
+def _checked(method: Method, width: int, device: str) -> dict[str, float] | str:
+    """Its errors over what is allowed, or why there are none."""
+    try:
+        return check(method, width, device)
+    except Exception as error:
+        return explain(error)
+
+
+def check_all(
+    methods: dict[str, Method], widths: Iterable[int], device: str, workers: int
+) -> dict[int, dict[str, float | str]]:
+    """By width, the worst error of each over what is allowed, or why there is none. Raises where ours is amiss.
+
+    Several processes at a time, since kernels take long to compile; what they have compiled stays on the disk.
+    """
+    tasks = [(name, method, width) for width in widths for name, method in methods.items()]
+    _, chosen, wide = zip(*tasks, strict=True)
+    if workers > 1:
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(workers, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            results = list(pool.map(_checked, chosen, wide, repeat(device)))
+    else:
+        results = list(map(_checked, chosen, wide, repeat(device)))
+    found: dict[int, dict[str, float | str]] = {width: {} for width in wide}
     amiss = []
-    for name, method in methods.items():
-        try:
-            errors = check(method, width, device)
-        except Exception as error:
-            found[name] = fault = explain(error)
-        else:
-            found[name] = max(errors.values())
-            fault = ", ".join(f"{part} off by {e:.3g} × what is allowed" for part, e in errors.items() if e > 1)
+    for (name, method, width), errors in zip(tasks, results, strict=True):
+        fault = errors if isinstance(errors, str) else ", ".join(
+            f"{part} off by {error:.3g} × what is allowed" for part, error in errors.items() if error > 1
+        )  # fmt: skip
+        found[width][name] = errors if isinstance(errors, str) else max(errors.values())
         if fault and method.package == "deadreckon":
             amiss.append(f"{name} at D = {width}: {fault}")
     if amiss:
@@ -201,11 +222,10 @@ def run_bench(
     widths = dict.fromkeys(shape.width for shape in shapes)
     found, rows = dict[Shape, dict[str, Figures | str]](), list[list[str]]()
     with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("checking", total=len(widths) + len(shapes))
-        errors = {}
-        for width in widths:
-            errors[width] = check_all(methods, width, device)
-            progress.advance(bar)
+        bar = progress.add_task("checking", total=1 + len(shapes))
+        workers = min(len(methods) * len(widths), os.cpu_count() or 1) if device == "cuda" else 1
+        errors = check_all(methods, widths, device, workers)
+        progress.advance(bar)
         about = describe(device, rounds)
         console.print(about, markup=False, highlight=False)
         for shape in shapes:
