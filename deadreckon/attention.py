@@ -15,6 +15,7 @@ from torch import Tensor
 from deadreckon.blockwise import attend_blockwise
 from deadreckon.blockwise.decode import Decoder, TokenDecoder, attend_token
 from deadreckon.blockwise.stream import Ascend, Past, attend_stream
+from deadreckon.checks import check_tensor, shape_of
 from deadreckon.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.reference import attend_reference
 
@@ -158,37 +159,21 @@ def attend_next(
         return attend_stream(q, k, v, factors, scale, past, ascend)
 
 
-def _shape(x: Tensor) -> str:
-    return "(" + ", ".join(map(str, x.shape)) + ")"
-
-
-def _check_tensor(name: str, x: object, like: Tensor | None = None) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{name}: expected a floating-point tensor of 16, 32 or 64 bits, got dtype {x.dtype}")
-    if x.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense tensor, got layout {x.layout}")
-    if like is not None and x.device != like.device:
-        raise ValueError(f"{name}: expected it on q's device {like.device}, got {x.device}")
-    return x
-
-
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x, None if name == "q" else q)
+        check_tensor(name, x, None if name == "q" else q, "q")
         if x.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions (B, T, heads, channels), got shape {_shape(x)}")
+            raise ValueError(f"{name}: expected 4 dimensions (B, T, heads, channels), got shape {shape_of(x)}")
         if x.dtype != q.dtype:
             raise ValueError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
         if 0 in x.shape:
-            raise ValueError(f"{name}: expected every dimension to be at least 1, got shape {_shape(x)}")
+            raise ValueError(f"{name}: expected every dimension to be at least 1, got shape {shape_of(x)}")
     batch, length, query_heads, width = q.shape
     heads = k.shape[2]
     if k.shape != (batch, length, heads, width):
-        raise ValueError(f"k: expected (B, T, H, D) = ({batch}, {length}, H, {width}) to match q, got {_shape(k)}")
+        raise ValueError(f"k: expected (B, T, H, D) = ({batch}, {length}, H, {width}) to match q, got {shape_of(k)}")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v: expected (B, T, H, E) = ({batch}, {length}, {heads}, E) to match k, got {_shape(v)}")
+        raise ValueError(f"v: expected (B, T, H, E) = ({batch}, {length}, {heads}, E) to match k, got {shape_of(v)}")
     if query_heads % heads:
         raise ValueError(f"q: expected a multiple of k's {heads} heads, got {query_heads} query heads")
 
@@ -197,7 +182,7 @@ def _check_transport(transport: object, q: Tensor, k: Tensor, v: Tensor) -> None
     batch, length, query_heads, width = q.shape
     heads = k.shape[2]
     if isinstance(transport, Rotation):
-        angles = _check_tensor("transport.angles", transport.angles, q)
+        angles = check_tensor("transport.angles", transport.angles, q, "q")
         if width % 2:
             raise ValueError(f"transport: Rotation turns pairs of channels and needs an even D, got D = {width}")
         allowed = sorted({1, heads, query_heads})
@@ -208,16 +193,19 @@ def _check_transport(transport: object, q: Tensor, k: Tensor, v: Tensor) -> None
         ):
             raise ValueError(
                 f"transport.angles: expected (B, T, Hr, D/2) = ({batch}, {length}, Hr, {width // 2}) "
-                f"with Hr in {allowed}, got {_shape(angles)}"
+                f"with Hr in {allowed}, got {shape_of(angles)}"
             )
         if transport.values and v.shape[3] != width:
             raise ValueError(f"transport.values: turning values needs E = D = {width}, got v with E = {v.shape[3]}")
     elif isinstance(transport, Householder):
-        w, beta = _check_tensor("transport.w", transport.w, q), _check_tensor("transport.beta", transport.beta, q)
+        w, beta = (
+            check_tensor("transport.w", transport.w, q, "q"),
+            check_tensor("transport.beta", transport.beta, q, "q"),
+        )
         if w.shape != k.shape:
-            raise ValueError(f"transport.w: expected (B, T, H, D) = {_shape(k)} to match k, got {_shape(w)}")
+            raise ValueError(f"transport.w: expected (B, T, H, D) = {shape_of(k)} to match k, got {shape_of(w)}")
         if beta.shape != k.shape[:3]:
-            raise ValueError(f"transport.beta: expected (B, T, H) = ({batch}, {length}, {heads}), got {_shape(beta)}")
+            raise ValueError(f"transport.beta: expected (B, T, H) = ({batch}, {length}, {heads}), got {shape_of(beta)}")
     elif transport is not None:
         raise ValueError(f"transport: expected None, Rotation or Householder, got {type(transport).__name__}")
 
@@ -226,7 +214,7 @@ def _check_gate(log_gate: object, q: Tensor, k: Tensor) -> Tensor | None:
     """Returns the gate as (B, T, H or Hq), constants expanded."""
     if log_gate is None:
         return None
-    gate = _check_tensor("log_gate", log_gate, q)
+    gate = check_tensor("log_gate", log_gate, q, "q")
     batch, length, query_heads, _ = q.shape
     heads = k.shape[2]
     if gate.dim() == 1 and gate.shape[0] in (heads, query_heads):
@@ -235,7 +223,7 @@ def _check_gate(log_gate: object, q: Tensor, k: Tensor) -> Tensor | None:
         return gate
     raise ValueError(
         f"log_gate: expected ({batch}, {length}, Hq or H) or (Hq or H,) with Hq = {query_heads}, H = {heads}, "
-        f"got {_shape(gate)}"
+        f"got {shape_of(gate)}"
     )
 
 
@@ -255,7 +243,7 @@ def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
         came = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise ValueError(f"cu_seqlens: expected an int32 tensor, got {came}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens: expected shape (N + 1,) with N of 1 or more, got {_shape(cu_seqlens)}")
+        raise ValueError(f"cu_seqlens: expected shape (N + 1,) with N of 1 or more, got {shape_of(cu_seqlens)}")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
     bounds: list[int] = cu_seqlens.tolist()

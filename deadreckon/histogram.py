@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deadreckon.blockwise.histogram import filter_blockwise, work_type
 from deadreckon.blockwise.superposition import superpose_blockwise
+from deadreckon.checks import check_tensor, shape_of
 from deadreckon.reference import filter_reference
 
 Implementation = Literal["auto", "reference", "blockwise", "triton"]
@@ -98,10 +99,10 @@ def superpose(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    _check_tensor("reset", reset, None)
-    _check_tensor("table", table, reset)
+    check_tensor("reset", reset)
+    check_tensor("table", table, reset, "reset")
     if table.dim() != 2 or table.shape[0] < 2 or table.shape[1] < 1:
-        raise ValueError(f"table: expected (P, d) with P of 2 or more, got {_shape(table)}")
+        raise ValueError(f"table: expected (P, d) with P of 2 or more, got {shape_of(table)}")
     if table.requires_grad:
         raise ValueError("table: expected a tensor that does not require a gradient, which superpose does not compute")
     positions = table.shape[0]
@@ -156,28 +157,13 @@ def _state(reset: Tensor, positions: int, initial: Tensor | None) -> Tensor:
     return origin.expand(reset.shape[0], reset.shape[2], -1)
 
 
-def _shape(x: Tensor) -> str:
-    return str(tuple(x.shape))
-
-
-def _check_tensor(name: str, x: object, like: Tensor | None) -> None:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{name}: expected a floating-point tensor of 16, 32 or 64 bits, got dtype {x.dtype}")
-    if x.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense tensor, got layout {x.layout}")
-    if like is not None and x.device != like.device:
-        raise ValueError(f"{name}: expected it on reset's device {like.device}, got {x.device}")
-
-
 def _check_gates(
     reset: Tensor, move: Tensor, gamma: Tensor, positions: object, copy: Tensor | None, initial: Tensor | None,
     eps: object,
 ) -> None:  # fmt: skip
-    _check_tensor("reset", reset, None)
+    check_tensor("reset", reset)
     if reset.dim() != 3 or 0 in reset.shape:
-        raise ValueError(f"reset: expected (B, T, C), each 1 or more, got {_shape(reset)}")
+        raise ValueError(f"reset: expected (B, T, C), each 1 or more, got {shape_of(reset)}")
     if isinstance(positions, bool) or not isinstance(positions, int) or positions < 2:
         raise ValueError(f"positions: expected an integer of 2 or more, got {positions!r}")
     batch, length, cursors = reset.shape
@@ -190,9 +176,9 @@ def _check_gates(
     for name, (x, letters, shape) in expected.items():
         if x is None and name in ("copy", "initial"):
             continue
-        _check_tensor(name, x, reset)
+        check_tensor(name, x, reset, "reset")
         assert x is not None
         if x.shape != shape:
-            raise ValueError(f"{name}: expected {letters} = {shape}, got {_shape(x)}")
+            raise ValueError(f"{name}: expected {letters} = {shape}, got {shape_of(x)}")
     if isinstance(eps, bool) or not isinstance(eps, Real) or not 1e-30 <= float(eps) <= 1:
         raise ValueError(f"eps: expected a number from 1e-30 to 1, got {eps!r}")

@@ -2,7 +2,7 @@
 
 The last tokens, the tail, are kept with their keys in the frame of the newest, in float32: a new token turns them all,
 each for itself, and the product of the tail's steps beside them. What lies further back is closed: a segment of it is
-seen by the query through the tail's product and one more, that of all steps between the segment and the last. So no
+seen by the query through the tail's product and one more, that of all steps between the segment and the tail. So no
 part waits for another: `_look` has a program for every 64 tokens of the tail and for every so many of the segments, and
 `_combine` adds up what they found. Sizes that grow are read from memory: between two closings of segments every launch
 is the same, as a CUDA graph needs it.
@@ -240,7 +240,7 @@ def look(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None,
     last: Last, found: Found, segments: Tensor, parts: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """The output (N, G, E) of the next token, which joins the last.
+    """The output (N, G, E) of the next token, which joins the last ones.
 
     q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G); segments (segments, FIELDS) int64, as `placed`
     gives them; parts (parts, 3) int32: a segment, and from where to where in it. All of them contiguous.

@@ -2,8 +2,8 @@
 
     python -m deadreckon.lab.powers --device cuda --lengths 16384 65536 262144 1048576 --save powers.md
 
-Power(p) with learned gates, one sequence, forward and backward, beside PyTorch's own causal attention while that takes
-no longer than a second; then one more token after a context of each length. Checked against float64 first.
+Power(p) with learned gates, one sequence, forward and backward, beside PyTorch's own causal attention, which has none,
+at the shorter lengths; then one more token after a context of each length. Checked against float64 first.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ FLIPFLOP = Experiment(
 def a5(layers: int) -> Experiment:
     """The word problem for transformers of so many layers."""
     return Experiment(
-        about=f"The A5 word problem: say the product of all permutations so far. {layers} layers.",
+        about=f"The A5 word problem: say the product of all permutations so far. {layers} layer{'s' * (layers > 1)}.",
         source="Yang et al. 2025, figure 2, on the task of Merrill, Petty and Sabharwal 2024: lengths 2 to 20, a fifth "
         "of the rows held out, solved where more than 90% of rows are right throughout. Width and budget are ours.",
         paper=Recipe(
