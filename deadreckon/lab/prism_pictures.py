@@ -39,8 +39,8 @@ def cursors_picture(trace: Trace, path: Path) -> None:
     sides, size = {"query": COLOURS[2], "key": COLOURS[5]}, len(trace.words)
     reach = int(max(modes.max() for modes in trace.modes.values())) + 2
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        width = min(18.0, 7 + 0.16 * size)
-        figure, grid = plt.subplots(2, 3, figsize=(width, 0.55 * width), layout="constrained")
+        width = min(18.0, 9.5 + 0.16 * size)  # titles need so much
+        figure, grid = plt.subplots(2, 3, figsize=(width, 0.5 * width), layout="constrained")
         for axes, side in zip(grid[:, 0], sides, strict=True):
             axes.imshow(
                 trace.gates[side].T.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest"
@@ -58,7 +58,8 @@ def cursors_picture(trace: Trace, path: Path) -> None:
                 label = f"{side} cursor {number}" if chosen else None
                 shape = {"linewidth": 2.5, "alpha": 1.0} if chosen else {"linewidth": 1.0, "alpha": 0.35}
                 modes.plot(range(size), places, color=colour, label=label, drawstyle="steps-mid", **shape)
-        modes.set(title="likeliest positions, all cursors of the head", ylabel="position")
+        modes.set(title="likeliest positions, all its cursors", ylabel="position")
+        modes.yaxis.get_major_locator().set_params(integer=True)
         modes.legend(frameon=False)
         attention.imshow(trace.attention.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         attention.set(title="attention of the head", ylabel="from")
