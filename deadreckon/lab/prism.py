@@ -114,7 +114,7 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
     every = max(1, recipe.steps // settings.evaluations)
     began, losses = time.perf_counter(), []
     for step in train(model, settings.make_task(), replace(recipe, curriculum=settings.curriculum())):
-        losses.append(step.loss)
+        losses.append(step.losses)  # still on the device: to read it is to wait
         if step.number % every and step.number != recipe.steps:
             continue
         seconds = time.perf_counter() - began
@@ -122,7 +122,8 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
             n: exact_match(model, settings.make_task(n), n, count=settings.count, batch_size=50)
             for n in settings.lengths
         }
-        loss = sum(losses[-50:]) / len(losses[-50:])
+        loss = float(torch.stack(losses[-50:]).mean())
+        losses.clear()
         results["evaluations"].append({"step": step.number, "seconds": seconds, "loss": loss, "exact": exact})
         results["best"] = best_by_length([one["exact"] for one in results["evaluations"]])
         scores = "  ".join(f"{n}: {100 * share:.0f}" for n, share in exact.items())
