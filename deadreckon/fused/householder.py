@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deadreckon.blockwise.climb import by_head
 from deadreckon.fused.operators import dense, gate_gradient, gradients_for, results, save
-from deadreckon.fused.tree import Tree
+from deadreckon.fused.tree import Kept, Tree
 from deadreckon.kernels.gates import gate_sums
 from deadreckon.kernels.leaf import LEAF, Leaves
 
@@ -61,40 +61,45 @@ def ascend_fields(
 
 @torch.library.custom_op("deadreckon::householder", mutates_args=())
 def householder_forward(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention along Householder routes, gated or not: output (B, T, Hq, E) and log-sum-exp (B·H, T padded, G)."""
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attention along Householder routes, gated or not.
+
+    Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), and :class:`Kept`, which is empty unless asked for.
+    """
     heads = k.shape[2]
     out, lse = results(q, k, v)
+    kept = Kept.room(q, k, v) if keep else None
     with torch.cuda.device_of(q):
         sums = None if log_gate is None else gate_sums(log_gate, heads)
         for first, count in _some_heads(lse):
             leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
-            Tree(leaves).ascend(out, lse[first : first + count])
-    return out, lse
+            Tree(leaves, kept).ascend(out, lse[first : first + count])
+    return out, lse, *(kept or Kept.nothing(q))
 
 
 @householder_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    return results(q, k, v)
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, keep: bool
+) -> tuple[Tensor, ...]:
+    return *results(q, k, v), *(Kept.room(q, k, v) if keep else Kept.nothing(q))
 
 
 @torch.library.custom_op("deadreckon::householder_backward", mutates_args=())
 def householder_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, out: Tensor,
-    lse: Tensor, scale: float,
+    lse: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor, inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta and, if there is one, log_gate."""
     heads, grad = k.shape[2], dense(grad)
+    kept = Kept(queries, keys, values, products, inverse)
     found = tuple(gradients_for(q, k, v, w, beta))
     sides = []
     with torch.cuda.device_of(q):
         sums = None if log_gate is None else gate_sums(log_gate, heads)
         for first, count in _some_heads(lse):
             leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
-            sides.append(Tree(leaves).descend(out, grad, lse[first : first + count], found))
+            sides.append(Tree(leaves, kept).descend(out, grad, lse[first : first + count], found))
     if log_gate is None:
         return list(found)
     by_query, by_key = (torch.cat(side) for side in zip(*sides, strict=True))
@@ -104,21 +109,27 @@ def householder_backward(
 @householder_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, out: Tensor,
-    lse: Tensor, scale: float,
+    lse: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor, inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     return gradients_for(q, k, v, w, beta, *([] if log_gate is None else [log_gate]))
 
 
-def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    save(ctx, inputs[:-1], output)
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     found = householder_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*found, None) if len(found) == 6 else (*found, None, None)
+    return (*found, None, None) if len(found) == 6 else (*found, None, None, None)
 
 
-householder_forward.register_autograd(_gradients, setup_context=save)
+householder_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def attend_householder(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
 ) -> Tensor:
     """See :func:`deadreckon.attend`; log_gate (B, T, H or Hq) -> (B, T, Hq, E)."""
-    return householder_forward(q, k, v, w, beta, log_gate, scale)[0]
+    inputs = q, k, v, w, beta, log_gate
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return householder_forward(*inputs, scale, keep)[0]

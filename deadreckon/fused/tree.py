@@ -84,31 +84,69 @@ def _grouped(x: Tensor) -> Tensor:
     return x.movedim(3, 1).unsqueeze(1)
 
 
+class Kept(NamedTuple):
+    """What the forward pass keeps of leaves for going back, all heads: to make it anew takes as long as it took."""
+
+    queries: Tensor  # frames, see `Frames`; empty where one leaf is all there is
+    keys: Tensor
+    values: Tensor
+    products: Tensor
+    inverse: Tensor  # (N, leaves, 64, 64): M⁻¹
+
+    @classmethod
+    def room(cls, q: Tensor, k: Tensor, v: Tensor) -> Kept:
+        """To be written to."""
+        heads, leaves = k.shape[0] * k.shape[2], -(-k.shape[1] // LEAF)
+        inverse = q.new_empty(heads, leaves, LEAF, LEAF)
+        return cls(*frames_for(q, k, v, heads), inverse) if leaves > 1 else cls.nothing(q)._replace(inverse=inverse)
+
+    @classmethod
+    def nothing(cls, q: Tensor) -> Kept:
+        """Where nobody will go back."""
+        return cls(*(q.new_empty(0) for _ in range(5)))
+
+
+def frames_for(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Frames:
+    """Room for the frames of so many key heads of q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E)."""
+    leaves, width = -(-k.shape[1] // LEAF), k.shape[3]
+    tokens, group = leaves * LEAF, q.shape[2] // k.shape[2]
+    return Frames(
+        buffer(q, heads, tokens, group, width), buffer(q, heads, tokens, width), buffer(q, heads, tokens, v.shape[3]),
+        q.new_empty(heads, leaves, width, width, dtype=torch.float32),
+    )  # fmt: skip
+
+
+def buffer(like: Tensor, heads: int, tokens: int, *shape: int) -> Tensor:
+    """(n, T, ...) with room for one more token in each head.
+
+    That gives cuDNN's plans, which PyTorch finds by the layout of q, k and v alone, a layout that is only used here,
+    always with the same layout of output and gradient.
+    """
+    return like.new_empty(heads, tokens + 1, *shape)[:, :tokens]
+
+
 class Tree:
     """The route tree over all tokens of some heads: leaves, blocks of leaves, and what is above them."""
 
-    def __init__(self, leaves: Leaves) -> None:
+    def __init__(self, leaves: Leaves, kept: Kept | None = None) -> None:
         self.leaves = leaves
         self.tokens = leaves.leaves * LEAF
         self.levels = list(levels(self.tokens, WALK * LEAF))
         self.count, self.group, self.dtype = leaves.taken, leaves.group, leaves.q.dtype
         some = slice(leaves.first, leaves.first + self.count)
         self.sums = None if leaves.sums is None else Sums(leaves.sums.left[some], leaves.sums.edge[some])
+        self.inverse = None if kept is None else kept.inverse[some]
         self.frames: Frames | None = None
         if leaves.leaves > 1:
-            width = leaves.k.shape[3]
-            self.frames = Frames(
-                *self.buffers(), self.buffer(leaves.v.shape[3]),
-                leaves.q.new_empty(self.count, leaves.leaves, width, width, dtype=torch.float32),
-            )  # fmt: skip
+            self.frames = (
+                frames_for(leaves.q, leaves.k, leaves.v, self.count)
+                if kept is None
+                else Frames(kept.queries[some], kept.keys[some], kept.values[some], kept.products[some])
+            )
 
     def buffer(self, *shape: int) -> Tensor:
-        """(n, T, ...) with room for one more token in each head.
-
-        That gives cuDNN's plans, which PyTorch finds by the layout of q, k and v alone, a layout that is only used
-        here, always with the same layout of output and gradient.
-        """
-        return self.leaves.q.new_empty(self.count, self.tokens + 1, *shape)[:, : self.tokens]
+        """(n, T, ...): see :func:`buffer`."""
+        return buffer(self.leaves.q, self.count, self.tokens, *shape)
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         """Room for queries and keys."""
@@ -122,7 +160,7 @@ class Tree:
         and the product of all steps.
         """
         part, lse = self.buffer(self.group, out.shape[3]), torch.empty_like(row)
-        self.leaves.forward(self.frames, part, lse)
+        self.leaves.forward(self.frames, self.inverse, part, lse)
         parts: list[Part] = []
         above = None
         if self.frames:
@@ -139,29 +177,25 @@ class Tree:
         width = out.shape[3]
         copies = self.buffer(self.group, width), self.buffer(self.group, width)
         delta, own = prepare(out, grad, lse, leaves.sums, leaves.k.shape[2], leaves.first, copies)
-        new = leaves.q.new_empty
-        back = Back(
-            new(self.count, leaves.leaves, LEAF, LEAF), copies[1], delta, own,
-            new(self.count, leaves.leaves, self.group, LEAF, LEAF), new(self.count, self.tokens, width),
-            torch.empty_like(lse), torch.empty_like(lse),
-        )  # fmt: skip
-        leaves.again(self.frames, back)
-        parts = [(back.values, 0, 1, self.tokens, 0)]
+        assert self.inverse is not None
+        back = Back(copies[1], delta, own, torch.zeros_like(lse), torch.zeros_like(lse))
         if self.frames is None:
-            leaves.backward(back, None, None, None, tuple(parts), found)
+            leaves.backward(self.inverse, back, None, None, None, (), found)
             return back.by_query, back.by_key
         walk = Walk(self.frames, self.sums, leaves.scale)
+        parts: list[tuple[Tensor, int, int, int, int]] = []
         if self.levels:
             above = Blocks(self, walk)
             passing = walk.again(above.frames.queries)
             grad_q, grad_k, grad_blocks = above.descend(back, copies[0], lse, parts)
-            grad_products, grad_suffixes = walk.backward(back, passing, grad_q, grad_k, above.suffixes)
+            grad_v, grad_products, grad_suffixes = walk.backward(back, passing, grad_q, grad_k, above.suffixes)
             assert grad_suffixes is not None
             walk.suffixes_back(above.suffixes, grad_suffixes, grad_blocks, grad_products)
         else:
             grad_q, grad_k = self.buffers()
-            grad_products, _ = walk.backward(back, walk.again(None), grad_q, grad_k, None)
-        leaves.backward(back, grad_q, grad_k, grad_products, tuple(parts), found)
+            grad_v, grad_products, _ = walk.backward(back, walk.again(None), grad_q, grad_k, None)
+        parts.append((grad_v, 0, 1, self.tokens, 0))
+        leaves.backward(self.inverse, back, grad_q, grad_k, grad_products, tuple(parts), found)
         return back.by_query, back.by_key
 
 

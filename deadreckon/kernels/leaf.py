@@ -65,12 +65,11 @@ def _place(LEAVES):
 
 @triton.jit
 def _leaf_forward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_frame_q, p_frame_k, p_values, p_products, p_out, p_lse,
-    p_inverse, p_do, p_delta, p_own, p_dz, p_dv, p_by_query, p_by_key, scale, scale2,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_frame_q, p_frame_k, p_values, p_products, p_inverse, p_out, p_lse, scale2,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
     s_fq, s_fk, s_fv, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
-    GATED: tl.constexpr, FRAMES: tl.constexpr, BACK: tl.constexpr,
+    GATED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     i_leaf, i_n = _place(LEAVES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
@@ -85,7 +84,7 @@ def _leaf_forward(
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
     b_ww = mul_exact(b_w, tl.trans(b_w), DTYPE)
     b_inverse = unit_lower_inverse(tl.where(strict, b_beta[:, None] * b_ww, 0.0), DTYPE)
-    if BACK:
+    if KEEP:
         p_inverse += (i_n * LEAVES + i_leaf) * 4096
         tl.store(p_inverse + i_row[:, None] * 64 + i_row[None, :], b_inverse.to(DTYPE))
     b_j = b_inverse * b_beta[None, :]
@@ -104,7 +103,6 @@ def _leaf_forward(
         store_tile(p_values + i_n * s_fv, token, E, b_v, E, BE)
         b_frame = b_k.to(tl.float32) - mul(tl.trans(b_y), b_w, DTYPE)
         store_tile(p_frame_k + i_n * s_fk, token, D, b_frame, D, BD)
-    b_dv = tl.zeros([64, BE], tl.float32)
     for g in range(GROUP):
         i_hq = i_h * GROUP + g
         b_q = load_rows(p_q + i_b * s_qb + i_hq * s_qh, token, s_qt, channel, m_token, D, BD)
@@ -118,29 +116,13 @@ def _leaf_forward(
             b_left = tl.load(p_gate + token)
             b_s += tl.where(lower, b_left[None, :] - b_left[:, None], 0.0)
         at = i_n * s_fl + token * GROUP + g
-        if BACK:
-            b_own = tl.load(p_own + at)
-            if GATED:
-                b_own += b_left  # it has the row's own gates, and b_s has them too
-            b_e = tl.where(lower, tl.exp2(b_s + b_own[:, None]), 0.0)
-            b_do = load_rows(p_do + i_n * s_fo + g * E, token, GROUP * E, value_channel, m_token, E, BE)
-            b_dv += mul(tl.trans(b_e.to(DTYPE)), b_do, DTYPE)
-            b_dz = b_e * (mul(b_do, tl.trans(b_v), DTYPE) - tl.load(p_delta + at)[:, None])
-            if GATED:
-                tl.store(p_by_query + at, tl.sum(b_dz, 1))
-                tl.store(p_by_key + at, tl.sum(b_dz, 0))
-            p_to = p_dz + ((i_n * LEAVES + i_leaf) * GROUP + g) * 4096
-            tl.store(p_to + i_row[:, None] * 64 + i_row[None, :], (b_dz * scale).to(DTYPE))
-        else:
-            b_s = tl.where(lower, b_s, float("-inf"))
-            b_max = tl.max(b_s, 1)
-            b_e = tl.exp2(b_s - b_max[:, None])
-            b_sum = tl.sum(b_e, 1)
-            b_o = mul(b_e, b_v, DTYPE) / b_sum[:, None]
-            store_tile(p_out + i_n * s_fo + g * E, token, GROUP * E, b_o, E, BE)
-            tl.store(p_lse + at, (b_max + tl.log2(b_sum)) * 0.6931471805599453)
-    if BACK:
-        store_tile(p_dv + i_n * LEAVES * 64 * E, token, E, b_dv, E, BE)
+        b_s = tl.where(lower, b_s, float("-inf"))
+        b_max = tl.max(b_s, 1)
+        b_e = tl.exp2(b_s - b_max[:, None])
+        b_sum = tl.sum(b_e, 1)
+        b_o = mul(b_e, b_v, DTYPE) / b_sum[:, None]
+        store_tile(p_out + i_n * s_fo + g * E, token, GROUP * E, b_o, E, BE)
+        tl.store(p_lse + at, (b_max + tl.log2(b_sum)) * 0.6931471805599453)
 
 
 @triton.jit
@@ -159,11 +141,12 @@ def sum_runs(b_total, runs, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.c
 
 @triton.jit
 def _leaf_backward(
-    p_q, p_k, p_w, p_beta, p_inverse, p_dz, p_frame_dq, p_frame_dk, p_dp, runs, p_dq, p_dk, p_dv, p_dw, p_dbeta,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
-    s_fq, s_fk, first, T, LEAVES, HEADS, GROUP,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_inverse, p_do, p_delta, p_own, p_by_query, p_by_key,
+    p_frame_dq, p_frame_dk, p_dp, runs, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
+    s_fq, s_fk, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
-    FRAMES: tl.constexpr, RUNS: tl.constexpr,
+    GATED: tl.constexpr, FRAMES: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     i_leaf, i_n = _place(LEAVES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
@@ -176,9 +159,6 @@ def _leaf_backward(
     strict = i_row[:, None] > i_row[None, :]
     square = i_row[:, None] * 64 + i_row[None, :]
     b_dv = sum_runs(tl.zeros([64, BE], tl.float32), runs, i_n, i_leaf, i_row, value_channel, E, BE, RUNS)
-    p_dv += (i_b * T * HEADS + i_h) * E
-    m_dv = m_token[:, None] & (value_channel < E)[None, :]
-    tl.store(p_dv + token[:, None] * (HEADS * E) + value_channel[None, :], b_dv.to(p_dv.dtype.element_ty), mask=m_dv)
     b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD).to(DTYPE)
     b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
@@ -191,10 +171,26 @@ def _leaf_backward(
     b_dw = tl.zeros([64, BD], tl.float32)
     for g in range(GROUP):
         b_q = load_rows(p_q + i_b * s_qb + (i_h * GROUP + g) * s_qh, token, s_qt, channel, m_token, D, BD)
-        b_dz = tl.load(p_dz + ((i_n * LEAVES + i_leaf) * GROUP + g) * 4096 + square)
-        b_dk += mul(tl.trans(b_dz), b_q, DTYPE)
         b_a = tl.where(lower, mul(b_q, tl.trans(b_w), DTYPE), 0.0).to(DTYPE)
         b_aj = mul(b_a, b_j, DTYPE).to(DTYPE)
+        if DTYPE == tl.float32:  # loaded anew, or its parts would stay in shared memory, of which there is too little
+            b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
+        b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_aj, b_c, DTYPE)) * scale2
+        at = i_n * s_fl + token * GROUP + g
+        b_own = tl.load(p_own + at)
+        if GATED:
+            p_gate = p_left + (i_b * GATES + (i_h * GROUP + g) // (HEADS * GROUP // GATES)) * LEAVES * 64
+            b_s += tl.load(p_gate + token)[None, :]  # those of the row are in its own term
+        b_e = tl.where(lower, tl.exp2(b_s + b_own[:, None]), 0.0)
+        b_do = load_rows(p_do + i_n * s_fo + g * E, token, GROUP * E, value_channel, m_token, E, BE)
+        b_dv += mul(tl.trans(b_e.to(DTYPE)), b_do, DTYPE)
+        b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
+        b_dz = b_e * (mul(b_do, tl.trans(b_v), DTYPE) - tl.load(p_delta + at)[:, None])
+        if GATED:
+            tl.store(p_by_query + at, tl.load(p_by_query + at) + tl.sum(b_dz, 1))
+            tl.store(p_by_key + at, tl.load(p_by_key + at) + tl.sum(b_dz, 0))
+        b_dz = (b_dz * scale).to(DTYPE)
+        b_dk += mul(tl.trans(b_dz), b_q, DTYPE)
         b_dc += mul(tl.trans(b_aj), b_dz, DTYPE)
         b_u = mul(b_dz, tl.trans(b_c), DTYPE)
         b_dq = mul(b_dz, b_k, DTYPE)
@@ -210,6 +206,9 @@ def _leaf_backward(
         tl.store(p_row + channel[None, :], b_dq.to(p_dq.dtype.element_ty), mask=m_to)
         b_dw += mul(tl.trans(b_da), b_q, DTYPE)
         b_dj += mul(tl.trans(b_a), b_u, DTYPE)
+    p_dv += (i_b * T * HEADS + i_h) * E
+    m_dv = m_token[:, None] & (value_channel < E)[None, :]
+    tl.store(p_dv + token[:, None] * (HEADS * E) + value_channel[None, :], b_dv.to(p_dv.dtype.element_ty), mask=m_dv)
     if FRAMES:
         b_frame = load_rows(p_frame_dk + i_n * s_fk, token, D, channel, m_token, D, BD)
         b_dk += b_frame.to(tl.float32)
@@ -278,59 +277,47 @@ class Leaves(NamedTuple):
         width, value_width = self.q.shape[3], self.v.shape[3]
         return {
             "D": width, "E": value_width, "BD": padded(width), "BE": padded(value_width),
-            "DTYPE": DTYPES[self.q.dtype],
+            "DTYPE": DTYPES[self.q.dtype], "GATED": self.sums is not None,
         }  # fmt: skip
 
-    def _leaf(self, frames: Frames | None, out: Tensor, lse: Tensor, back: Back | None) -> None:
+    def forward(self, frames: Frames | None, inverse: Tensor | None, out: Tensor, lse: Tensor) -> None:
+        """Writes frames, outputs (n, T, G, E) and their log-sum-exp (n, T, G), and inverses if they are kept."""
         some = self.q
         into = (some, some, some, some) if frames is None else frames
         steps = (0, 0, 0) if frames is None else tuple(x.stride(0) for x in frames[:3])
         _leaf_forward[(self.taken * self.leaves,)](
-            *self._inputs(), *into, out, lse, *(back or (some,) * 8), self.scale, self.scale * LOG2E, *self._strides(),
-            *steps, out.stride(0), lse.stride(0), *self._sizes(), **self._flags(), GATED=self.sums is not None,
-            FRAMES=frames is not None, BACK=back is not None, num_warps=4, num_stages=1,
-            **_registers(self.q, back is None),
+            *self._inputs(), *into, some if inverse is None else inverse, out, lse, self.scale * LOG2E,
+            *self._strides(), *steps, out.stride(0), lse.stride(0), *self._sizes(), **self._flags(),
+            FRAMES=frames is not None, KEEP=inverse is not None, num_warps=4, num_stages=1, **_registers(self.q),
         )  # fmt: skip
 
-    def forward(self, frames: Frames | None, out: Tensor, lse: Tensor) -> None:
-        """Writes frames, outputs (n, T, G, E) and their log-sum-exp (n, T, G)."""
-        self._leaf(frames, out, lse, None)
-
-    def again(self, frames: Frames | None, back: Back) -> None:
-        """Writes frames once more, and what of the backward pass belongs to logits inside leaves."""
-        self._leaf(frames, back.grad, back.delta, back)
-
     def backward(
-        self, back: Back, grad_q: Tensor | None, grad_k: Tensor | None, grad_products: Tensor | None,
+        self, inverse: Tensor, back: Back, grad_q: Tensor | None, grad_k: Tensor | None, grad_products: Tensor | None,
         parts: tuple[tuple[Tensor, int, int, int, int], ...], found: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
-        """Writes dq, dk, dv, dw, dbeta (found) from the gradients of logits, frames and products.
+        """Writes dq, dk, dv, dw, dbeta (found) from the gradients of outputs, frames and products.
 
-        parts: (dv, start, count, left, right) of runs, which add up to dv.
+        parts: (dv, start, count, left, right) of runs, which add up to dv with that of the leaves.
         """
-        q, k, _, w, beta, _ = self._inputs()
-        strides = tuple(size for x in (q, k, w, beta) for size in x.stride()[:3])
         _leaf_backward[(self.taken * self.leaves,)](
-            q, k, w, beta, back.inverse, back.logits, grad_q, grad_k, grad_products, parts, *found, *strides,
-            0 if grad_q is None else grad_q.stride(0), 0 if grad_k is None else grad_k.stride(0), *self._sizes()[:-1],
+            *self._inputs(), inverse, *back, grad_q, grad_k, grad_products, parts, *found,
+            self.scale, self.scale * LOG2E, *self._strides(), 0 if grad_q is None else grad_q.stride(0),
+            0 if grad_k is None else grad_k.stride(0), back.grad.stride(0), back.delta.stride(0), *self._sizes(),
             **self._flags(), FRAMES=grad_q is not None, RUNS=len(parts), num_warps=4, num_stages=1,
         )  # fmt: skip
 
 
-def _registers(q: Tensor, forward: bool) -> dict[str, int]:
+def _registers(q: Tensor) -> dict[str, int]:
     """Fewer registers than the compiler would take, where a third program on a multiprocessor is worth more."""
-    return {"maxnreg": 168} if forward and q.is_cuda and q.element_size() == 2 and q.shape[3] <= 64 else {}
+    return {"maxnreg": 168} if q.is_cuda and q.element_size() == 2 and q.shape[3] <= 64 else {}
 
 
 class Back(NamedTuple):
-    """What the backward pass hands from one look at the leaves to the next."""
+    """What the backward pass knows of each row, and what it adds up for gates."""
 
-    inverse: Tensor  # (n, leaves, 64, 64): M⁻¹
     grad: Tensor  # (n, T, G, E): of the output
     delta: Tensor  # (n, T, G)
     own: Tensor  # (n, T, G)
-    logits: Tensor  # (n, leaves, G, 64, 64): the gradients of logits inside leaves
-    values: Tensor  # (n, T, E): dv of leaves
     by_query: Tensor  # (n, T, G)
     by_key: Tensor  # (n, T, G)
 

@@ -170,7 +170,7 @@ def _gather(
         b_onward = load_tile(p_grad_k, key, D, D, BD)
         b_dk += through(b_onward, matrix(p_suffix + at, D, BD), True, DTYPE)
         store_matrix(p_grad_suffix + at, mul(tl.trans(b_k), b_onward, DTYPE), D, BD)
-    b_dv = load_tile(p_grad_v, key, E, E, BE).to(tl.float32)
+    b_dv = tl.zeros([64, BE], tl.float32)
     b_dp = tl.zeros([BD, BD], tl.float32)
     first = j // WALK * WALK
     slot = GROUP * 64 * D
@@ -280,9 +280,10 @@ class Walk:
 
     def backward(
         self, back: Back, passing: Tensor, grad_q: Tensor, grad_k: Tensor, suffixes: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Takes grad_q and grad_k from block to leaf; returns the gradients of products and, if any, of suffixes."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Takes grad_q and grad_k from block to leaf; returns gradients of values, products and, if any, suffixes."""
         _, k, v, products = self.frames
+        grad_v = v.new_empty(v.shape)
         passing_grad = torch.empty_like(passing)
         grad_products = torch.empty_like(products, dtype=k.dtype)
         grad_suffixes = None if suffixes is None else torch.empty_like(grad_products)
@@ -294,12 +295,12 @@ class Walk:
         )  # fmt: skip
         _gather[(self.count * self.leaves,)](
             k, v, k if suffixes is None else suffixes, *self.gates, back.grad, back.delta, back.own,
-            passing, passing_grad, grad_k, back.values, grad_products,
+            passing, passing_grad, grad_k, grad_v, grad_products,
             k if grad_suffixes is None else grad_suffixes, back.by_key, self.scale, self.scale * LOG2E,
-            *steps, grad_k.stride(0), back.values.stride(0), *self.sizes,
+            *steps, grad_k.stride(0), grad_v.stride(0), *self.sizes,
             **flags, num_stages=3 if self.narrow["BD"] == 64 else 1,
         )  # fmt: skip
-        return grad_products, grad_suffixes
+        return grad_v, grad_products, grad_suffixes
 
     def suffixes(self) -> tuple[Tensor, Tensor]:
         """For each leaf the product of those after it in its block (n, leaves, D, D), and those of blocks."""
