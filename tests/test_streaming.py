@@ -16,9 +16,8 @@ import deadreckon as dr
 from deadreckon.attention import attend_next
 from deadreckon.blockwise.decode import TokenDecoder, attend_token
 from deadreckon.blockwise.stream import Past, attend_stream
-from deadreckon.fused import tree
+from deadreckon.fused import STREAM, tree
 from deadreckon.fused.decode import KernelDecoder
-from deadreckon.fused.householder import ascend_fields
 from deadreckon.kernels import walk
 
 VOCABULARY = 13
@@ -69,7 +68,7 @@ def test_long_pieces_climb_by_kernels(gate: str | None, monkeypatch: pytest.Monk
         piece = {name: x[:, start:end] for name, x in leaves.items()}
         factors = dr.Factors(dr.Householder(piece["w"], piece["beta"]), piece.get("log_gate"))
         q, k, v = piece["q"], piece["k"], piece["v"]
-        outputs.append(attend_stream(q, k, v, factors, case.width**-0.5, past, ascend_fields))
+        outputs.append(attend_stream(q, k, v, factors, case.width**-0.5, past, STREAM))
     torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=0, atol=1e-5)
 
 

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from deadreckon.blockwise import attend_blockwise
 from deadreckon.blockwise.climb import LEAF, Climb, by_head, gates_by_head, leaf_tokens
 from deadreckon.blockwise.fold import Folded, fold, tokens_worth, unit_of
 from deadreckon.blockwise.power import chunk_tokens
 from deadreckon.blockwise.precision import lengths, usual_scale, work
-from deadreckon.blockwise.rotation import turned
+from deadreckon.blockwise.rotation import Turned, turned
 from deadreckon.blockwise.runs import Gate
 from deadreckon.blockwise.scores import EvenPower
-from deadreckon.factors import Factors, Power, Rotation, Score
+from deadreckon.factors import Factors, Householder, Power, Rotation, Score
 
 if TYPE_CHECKING:
     from deadreckon.blockwise.decode import Decoder
@@ -212,39 +213,62 @@ class Past:
             tokens, worth = tokens - taken, 1
 
 
-Ascend = Callable[[Tensor, Fields, float, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
-"""Softmax over whole leaves by kernels: output, log-sum-exp; queries, keys and product as `Climb` has them on top.
+class Ascended(NamedTuple):
+    """Softmax attention along Householder steps by kernels, and what goes on from there; N = B · H."""
 
-Of queries (N, T, G, D) and fields, a scale, and the number of sequences of which N is a multiple.
-"""
+    out: Tensor  # (B, T, Hq, E)
+    lse: Tensor  # (N, T padded, G)
+    queries: Tensor | None  # (N, T padded, G, D) in the frame of the first token, if they are to look further back
+    keys: Tensor  # (N, closed, D): the first ones, in the frame of the last of them
+    product: Tensor | None  # (N, D, D) of their steps, if there are any
+    sums: Tensor | None  # (N, 1 | G, T padded) of log gates up to each token, float64
+
+
+class Kernels(NamedTuple):
+    """What serves in place of PyTorch's operations."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, Factors, float, None], Tensor]
+    turned: Callable[[Tensor, Tensor, Tensor, Tensor | None, Rotation], Turned]
+    ascend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, int, bool], Ascended]
+    """Of q, k, v, w, beta, log_gate, scale, how many tokens to close, and whether queries go further back."""
 
 
 @torch.no_grad()
 def attend_stream(
-    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, ascend: Ascend | None = None
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels | None = None
 ) -> Tensor:
-    """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients.
-
-    With `ascend`, long pieces along Householder steps climb by kernels.
-    """
+    """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients."""
     transport, log_gate, score = factors
     batch, length, query_heads, _ = q.shape
     q, scale = usual_scale(q, scale)
     if isinstance(transport, Rotation):
-        start = None if past.phases is None else past.phases[:, -1:]
-        turn = turned(q, k, v, log_gate, transport, start)
-        phases = turn.phase
-        if past.phases is not None:
-            before = past.phases.expand(phases.shape[0], -1, *phases.shape[2:])
-            phases = torch.cat([before, phases[:, -LEAF - 1 :]], dim=1)
+        if past.phases is None:
+            turn = (kernels.turned if kernels else turned)(q, k, v, log_gate, transport)
+            phases = turn.phase
+        else:
+            turn = turned(q, k, v, log_gate, transport, past.phases[:, -1:])
+            before = past.phases.expand(turn.phase.shape[0], -1, *turn.phase.shape[2:])
+            phases = torch.cat([before, turn.phase[:, -LEAF - 1 :]], dim=1)
         past.phases = phases[:, -LEAF - 1 :]
-        output = attend_stream(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past)
-        return turn.back(output) if transport.values else output
+        return turn.back(
+            attend_stream(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past, kernels)
+        )
     heads, given = k.shape[2], q.dtype
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels take them
+    if isinstance(transport, Householder) and kernels:
+        waiting = 0 if past.waiting is None else past.waiting.length
+        if not past.segments or waiting + length > LEAF:
+            return _attend_tree(q, k, v, transport, log_gate, scale, past, kernels)
+    if transport is None and not past.segments and past.folded is None and not isinstance(score, Power):
+        output = (kernels.attend if kernels else attend_blockwise)(q, k, v, factors, scale, None)
+        fields = _fields(k, v, None, log_gate, given)
+        if log_gate is not None:
+            fields["sums"] = fields.pop("gates").mT.contiguous().cumsum(2).mT.contiguous()  # fast on a GPU, too
+        past.segments.append(Segment(fields))
+        return output
     if q.device.type == "cpu" or score != "softmax":  # where half precision gains nothing
         q = q.to(work(given))
-    fields: Fields = {name: by_head(x, heads).squeeze(2) for name, x in (("k", k), ("v", v))}  # in the dtype given
+    fields = _fields(k, v, transport, log_gate, given)
     queries = by_head(q, heads)
     size, folds = length, None  # to which power keys are folded, if they are
     if isinstance(score, Power):
@@ -253,33 +277,81 @@ def attend_stream(
         scale = 1.0
         if transport is None and score.form != "attention":
             size, folds = chunk_tokens(k.shape[3], score.p), score.p
-    if log_gate is not None:
-        fields["gates"] = gates_by_head(log_gate, heads)
-    if transport is not None:
-        fields["w"], fields["beta"] = (
-            by_head(x.to(work(given)).contiguous(), heads).squeeze(2) for x in (transport.w, transport.beta)
-        )
     output = q.new_empty(batch, length, heads, query_heads // heads, v.shape[3], dtype=given)
     for piece, close in _pieces(length, size, past, transport is not None):
         some = {name: x[:, piece] for name, x in fields.items()}
-        kernels = ascend if transport is not None and score == "softmax" and close else None
-        found = _attend_piece(queries[:, piece], some, score, scale, past, batch, close, kernels)
+        found = _attend_piece(queries[:, piece], some, score, scale, past, close)
         output[:, piece] = found.unflatten(0, (batch, heads)).transpose(1, 2)
         if folds is not None:
             past.fold(folds)
     return output.flatten(2, 3)
 
 
+def _fields(k: Tensor, v: Tensor, transport: Householder | None, log_gate: Tensor | None, given: torch.dtype) -> Fields:
+    """By head; keys and values in the dtype given."""
+    heads = k.shape[2]
+    fields: Fields = {name: by_head(x, heads).squeeze(2) for name, x in (("k", k), ("v", v))}
+    if log_gate is not None:
+        fields["gates"] = gates_by_head(log_gate, heads)
+    if transport is not None:
+        fields["w"], fields["beta"] = (
+            by_head(x.to(work(given)).contiguous(), heads).squeeze(2) for x in (transport.w, transport.beta)
+        )
+    return fields
+
+
+def _attend_tree(
+    q: Tensor, k: Tensor, v: Tensor, steps: Householder, log_gate: Tensor | None, scale: float, past: Past,
+    kernels: Kernels,
+) -> Tensor:  # fmt: skip
+    """A piece along Householder steps by kernels: tokens that wait and new ones are one tree, as in `attend`."""
+    (batch, length, heads, _), given = k.shape, q.dtype
+    w, beta, waiting = steps.w, steps.beta, past.waiting
+    if waiting is not None:  # their keys are needed again, their outputs are not
+
+        def after(name: str, x: Tensor) -> Tensor:
+            before = waiting[name].unflatten(0, (batch, heads)).transpose(1, 2)  # (N, S, ...) -> (B, S, H, ...)
+            return torch.cat([before.reshape(batch, -1, *x.shape[2:]), x], dim=1)
+
+        k, v, w, beta = after("k", k), after("v", v), after("w", w), after("beta", beta)
+        log_gate = None if log_gate is None else after("gates", log_gate)
+        q = pad(q, (0, 0, 0, 0, waiting.length, 0))
+    total = q.shape[1]
+    new, closed = slice(total - length, total), _closed(total)
+    found = kernels.ascend(q, k, v, w, beta, log_gate, scale, closed, bool(past.segments))
+    output = found.out[:, new]
+    if found.queries is not None:
+        first = _fields(k[:, :LEAF], v[:, :LEAF], None, None, given)
+        climb = _climb(by_head(q[:, :LEAF], heads), first, "softmax", scale)
+        out, row = by_head(output, heads).float(), found.lse[:, new]
+        sums = None if found.sums is None else found.sums[..., new].mT
+        _look_back(climb, found.queries[:, new].float(), sums, out, row, past)
+        output = out.unflatten(0, (batch, heads)).transpose(1, 2).flatten(2, 3).to(given)
+    gates = None if log_gate is None else log_gate[:, closed:]
+    rest = _fields(k[:, closed:], v[:, closed:], Householder(w[:, closed:], beta[:, closed:]), gates, given)
+    past.waiting = Segment({name: x.clone(memory_format=torch.contiguous_format) for name, x in rest.items()})
+    past.decoder = None
+    if found.product is not None:
+        values = by_head(v[:, :closed], heads).squeeze(2)
+        _close(past, found.keys, values, found.product, None if found.sums is None else found.sums[..., :closed])
+    return output
+
+
+def _closed(tokens: int) -> int:
+    """How many of so many become a segment, whole leaves of them: once there are two leaves, one always waits."""
+    return max(0, tokens // LEAF - 1) * LEAF
+
+
 def _pieces(length: int, size: int, past: Past, householder: bool) -> list[tuple[slice, bool]]:
     """The new tokens that, with those that wait, are closed to a segment; and the rest, which wait in turn.
 
-    A leaf of tokens always waits, once there are two. Leaves that are full without new tokens are closed here. Without
-    Householder steps nothing waits, and new tokens come `size` at a time.
+    Leaves that are full without new tokens are closed here. Without Householder steps nothing waits, and new tokens
+    come `size` at a time.
     """
     if not householder:
         return [(slice(start, min(start + size, length)), True) for start in range(0, length, size)]
     waiting = 0 if past.waiting is None else past.waiting.length
-    closed = max(0, (waiting + length) // LEAF - 1) * LEAF
+    closed = _closed(waiting + length)
     if closed > waiting:
         return [(slice(0, closed - waiting), True), (slice(closed - waiting, length), False)]
     if closed:
@@ -322,10 +394,7 @@ def _climb(queries: Tensor, fields: Fields, score: Score, scale: float) -> Climb
     return Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)
 
 
-def _attend_piece(
-    queries: Tensor, fields: Fields, score: Score, scale: float, past: Past, batch: int, close: bool,
-    ascend: Ascend | None,
-) -> Tensor:  # fmt: skip
+def _attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, past: Past, close: bool) -> Tensor:
     """The output (N, L, G, E) of one piece; the past is moved on."""
     length = queries.shape[1]
     if past.waiting is not None:  # their keys are needed again, their outputs are not
@@ -333,28 +402,24 @@ def _attend_piece(
         queries = pad(queries, (0, 0, 0, 0, fields["k"].shape[1] - length, 0))
         past.waiting = past.decoder = None
     total = queries.shape[1]
-    if ascend is not None and total > LEAF:
-        climb = _climb(queries[:, :LEAF], {name: x[:, :LEAF] for name, x in fields.items()}, score, scale)
-        climb.sums = fields["gates"].cumsum(1) if "gates" in fields else None
-        out, row, climb.queries, climb.keys, product = ascend(queries, fields, scale, batch)
-        climb.products = product.unsqueeze(1)
-        if past.segments:
-            out, climb.queries = out.float(), climb.queries.float()
-    else:
-        climb = _climb(queries, fields, score, scale)
-        out, row = climb.ascend(to_top=True)
+    climb = _climb(queries, fields, score, scale)
     new = slice(total - length, total)
-    _look_back(climb, new, out, row, past)
+    out, row = (x[:, new] for x in climb.ascend(to_top=True))
+    _look_back(climb, climb.queries[:, new], None if climb.sums is None else climb.sums[:, new], out, row, past)
     _move_on(climb, fields, total, past, close)
-    return climb.score.finish(out, row)[:, new]
+    return climb.score.finish(out, row)
 
 
-def _look_back(climb: Climb, new: slice, out: Tensor, row: Tensor, past: Past) -> None:
-    """Adds the segments, from the youngest to the oldest, to the rows of new tokens."""
+def _look_back(climb: Climb, queries: Tensor, sums: Tensor | None, out: Tensor, row: Tensor, past: Past) -> None:
+    """Adds the segments, from the youngest to the oldest, to the rows (N, L, G) of new tokens.
+
+    Their queries (N, L, G, D) are in the frame of the piece's first token, the sums (N, L, 1 | G) of gates count from
+    there.
+    """
     if climb.stock == "cudnn":  # which would plan anew for every length of the past
         climb.stock = "flash"
-    queries, out, row = (x[:, new].unsqueeze(1) for x in (climb.queries, out, row))
-    shift = None if climb.sums is None else climb.sums[:, new].unsqueeze(1)
+    queries, out, row = (x.unsqueeze(1) for x in (queries, out, row))
+    shift = None if sums is None else sums.unsqueeze(1)
     for segment in reversed(past.segments):
         keys, values = (segment[name].unsqueeze(1) for name in ("k", "v"))
         if climb.stock is None:
@@ -381,23 +446,28 @@ def _move_on(climb: Climb, fields: Fields, total: int, past: Past, close: bool) 
     if not close:
         past.waiting = Segment(fields)
         return
-    kept = {"k": fields["k"], "v": fields["v"]}
+    sums = None if climb.sums is None else climb.sums[:, :total]
     if climb.products is not None:
-        kept = {"k": climb.keys[:, :total].to(fields["k"].dtype).contiguous(), "v": fields["v"].contiguous()}
-        bias = gates = None
-        if climb.sums is not None:
-            sums = climb.sums[:, :total].mT
-            gates = sums[..., -1:].contiguous()
-            bias = (gates - sums).to(work(fields["k"].dtype)).contiguous()  # near the end, where it matters, exact
-        past.segments.append(Segment(kept, climb.products[:, 0], bias, gates))
-        while len(past.segments) > 1 and past.segments[-2].length <= past.segments[-1].length:
-            younger, older = past.segments.pop(), past.segments.pop()
-            past.segments.append(joined(older, younger))
+        keys = climb.keys[:, :total].to(fields["k"].dtype)
+        _close(past, keys, fields["v"], climb.products[:, 0], None if sums is None else sums.mT)
         return
+    kept = {"k": fields["k"], "v": fields["v"]}
     last = past.segments[-1] if past.segments and not past.segments[-1].shared else None
-    if climb.sums is not None:
-        kept["sums"] = climb.sums[:, :total] if last is None else climb.sums[:, :total] + last["sums"][:, -1:]
+    if sums is not None:
+        kept["sums"] = sums if last is None else sums + last["sums"][:, -1:]
     if last is None:
         past.segments.append(Segment(kept))
     else:
         last.append(kept)
+
+
+def _close(past: Past, keys: Tensor, values: Tensor, product: Tensor, sums: Tensor | None) -> None:
+    """Adds a segment: keys (N, S, D) in its last frame, values, all its steps, sums of log gates (N, 1 | G, S)."""
+    bias = total = None
+    if sums is not None:
+        total = sums[..., -1:].contiguous()
+        bias = (total - sums).to(work(keys.dtype)).contiguous()  # near the end, where it matters, exact
+    past.segments.append(Segment({"k": keys.contiguous(), "v": values.contiguous()}, product, bias, total))
+    while len(past.segments) > 1 and past.segments[-2].length <= past.segments[-1].length:
+        younger, older = past.segments.pop(), past.segments.pop()
+        past.segments.append(joined(older, younger))
