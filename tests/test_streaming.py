@@ -16,9 +16,8 @@ import deadreckon as dr
 from deadreckon.attention import attend_next
 from deadreckon.blockwise.decode import TokenDecoder, attend_token
 from deadreckon.blockwise.stream import Past, attend_stream
-from deadreckon.fused import STREAM, tree
+from deadreckon.fused import STREAM
 from deadreckon.fused.decode import KernelDecoder
-from deadreckon.kernels import walk
 
 VOCABULARY = 13
 DRAWN = ("random-rotation", "random-rotation-values", "randomized")  # afresh in each forward pass
@@ -56,10 +55,8 @@ def test_any_split_gives_the_same(transport: str | None, gate: str | None, score
 
 
 @pytest.mark.parametrize("gate", [None, "learned"])
-def test_long_pieces_climb_by_kernels(gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "WALK", 2)
-    monkeypatch.setattr(walk, "PASSED", 1)
-    monkeypatch.setattr(tree, "WALK", 2)
+@pytest.mark.usefixtures("short_walks")
+def test_long_pieces_climb_by_kernels(gate: str | None) -> None:
     case = Case("householder", gate, length=600, batch=1)
     leaves = {name: x.float() for name, x in case.inputs().items()}
     expected = case.attend({name: x.double() for name, x in leaves.items()})

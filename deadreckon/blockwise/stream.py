@@ -255,7 +255,7 @@ def attend_stream(
         )
     heads, given = k.shape[2], q.dtype
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels take them
-    if isinstance(transport, Householder) and kernels:
+    if isinstance(transport, Householder) and score == "softmax" and kernels:
         waiting = 0 if past.waiting is None else past.waiting.length
         if not past.segments or waiting + length > LEAF:
             return _attend_tree(q, k, v, transport, log_gate, scale, past, kernels)

@@ -34,23 +34,23 @@ def directions(w: Tensor) -> Tensor:
 
 
 def ascend(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, closed: int,
-    to_top: bool,
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, closed: int = 0,
+    to_top: bool = False,
 ) -> Ascended:  # fmt: skip
-    """What :func:`attend_householder` does, and what a sequence that comes in pieces needs beside it."""
+    """Attention along Householder routes, gated or not, and what a sequence that comes in pieces keeps of it."""
     heads, w = k.shape[2], directions(w)
     out, lse = results(q, k, v)
     keys = k.new_empty(lse.shape[0], closed, k.shape[3])
-    products, queries, running = [], [], None
+    products, queries, running = list[Tensor](), list[Tensor](), None
     with torch.cuda.device_of(q):
         sums = None if log_gate is None else gate_sums(log_gate, heads)
         for first, count in _some_heads(lse):
             some = slice(first, first + count)
             part = Closed(keys[some]) if closed else None
             top = Tree(Leaves(q, k, v, w, beta, sums, scale, first, count)).ascend(out, lse[some], part, to_top)
-            queries += [] if top is None else [top]
             products += [] if part is None else [part.product]
-        if sums is not None:
+            queries += [] if top is None else [top]
+        if sums is not None and (closed or to_top):
             running = (sums.edge.unsqueeze(-1) - sums.left.unflatten(2, (-1, LEAF))).flatten(2) * math.log(2)
     return Ascended(out, lse, _together(queries), keys, _together(products), running)
 
@@ -64,14 +64,7 @@ def householder_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention along Householder routes, gated or not: output (B, T, Hq, E) and log-sum-exp (B·H, T padded, G)."""
-    heads = k.shape[2]
-    out, lse = results(q, k, v)
-    with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, heads)
-        for first, count in _some_heads(lse):
-            leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
-            Tree(leaves).ascend(out, lse[first : first + count])
-    return out, lse
+    return ascend(q, k, v, w, beta, log_gate, scale)[:2]
 
 
 @householder_forward.register_fake

@@ -21,6 +21,7 @@ from deadreckon.kernels.tiles import DTYPES, matrix, mul, mul_exact, padded, sto
 
 ROWS = 64  # of a tile
 CHUNK = 16  # tiles that one program adds up
+FEW, SHORT = 264, 4  # with fewer programs than two on each of an H200's multiprocessors, one crosses with fewer tiles
 
 
 class Side(NamedTuple):
@@ -157,8 +158,8 @@ def _sizes(x: Tensor) -> dict[str, Any]:
     return {"D": width, "BD": padded(width), "DTYPE": DTYPES[x.dtype]}
 
 
-def _chunks(side: Side) -> tuple[int, dict[str, int]]:
-    tiles = min(CHUNK, triton.cdiv(side.rows, ROWS))
+def _chunks(side: Side, most: int = CHUNK) -> tuple[int, dict[str, int]]:
+    tiles = min(most, triton.cdiv(side.rows, ROWS))
     return triton.cdiv(side.rows, ROWS * tiles), {"BM": ROWS, "TILES": tiles}
 
 
@@ -172,6 +173,8 @@ def cross(
     D), if it shall be kept.
     """
     chunks, tiles = _chunks(side)
+    if x.shape[0] * side.blocks * chunks < FEW:
+        chunks, tiles = _chunks(side, SHORT)
     kept = x.new_empty(x.shape[0], side.blocks, side.rows, x.shape[-1]) if keep else None
     to = x if to is None else to
     _cross[(x.shape[0] * side.blocks * chunks,)](
