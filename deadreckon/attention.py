@@ -14,7 +14,8 @@ from torch import Tensor
 
 from deadreckon.blockwise import attend_blockwise
 from deadreckon.blockwise.decode import Decoder, TokenDecoder, attend_token
-from deadreckon.blockwise.stream import Kernels, Past, attend_stream
+from deadreckon.blockwise.past import Past
+from deadreckon.blockwise.stream import Kernels, attend_stream
 from deadreckon.checks import check_tensor, shape_of
 from deadreckon.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.reference import attend_reference

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deadreckon as dr
 from deadreckon.blockwise.decode import attend_token
-from deadreckon.blockwise.stream import Past, attend_stream
+from deadreckon.blockwise.past import Past
+from deadreckon.blockwise.stream import attend_stream
 from deadreckon.fused import STREAM
 from deadreckon.fused.decode import KernelDecoder
 from deadreckon.kernels import frames

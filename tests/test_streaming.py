@@ -15,7 +15,8 @@ from transformers import DynamicCache
 import deadreckon as dr
 from deadreckon.attention import attend_next
 from deadreckon.blockwise.decode import TokenDecoder, attend_token
-from deadreckon.blockwise.stream import Past, attend_stream
+from deadreckon.blockwise.past import Past
+from deadreckon.blockwise.stream import attend_stream
 from deadreckon.fused import STREAM
 from deadreckon.fused.decode import KernelDecoder
 
