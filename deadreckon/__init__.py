@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deadreckon.attention import IMPLEMENTATIONS, attend, attend_next, share_in_reach
-    from deadreckon.blockwise.stream import Past
+    from deadreckon.blockwise.past import Past
     from deadreckon.encoding import Context, Encoding, Sizes, parameter_groups
     from deadreckon.encodings import ENCODINGS
     from deadreckon.factors import Factors, Householder, Power, Rotation
@@ -42,7 +42,7 @@ _HOME = {
     "superpose": "histogram",
     "AttentionLayer": "layer",
     "LayerState": "state",
-    "Past": "blockwise.stream",
+    "Past": "blockwise.past",
     "DeadReckonConfig": "model",
     "DeadReckonModel": "model",
     "DeadReckonForCausalLM": "model",

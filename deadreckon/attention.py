@@ -14,7 +14,8 @@ from torch import Tensor
 
 from deadreckon.blockwise import attend_blockwise
 from deadreckon.blockwise.decode import Decoder, TokenDecoder, attend_token
-from deadreckon.blockwise.stream import Ascend, Past, attend_stream
+from deadreckon.blockwise.past import Past
+from deadreckon.blockwise.stream import Kernels, attend_stream
 from deadreckon.checks import check_tensor, shape_of
 from deadreckon.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.reference import attend_reference
@@ -147,16 +148,16 @@ def attend_next(
     factors = Factors(transport, _check_gate(log_gate, q, k), score)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        ascend: Ascend | None = None
+        kernels: Kernels | None = None
         make: Callable[[Past, int], Decoder] = TokenDecoder
-        if isinstance(transport, Householder) and q.is_cuda and _reason_against_kernels(q, v, factors) is None:
+        if q.is_cuda and _reason_against_kernels(q, v, factors) is None:
+            from deadreckon.fused import STREAM
             from deadreckon.fused.decode import KernelDecoder
-            from deadreckon.fused.householder import ascend_fields
 
-            ascend, make = ascend_fields, KernelDecoder
+            kernels, make = STREAM, KernelDecoder
         if isinstance(transport, Householder) and score == "softmax" and q.shape[1] == 1 and past.waiting is not None:
             return attend_token(q, k, v, transport, factors.log_gate, scale, past, make)
-        return attend_stream(q, k, v, factors, scale, past, ascend)
+        return attend_stream(q, k, v, factors, scale, past, kernels)
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from deadreckon.blockwise.stream import Past
+from deadreckon.blockwise.past import Past
 
 
 @dataclass

@@ -17,7 +17,8 @@ from triton.runtime.jit import JITFunction
 
 import deadreckon.fused.tree
 from deadreckon.blockwise.decode import attend_token
-from deadreckon.blockwise.stream import Past, attend_stream
+from deadreckon.blockwise.past import Past
+from deadreckon.blockwise.stream import attend_stream
 from deadreckon.factors import Factors, Householder, Rotation
 from deadreckon.fused import attend_fused
 from deadreckon.fused.decode import KernelDecoder

@@ -19,3 +19,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of two leaves, so that a few hundred tokens have several levels, and a head at a time."""
+    from deadreckon.fused import householder, tree
+    from deadreckon.kernels import walk
+
+    monkeypatch.setattr(walk, "WALK", 2)
+    monkeypatch.setattr(walk, "PASSED", 1)
+    monkeypatch.setattr(tree, "WALK", 2)
+    monkeypatch.setattr(householder, "ROWS", 64)

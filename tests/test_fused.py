@@ -15,8 +15,7 @@ from cases import Case, relative_errors, run
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.fused import householder, tree
-from deadreckon.kernels import gates, walk
+from deadreckon.kernels import gates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = ("w", "beta", "angles", "log_gate")
@@ -47,15 +46,6 @@ GPU_CASES = [
     Case("rotation", None, "stick-breaking", length=577, width=64, value_width=64),
     Case("rotation", "learned", dr.Power(2, form="chunked"), length=1300, width=64, value_width=64),
 ]
-
-
-@pytest.fixture
-def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of two leaves, so that a few hundred tokens have several levels, and a head at a time."""
-    monkeypatch.setattr(walk, "WALK", 2)
-    monkeypatch.setattr(walk, "PASSED", 1)
-    monkeypatch.setattr(tree, "WALK", 2)
-    monkeypatch.setattr(householder, "ROWS", 64)
 
 
 def check(case: Case) -> None:

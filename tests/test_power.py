@@ -19,8 +19,8 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.attention import attend_next
 from deadreckon.blockwise import power
+from deadreckon.blockwise.past import Past
 from deadreckon.blockwise.power import form_for
-from deadreckon.blockwise.stream import Past
 from deadreckon.blockwise.symmetric import dimension, multiplicities, symmetric_power
 from deadreckon.lab.bench import peak_bytes
 

@@ -15,11 +15,10 @@ from transformers import DynamicCache
 import deadreckon as dr
 from deadreckon.attention import attend_next
 from deadreckon.blockwise.decode import TokenDecoder, attend_token
-from deadreckon.blockwise.stream import Past, attend_stream
-from deadreckon.fused import tree
+from deadreckon.blockwise.past import Past
+from deadreckon.blockwise.stream import attend_stream
+from deadreckon.fused import STREAM
 from deadreckon.fused.decode import KernelDecoder
-from deadreckon.fused.householder import ascend_fields
-from deadreckon.kernels import walk
 
 VOCABULARY = 13
 DRAWN = ("random-rotation", "random-rotation-values", "randomized")  # afresh in each forward pass
@@ -57,10 +56,8 @@ def test_any_split_gives_the_same(transport: str | None, gate: str | None, score
 
 
 @pytest.mark.parametrize("gate", [None, "learned"])
-def test_long_pieces_climb_by_kernels(gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "WALK", 2)
-    monkeypatch.setattr(walk, "PASSED", 1)
-    monkeypatch.setattr(tree, "WALK", 2)
+@pytest.mark.usefixtures("short_walks")
+def test_long_pieces_climb_by_kernels(gate: str | None) -> None:
     case = Case("householder", gate, length=600, batch=1)
     leaves = {name: x.float() for name, x in case.inputs().items()}
     expected = case.attend({name: x.double() for name, x in leaves.items()})
@@ -69,7 +66,7 @@ def test_long_pieces_climb_by_kernels(gate: str | None, monkeypatch: pytest.Monk
         piece = {name: x[:, start:end] for name, x in leaves.items()}
         factors = dr.Factors(dr.Householder(piece["w"], piece["beta"]), piece.get("log_gate"))
         q, k, v = piece["q"], piece["k"], piece["v"]
-        outputs.append(attend_stream(q, k, v, factors, case.width**-0.5, past, ascend_fields))
+        outputs.append(attend_stream(q, k, v, factors, case.width**-0.5, past, STREAM))
     torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=0, atol=1e-5)
 
 

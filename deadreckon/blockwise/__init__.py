@@ -28,8 +28,7 @@ def attend_blockwise(
     q, scale = usual_scale(q, scale)
     if isinstance(transport, Rotation):
         turn = turned(q, k, v, log_gate, transport)
-        output = attend_blockwise(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, None)
-        return turn.back(output) if transport.values else output
+        return turn.back(attend_blockwise(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, None))
     if isinstance(score, Power) and transport is None:
         return attend_power(q, k, v, log_gate, score)
     if score == "softmax" and log_gate is None and transport is None and backend_for(q):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from deadreckon.blockwise.climb import LEAF
+from deadreckon.blockwise.past import Past, Segment
 from deadreckon.blockwise.precision import usual_scale, work
-from deadreckon.blockwise.stream import Past, Segment, climb_alone, close_waiting
+from deadreckon.blockwise.stream import climb_alone, close_waiting
 from deadreckon.factors import Householder
 
 ROOM = LEAF + 128  # tokens of the tail, all but a leaf of which are closed when it is full

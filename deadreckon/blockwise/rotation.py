@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,13 +39,8 @@ class Turned(NamedTuple):
     k: Tensor
     v: Tensor
     log_gate: Tensor | None
-    cos: Tensor
-    sin: Tensor
-    phase: Tensor
-
-    def back(self, output: Tensor) -> Tensor:
-        """Turns an output of turned values back into its own token's frame."""
-        return _rotate(output, self.cos, -self.sin)
+    phase: Tensor  # (B or 1, T, Hr, D/2) float64, or of the last tokens alone
+    back: Callable[[Tensor], Tensor]  # takes an output to its own token's frame, if values are turned
 
 
 def turned(
@@ -56,7 +52,9 @@ def turned(
     angle = phase.to(work(q.dtype))
     cos, sin = angle.cos(), angle.sin()
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    return Turned(q, k, _rotate(v, cos, sin) if rotation.values else v, log_gate, cos, sin, phase)
+    if not rotation.values:
+        return Turned(q, k, v, log_gate, phase, lambda output: output)
+    return Turned(q, k, _rotate(v, cos, sin), log_gate, phase, lambda output: _rotate(output, cos, -sin))
 
 
 def for_each_query_head(

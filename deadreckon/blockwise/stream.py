@@ -15,236 +15,80 @@ values do, all but the last leaf are folded into it, and from then on a leaf at 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from deadreckon.blockwise import attend_blockwise
 from deadreckon.blockwise.climb import LEAF, Climb, by_head, gates_by_head, leaf_tokens
-from deadreckon.blockwise.fold import Folded, fold, tokens_worth, unit_of
+from deadreckon.blockwise.fold import unit_of
+from deadreckon.blockwise.past import Fields, Past, Segment, joined
 from deadreckon.blockwise.power import chunk_tokens
 from deadreckon.blockwise.precision import lengths, usual_scale, work
-from deadreckon.blockwise.rotation import turned
+from deadreckon.blockwise.rotation import Turned, turned
 from deadreckon.blockwise.runs import Gate
 from deadreckon.blockwise.scores import EvenPower
-from deadreckon.factors import Factors, Power, Rotation, Score
-
-if TYPE_CHECKING:
-    from deadreckon.blockwise.decode import Decoder
-
-Fields = dict[str, Tensor]
-Change = Callable[[Tensor], Tensor]
+from deadreckon.factors import Factors, Householder, Power, Rotation, Score
 
 
-class Segment:
-    """Some neighbouring tokens, (N, S, ...) of each field, with room to grow.
+class Ascended(NamedTuple):
+    """Softmax attention along Householder steps by kernels, and what goes on from there; N = B · H."""
 
-    Closed segments hold keys and values. Where their end still moves, gates are there as running sums, (N, S, 1 | G);
-    with Householder steps, which do not end later, as the sums from each token to the end, `bias` (N, 1 | G, S), and
-    of all, `total` (N, 1 | G, 1), beside the product of the steps (N, D, D).
-    """
-
-    def __init__(
-        self, fields: Fields, product: Tensor | None = None, bias: Tensor | None = None, total: Tensor | None = None
-    ) -> None:
-        self.storage = fields
-        self.length = next(iter(fields.values())).shape[1]
-        self.product, self.bias, self.total = product, bias, total
-        self.shared = False  # with another continuation: what is in it stays as it is
-        self.owned = False  # storage may be somebody else's, until it has grown
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.storage[name][:, : self.length]
-
-    def fields(self) -> Fields:
-        """Without the room."""
-        return {name: self[name] for name in self.storage}
-
-    @property
-    def sums(self) -> Tensor | None:
-        return self["sums"] if "sums" in self.storage else None
-
-    def gates(self) -> tuple[Tensor, Tensor] | None:
-        """The sums of log gates from each token to the end, (N, S, 1 | G), and of all, (N, 1, 1 | G)."""
-        if self.sums is not None:
-            return self.sums[:, -1:] - self.sums, self.sums[:, -1:]
-        return None if self.bias is None or self.total is None else (self.bias.mT, self.total.mT)
-
-    def append(self, fields: Fields) -> None:
-        """Adds tokens at the end. Full storage grows by a sixteenth, which costs as much as a lookup."""
-        added = next(iter(fields.values())).shape[1]
-        for name, new in fields.items():
-            held = self.storage[name]
-            if not self.owned or self.length + added > held.shape[1]:
-                room = max(self.length + added, self.length + self.length // 16, 64)
-                grown = held.new_empty(held.shape[0], room, *held.shape[2:])
-                grown[:, : self.length] = held[:, : self.length]
-                self.storage[name] = grown
-            self.storage[name][:, self.length : self.length + added] = new
-        self.length += added
-        self.owned = True
-
-    def shortened(self, tokens: int) -> Segment:
-        """Without its last tokens; storage is the same, and written to again by one continuation alone."""
-        assert self.product is None
-        shorter = Segment(self.storage)
-        shorter.length, shorter.shared, shorter.owned = self.length - tokens, self.shared, self.owned
-        return shorter
-
-    def later(self, tokens: int) -> Segment:
-        """Without its first tokens, in storage of its own."""
-        fields = {name: self[name][:, tokens:].clone() for name in self.storage}
-        if self.sums is not None:
-            fields["sums"] -= self.sums[:, tokens - 1 : tokens]
-        return Segment(fields)
-
-    def map(self, change: Change) -> Segment:
-        """A segment of its own, every tensor changed along its first dimension."""
-        fields = {name: change(x) for name, x in self.fields().items()}
-        return Segment(fields, *(None if x is None else change(x) for x in (self.product, self.bias, self.total)))
-
-    def tensors(self) -> list[Tensor]:
-        """Everything held."""
-        return [*self.storage.values(), *(x for x in (self.product, self.bias, self.total) if x is not None)]
-
-    def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.tensors())
+    out: Tensor  # (B, T, Hq, E)
+    lse: Tensor  # (N, T padded, G)
+    queries: Tensor | None  # (N, T padded, G, D) in the frame of the first token, if they are to look further back
+    keys: Tensor  # (N, closed, D): the first ones, in the frame of the last of them
+    product: Tensor | None  # (N, D, D) of their steps, if there are any
+    sums: Tensor | None  # (N, 1 | G, T padded) of log gates up to each token, float64
 
 
-def joined(older: Segment, younger: Segment) -> Segment:
-    """One segment from two neighbours: the older keys cross the younger's steps."""
-    assert older.product is not None
-    assert younger.product is not None
-    keys = (older["k"].to(younger.product.dtype) @ younger.product).to(older["k"].dtype)
-    fields = {"k": torch.cat([keys, younger["k"]], dim=1), "v": torch.cat([older["v"], younger["v"]], dim=1)}
-    bias = total = None
-    if older.bias is not None and younger.bias is not None:
-        assert older.total is not None
-        assert younger.total is not None
-        bias = torch.cat([(older.bias + younger.total).to(older.bias.dtype), younger.bias], dim=2)
-        total = older.total + younger.total
-    return Segment(fields, older.product @ younger.product, bias, total)
+class Kernels(NamedTuple):
+    """What serves in place of PyTorch's operations."""
 
-
-@dataclass
-class Past:
-    """All that attention needs of the tokens behind it.
-
-    Attributes:
-        segments: from the oldest to the youngest.
-        waiting: the last tokens as they came (Householder steps only).
-        phases: sums of step angles up to each of the last tokens, one more than it is possible to go back.
-        longest: what keys are divided by, with powers.
-        decoder: what it takes to go on by single tokens; it alone writes to `waiting` in place.
-        folded: all tokens before the segments, with powers.
-    """
-
-    segments: list[Segment] = field(default_factory=list)
-    waiting: Segment | None = None
-    phases: Tensor | None = None
-    longest: Tensor | None = None
-    folded: Folded | None = None
-    decoder: Decoder | None = None
-
-    def fork(self) -> Past:
-        """Another continuation. Segments are shared from here on, not copied."""
-        for segment in self.segments:
-            segment.shared = True
-        waiting = None if self.waiting is None else Segment(self.waiting.fields())
-        return replace(self, segments=list(self.segments), waiting=waiting, decoder=None)
-
-    def map(self, batch: int, change: Change) -> Past:
-        """Every tensor changed along the batch, of which this holds `batch` rows: reordered, repeated, moved."""
-
-        def by_row(x: Tensor) -> Tensor:  # N = B · H
-            return change(x.unflatten(0, (batch, -1))).flatten(0, 1)
-
-        return Past(
-            [segment.map(by_row) for segment in self.segments],
-            None if self.waiting is None else self.waiting.map(by_row),
-            self.phases if self.phases is None or self.phases.shape[0] == 1 else change(self.phases),
-            None if self.longest is None else by_row(self.longest),
-            None if self.folded is None else Folded(*map(by_row, self.folded)),
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """Everything held, once."""
-        held = [*self.segments, *(part for part in (self.waiting, self.decoder) if part is not None)]
-        found = [x for part in held for x in part.tensors()]
-        return found + [x for x in (self.phases, self.longest, *(self.folded or ())) if x is not None]
-
-    @property
-    def croppable(self) -> int:
-        """By how many tokens it can go back: those that are folded are beyond recall."""
-        waiting = 0 if self.waiting is None else self.waiting.length
-        allowed = waiting + sum(segment.length for segment in self.segments if segment.product is None)
-        return allowed if self.phases is None else min(allowed, self.phases.shape[1] - 1)
-
-    def crop(self, tokens: int) -> None:
-        """Goes back by so many tokens, but not to the beginning."""
-        assert tokens <= self.croppable
-        if self.phases is not None:
-            self.phases = self.phases[:, : self.phases.shape[1] - tokens]
-        if self.waiting is not None:
-            self.waiting = self.waiting.shortened(tokens) if tokens < self.waiting.length else None
-            self.decoder = None
-            return
-        while tokens and tokens >= self.segments[-1].length:
-            tokens -= self.segments.pop().length
-        if tokens:
-            self.segments[-1] = self.segments[-1].shortened(tokens)
-
-    def fold(self, p: int) -> None:
-        """Folds all but the last leaf of tokens, where that saves room: a leaf at a time once there is a state."""
-        assert self.longest is not None
-        first = self.segments[0]
-        worth = LEAF if self.folded else tokens_worth(first["k"], first["v"], first.sums, p)
-        tokens = sum(segment.length for segment in self.segments) - LEAF
-        while tokens >= worth:
-            segment = self.segments.pop(0)
-            taken = min(tokens, segment.length)
-            k, v, sums = segment["k"][:, :taken], segment["v"][:, :taken], segment.sums
-            self.folded = fold(self.folded, k, v, None if sums is None else sums[:, :taken], self.longest, p)
-            if taken < segment.length:
-                self.segments.insert(0, segment.later(taken))
-            tokens, worth = tokens - taken, 1
-
-
-Ascend = Callable[[Tensor, Fields, float, int], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
-"""Softmax over whole leaves by kernels: output, log-sum-exp; queries, keys and product as `Climb` has them on top.
-
-Of queries (N, T, G, D) and fields, a scale, and the number of sequences of which N is a multiple.
-"""
+    attend: Callable[[Tensor, Tensor, Tensor, Factors, float, None], Tensor]
+    turned: Callable[[Tensor, Tensor, Tensor, Tensor | None, Rotation], Turned]
+    ascend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, int, bool], Ascended]
+    """Of q, k, v, w, beta, log_gate, scale, how many tokens to close, and whether queries go further back."""
 
 
 @torch.no_grad()
 def attend_stream(
-    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, ascend: Ascend | None = None
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels | None = None
 ) -> Tensor:
-    """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients.
-
-    With `ascend`, long pieces along Householder steps climb by kernels.
-    """
+    """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients."""
     transport, log_gate, score = factors
     batch, length, query_heads, _ = q.shape
     q, scale = usual_scale(q, scale)
     if isinstance(transport, Rotation):
-        start = None if past.phases is None else past.phases[:, -1:]
-        turn = turned(q, k, v, log_gate, transport, start)
-        phases = turn.phase
-        if past.phases is not None:
-            before = past.phases.expand(phases.shape[0], -1, *phases.shape[2:])
-            phases = torch.cat([before, phases[:, -LEAF - 1 :]], dim=1)
+        if past.phases is None:
+            turn = (kernels.turned if kernels else turned)(q, k, v, log_gate, transport)
+            phases = turn.phase
+        else:
+            turn = turned(q, k, v, log_gate, transport, past.phases[:, -1:])
+            before = past.phases.expand(turn.phase.shape[0], -1, *turn.phase.shape[2:])
+            phases = torch.cat([before, turn.phase[:, -LEAF - 1 :]], dim=1)
         past.phases = phases[:, -LEAF - 1 :]
-        output = attend_stream(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past)
-        return turn.back(output) if transport.values else output
+        return turn.back(
+            attend_stream(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past, kernels)
+        )
     heads, given = k.shape[2], q.dtype
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels take them
+    if isinstance(transport, Householder) and score == "softmax" and kernels:
+        waiting = 0 if past.waiting is None else past.waiting.length
+        if not past.segments or waiting + length > LEAF:
+            return _attend_tree(q, k, v, transport, log_gate, scale, past, kernels)
+    if transport is None and not past.segments and past.folded is None and not isinstance(score, Power):
+        output = (kernels.attend if kernels else attend_blockwise)(q, k, v, factors, scale, None)
+        fields = _fields(k, v, None, log_gate, given)
+        if log_gate is not None:
+            fields["sums"] = fields.pop("gates").mT.contiguous().cumsum(2).mT.contiguous()  # fast on a GPU, too
+        past.segments.append(Segment(fields))
+        return output
     if q.device.type == "cpu" or score != "softmax":  # where half precision gains nothing
         q = q.to(work(given))
-    fields: Fields = {name: by_head(x, heads).squeeze(2) for name, x in (("k", k), ("v", v))}  # in the dtype given
+    fields = _fields(k, v, transport, log_gate, given)
     queries = by_head(q, heads)
     size, folds = length, None  # to which power keys are folded, if they are
     if isinstance(score, Power):
@@ -253,33 +97,81 @@ def attend_stream(
         scale = 1.0
         if transport is None and score.form != "attention":
             size, folds = chunk_tokens(k.shape[3], score.p), score.p
-    if log_gate is not None:
-        fields["gates"] = gates_by_head(log_gate, heads)
-    if transport is not None:
-        fields["w"], fields["beta"] = (
-            by_head(x.to(work(given)).contiguous(), heads).squeeze(2) for x in (transport.w, transport.beta)
-        )
     output = q.new_empty(batch, length, heads, query_heads // heads, v.shape[3], dtype=given)
     for piece, close in _pieces(length, size, past, transport is not None):
         some = {name: x[:, piece] for name, x in fields.items()}
-        kernels = ascend if transport is not None and score == "softmax" and close else None
-        found = _attend_piece(queries[:, piece], some, score, scale, past, batch, close, kernels)
+        found = _attend_piece(queries[:, piece], some, score, scale, past, close)
         output[:, piece] = found.unflatten(0, (batch, heads)).transpose(1, 2)
         if folds is not None:
             past.fold(folds)
     return output.flatten(2, 3)
 
 
+def _fields(k: Tensor, v: Tensor, transport: Householder | None, log_gate: Tensor | None, given: torch.dtype) -> Fields:
+    """By head; keys and values in the dtype given."""
+    heads = k.shape[2]
+    fields: Fields = {name: by_head(x, heads).squeeze(2) for name, x in (("k", k), ("v", v))}
+    if log_gate is not None:
+        fields["gates"] = gates_by_head(log_gate, heads)
+    if transport is not None:
+        fields["w"], fields["beta"] = (
+            by_head(x.to(work(given)).contiguous(), heads).squeeze(2) for x in (transport.w, transport.beta)
+        )
+    return fields
+
+
+def _attend_tree(
+    q: Tensor, k: Tensor, v: Tensor, steps: Householder, log_gate: Tensor | None, scale: float, past: Past,
+    kernels: Kernels,
+) -> Tensor:  # fmt: skip
+    """A piece along Householder steps by kernels: tokens that wait and new ones are one tree, as in `attend`."""
+    (batch, length, heads, _), given = k.shape, q.dtype
+    w, beta, waiting = steps.w, steps.beta, past.waiting
+    if waiting is not None:  # their keys are needed again, their outputs are not
+
+        def after(name: str, x: Tensor) -> Tensor:
+            before = waiting[name].unflatten(0, (batch, heads)).transpose(1, 2)  # (N, S, ...) -> (B, S, H, ...)
+            return torch.cat([before.reshape(batch, -1, *x.shape[2:]), x], dim=1)
+
+        k, v, w, beta = after("k", k), after("v", v), after("w", w), after("beta", beta)
+        log_gate = None if log_gate is None else after("gates", log_gate)
+        q = pad(q, (0, 0, 0, 0, waiting.length, 0))
+    total = q.shape[1]
+    new, closed = slice(total - length, total), _closed(total)
+    found = kernels.ascend(q, k, v, w, beta, log_gate, scale, closed, bool(past.segments))
+    output = found.out[:, new]
+    if found.queries is not None:
+        first = _fields(k[:, :LEAF], v[:, :LEAF], None, None, given)
+        climb = _climb(by_head(q[:, :LEAF], heads), first, "softmax", scale)
+        out, row = by_head(output, heads).float(), found.lse[:, new]
+        sums = None if found.sums is None else found.sums[..., new].mT
+        _look_back(climb, found.queries[:, new].float(), sums, out, row, past)
+        output = out.unflatten(0, (batch, heads)).transpose(1, 2).flatten(2, 3).to(given)
+    gates = None if log_gate is None else log_gate[:, closed:]
+    rest = _fields(k[:, closed:], v[:, closed:], Householder(w[:, closed:], beta[:, closed:]), gates, given)
+    past.waiting = Segment({name: x.clone(memory_format=torch.contiguous_format) for name, x in rest.items()})
+    past.decoder = None
+    if found.product is not None:
+        values = by_head(v[:, :closed], heads).squeeze(2)
+        _close(past, found.keys, values, found.product, None if found.sums is None else found.sums[..., :closed])
+    return output
+
+
+def _closed(tokens: int) -> int:
+    """How many of so many become a segment, whole leaves of them: once there are two leaves, one always waits."""
+    return max(0, tokens // LEAF - 1) * LEAF
+
+
 def _pieces(length: int, size: int, past: Past, householder: bool) -> list[tuple[slice, bool]]:
     """The new tokens that, with those that wait, are closed to a segment; and the rest, which wait in turn.
 
-    A leaf of tokens always waits, once there are two. Leaves that are full without new tokens are closed here. Without
-    Householder steps nothing waits, and new tokens come `size` at a time.
+    Leaves that are full without new tokens are closed here. Without Householder steps nothing waits, and new tokens
+    come `size` at a time.
     """
     if not householder:
         return [(slice(start, min(start + size, length)), True) for start in range(0, length, size)]
     waiting = 0 if past.waiting is None else past.waiting.length
-    closed = max(0, (waiting + length) // LEAF - 1) * LEAF
+    closed = _closed(waiting + length)
     if closed > waiting:
         return [(slice(0, closed - waiting), True), (slice(closed - waiting, length), False)]
     if closed:
@@ -322,10 +214,7 @@ def _climb(queries: Tensor, fields: Fields, score: Score, scale: float) -> Climb
     return Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)
 
 
-def _attend_piece(
-    queries: Tensor, fields: Fields, score: Score, scale: float, past: Past, batch: int, close: bool,
-    ascend: Ascend | None,
-) -> Tensor:  # fmt: skip
+def _attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, past: Past, close: bool) -> Tensor:
     """The output (N, L, G, E) of one piece; the past is moved on."""
     length = queries.shape[1]
     if past.waiting is not None:  # their keys are needed again, their outputs are not
@@ -333,28 +222,24 @@ def _attend_piece(
         queries = pad(queries, (0, 0, 0, 0, fields["k"].shape[1] - length, 0))
         past.waiting = past.decoder = None
     total = queries.shape[1]
-    if ascend is not None and total > LEAF:
-        climb = _climb(queries[:, :LEAF], {name: x[:, :LEAF] for name, x in fields.items()}, score, scale)
-        climb.sums = fields["gates"].cumsum(1) if "gates" in fields else None
-        out, row, climb.queries, climb.keys, product = ascend(queries, fields, scale, batch)
-        climb.products = product.unsqueeze(1)
-        if past.segments:
-            out, climb.queries = out.float(), climb.queries.float()
-    else:
-        climb = _climb(queries, fields, score, scale)
-        out, row = climb.ascend(to_top=True)
+    climb = _climb(queries, fields, score, scale)
     new = slice(total - length, total)
-    _look_back(climb, new, out, row, past)
+    out, row = (x[:, new] for x in climb.ascend(to_top=True))
+    _look_back(climb, climb.queries[:, new], None if climb.sums is None else climb.sums[:, new], out, row, past)
     _move_on(climb, fields, total, past, close)
-    return climb.score.finish(out, row)[:, new]
+    return climb.score.finish(out, row)
 
 
-def _look_back(climb: Climb, new: slice, out: Tensor, row: Tensor, past: Past) -> None:
-    """Adds the segments, from the youngest to the oldest, to the rows of new tokens."""
+def _look_back(climb: Climb, queries: Tensor, sums: Tensor | None, out: Tensor, row: Tensor, past: Past) -> None:
+    """Adds the segments, from the youngest to the oldest, to the rows (N, L, G) of new tokens.
+
+    Their queries (N, L, G, D) are in the frame of the piece's first token, the sums (N, L, 1 | G) of gates count from
+    there.
+    """
     if climb.stock == "cudnn":  # which would plan anew for every length of the past
         climb.stock = "flash"
-    queries, out, row = (x[:, new].unsqueeze(1) for x in (climb.queries, out, row))
-    shift = None if climb.sums is None else climb.sums[:, new].unsqueeze(1)
+    queries, out, row = (x.unsqueeze(1) for x in (queries, out, row))
+    shift = None if sums is None else sums.unsqueeze(1)
     for segment in reversed(past.segments):
         keys, values = (segment[name].unsqueeze(1) for name in ("k", "v"))
         if climb.stock is None:
@@ -381,23 +266,28 @@ def _move_on(climb: Climb, fields: Fields, total: int, past: Past, close: bool) 
     if not close:
         past.waiting = Segment(fields)
         return
-    kept = {"k": fields["k"], "v": fields["v"]}
+    sums = None if climb.sums is None else climb.sums[:, :total]
     if climb.products is not None:
-        kept = {"k": climb.keys[:, :total].to(fields["k"].dtype).contiguous(), "v": fields["v"].contiguous()}
-        bias = gates = None
-        if climb.sums is not None:
-            sums = climb.sums[:, :total].mT
-            gates = sums[..., -1:].contiguous()
-            bias = (gates - sums).to(work(fields["k"].dtype)).contiguous()  # near the end, where it matters, exact
-        past.segments.append(Segment(kept, climb.products[:, 0], bias, gates))
-        while len(past.segments) > 1 and past.segments[-2].length <= past.segments[-1].length:
-            younger, older = past.segments.pop(), past.segments.pop()
-            past.segments.append(joined(older, younger))
+        keys = climb.keys[:, :total].to(fields["k"].dtype)
+        _close(past, keys, fields["v"], climb.products[:, 0], None if sums is None else sums.mT)
         return
+    kept = {"k": fields["k"], "v": fields["v"]}
     last = past.segments[-1] if past.segments and not past.segments[-1].shared else None
-    if climb.sums is not None:
-        kept["sums"] = climb.sums[:, :total] if last is None else climb.sums[:, :total] + last["sums"][:, -1:]
+    if sums is not None:
+        kept["sums"] = sums if last is None else sums + last["sums"][:, -1:]
     if last is None:
         past.segments.append(Segment(kept))
     else:
         last.append(kept)
+
+
+def _close(past: Past, keys: Tensor, values: Tensor, product: Tensor, sums: Tensor | None) -> None:
+    """Adds a segment: keys (N, S, D) in its last frame, values, all its steps, sums of log gates (N, 1 | G, S)."""
+    bias = total = None
+    if sums is not None:
+        total = sums[..., -1:].contiguous()
+        bias = (total - sums).to(work(keys.dtype)).contiguous()  # near the end, where it matters, exact
+    past.segments.append(Segment({"k": keys.contiguous(), "v": values.contiguous()}, product, bias, total))
+    while len(past.segments) > 1 and past.segments[-2].length <= past.segments[-1].length:
+        younger, older = past.segments.pop(), past.segments.pop()
+        past.segments.append(joined(older, younger))

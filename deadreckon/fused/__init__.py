@@ -8,6 +8,8 @@ even powers, where they are linear in T, theirs (`power.py`).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,14 @@ from deadreckon.blockwise import plain
 from deadreckon.blockwise.documents import unpacked
 from deadreckon.blockwise.power import form_for
 from deadreckon.blockwise.precision import usual_scale
-from deadreckon.blockwise.rotation import for_each_query_head
+from deadreckon.blockwise.rotation import Turned, for_each_query_head
+from deadreckon.blockwise.stream import Kernels
 from deadreckon.factors import Factors, Householder, Power, Rotation
 from deadreckon.fused.gated import attend_gated
-from deadreckon.fused.householder import attend_householder
+from deadreckon.fused.householder import ascend, attend_householder
 from deadreckon.fused.operators import dense
 from deadreckon.fused.power import WIDEST, attend_power
+from deadreckon.kernels.leaf import LEAF
 from deadreckon.kernels.rotation import turn, turn_back
 from deadreckon.kernels.stick import stick_breaking
 
@@ -71,8 +75,18 @@ def attend_fused(
     if isinstance(score, Power):
         return attend_power(q, k, v, log_gate, scale, score.p)[0]
     if isinstance(transport, Householder):
-        w = transport.w.float() if transport.w.dtype == torch.float64 else transport.w
-        return attend_householder(q, k, v, dense(w), transport.beta, log_gate, scale)
+        return attend_householder(q, k, v, transport.w, transport.beta, log_gate, scale)
     if log_gate is not None:
         return attend_gated(q, k, v, log_gate, scale)
     return plain(q, k, v, scale)
+
+
+def turned(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, rotation: Rotation) -> Turned:
+    """As :func:`deadreckon.blockwise.rotation.turned`, from the beginning; phases of the last tokens alone."""
+    k, v, log_gate = for_each_query_head(q, k, v, log_gate, rotation)
+    q, k, v, phase = turn(q, k, v, rotation.angles, rotation.values)
+    last = phase[:, -LEAF - 1 :].double() * (2 * math.pi)
+    return Turned(q, k, v, log_gate, last, lambda output: turn_back(output, phase) if rotation.values else output)
+
+
+STREAM = Kernels(attend_fused, turned, ascend)

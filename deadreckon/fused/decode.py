@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.blockwise.decode import Tail
-from deadreckon.blockwise.stream import Past
+from deadreckon.blockwise.past import Past
 from deadreckon.kernels.decode import CHUNK, Found, Last, look, placed
 
 PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadreckon.blockwise.climb import by_head
+from deadreckon.blockwise.stream import Ascended
 from deadreckon.fused.operators import dense, gate_gradient, gradients_for, results, save
-from deadreckon.fused.tree import Kept, Tree
+from deadreckon.fused.tree import Closed, Kept, Tree
 from deadreckon.kernels.gates import gate_sums
 from deadreckon.kernels.leaf import LEAF, Leaves
 
@@ -27,36 +28,36 @@ def _some_heads(lse: Tensor) -> Iterator[tuple[int, int]]:
         yield first, end - first
 
 
-def ascend_fields(
-    q: Tensor, fields: dict[str, Tensor], scale: float, batch: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Attention over whole leaves, two or more, and what goes on from there: for a sequence that comes in pieces.
+def directions(w: Tensor) -> Tensor:
+    """As kernels take them."""
+    return dense(w.float() if w.dtype == torch.float64 else w)
 
-    q (N, T, G, D), k and w (N, T, D), v (N, T, E), beta (N, T), gates (N, T, 1 | G) -> output (N, T, G, E) and
-    log-sum-exp (N, T, G); q in the frame of the first token, k in that of the last, and the product (N, D, D) of all.
-    N is `batch` times key heads; the output lies in memory as (batch, T, heads · G, E).
-    """
-    assert q.shape[1] % LEAF == 0
-    assert q.shape[1] > LEAF
-    heads = q.shape[0] // batch
 
-    def whole(x: Tensor) -> Tensor:  # (N, T, ...) -> (B, T, H, ...)
-        return x.unflatten(0, (batch, heads)).transpose(1, 2)
-
-    log_gate = whole(fields["gates"]).flatten(2, 3) if "gates" in fields else None
-    k, v, w, beta = (whole(fields[name]) for name in ("k", "v", "w", "beta"))
-    out = q.new_empty(batch, q.shape[1], heads * q.shape[2], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    tops = []
+def ascend(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, closed: int = 0,
+    to_top: bool = False, kept: Kept | None = None,
+) -> Ascended:  # fmt: skip
+    """Attention along Householder routes, gated or not, and what a sequence that comes in pieces keeps of it."""
+    heads, w = k.shape[2], directions(w)
+    out, lse = results(q, k, v)
+    keys = k.new_empty(lse.shape[0], closed, k.shape[3])
+    products, queries, running = list[Tensor](), list[Tensor](), None
     with torch.cuda.device_of(q):
         sums = None if log_gate is None else gate_sums(log_gate, heads)
         for first, count in _some_heads(lse):
-            leaves = Leaves(whole(q).flatten(2, 3), k, v, w, beta, sums, scale, first, count)
-            top = Tree(leaves).ascend(out, lse[first : first + count], to_top=True)
-            assert top is not None
-            tops.append((top.queries, top.keys, top.products[:, 0]))
-    queries, keys, products = tops[0] if len(tops) == 1 else (torch.cat(part) for part in zip(*tops, strict=True))
-    return by_head(out, heads), lse, queries, keys, products
+            some = slice(first, first + count)
+            part = Closed(keys[some]) if closed else None
+            tree = Tree(Leaves(q, k, v, w, beta, sums, scale, first, count), kept)
+            top = tree.ascend(out, lse[some], part, to_top)
+            products += [] if part is None else [part.product]
+            queries += [] if top is None else [top]
+        if sums is not None and (closed or to_top):
+            running = (sums.edge.unsqueeze(-1) - sums.left.unflatten(2, (-1, LEAF))).flatten(2) * math.log(2)
+    return Ascended(out, lse, _together(queries), keys, _together(products), running)
+
+
+def _together(parts: list[Tensor]) -> Tensor | None:
+    return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
 
 
 @torch.library.custom_op("deadreckon::householder", mutates_args=())
@@ -67,14 +68,8 @@ def householder_forward(
 
     Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), and :class:`Kept`, which is empty unless asked for.
     """
-    heads = k.shape[2]
-    out, lse = results(q, k, v)
     kept = Kept.room(q, k, v) if keep else None
-    with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, heads)
-        for first, count in _some_heads(lse):
-            leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
-            Tree(leaves, kept).ascend(out, lse[first : first + count])
+    out, lse, *_ = ascend(q, k, v, w, beta, log_gate, scale, kept=kept)
     return out, lse, *(kept or Kept.nothing(q))
 
 
@@ -130,6 +125,6 @@ def attend_householder(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
 ) -> Tensor:
     """See :func:`deadreckon.attend`; log_gate (B, T, H or Hq) -> (B, T, Hq, E)."""
-    inputs = q, k, v, w, beta, log_gate
+    inputs = q, k, v, directions(w), beta, log_gate
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return householder_forward(*inputs, scale, keep)[0]

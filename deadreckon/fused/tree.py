@@ -125,6 +125,35 @@ def buffer(like: Tensor, heads: int, tokens: int, *shape: int) -> Tensor:
     return like.new_empty(heads, tokens + 1, *shape)[:, :tokens]
 
 
+class Closed:
+    """The first leaves of some heads, as what comes later sees them: keys in the frame of their end, and one product.
+
+    They are cut like the binary digits of their number: blocks of the tree, the largest first, and at last less than a
+    block of leaves. What follows on a block are smaller ones, known by the time the climb is at its level: its keys
+    cross them all at once.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys, self.tokens = keys, keys.shape[1]  # (n, tokens, D), to be written to
+        width = keys.shape[2]
+        self.product = torch.eye(width, dtype=torch.float32, device=keys.device).expand(keys.shape[0], width, width)
+
+    def take_leaves(self, frames: Frames) -> None:
+        """The leaves after the last whole block."""
+        start = self.tokens // (WALK * LEAF) * (WALK * LEAF)
+        first, end = start // LEAF, self.tokens // LEAF
+        if first < end:
+            some = frames._replace(keys=frames.keys[:, start:], products=frames.products[:, first:end])
+            self.product = Walk(some, None, 1.0).suffixes(self.keys[:, start:], keep=False)[1][:, 0]
+
+    def take_block(self, frames: Frames, size: int) -> None:
+        """The block of so many tokens, if it is one of the digits, while frames are at its level."""
+        number = self.tokens // size
+        if number % 2:
+            cross(frames.keys, self.product, 0, 1, Side((number - 1) * size, 1, size, size), False, self.keys)
+            self.product = frames.products[:, number - 1] @ self.product
+
+
 class Tree:
     """The route tree over all tokens of some heads: leaves, blocks of leaves, and what is above them."""
 
@@ -153,11 +182,10 @@ class Tree:
         width = self.leaves.k.shape[3]
         return self.buffer(self.group, width), self.buffer(width)
 
-    def ascend(self, out: Tensor, row: Tensor, to_top: bool = False) -> Frames | None:
-        """Writes the output (B, T, Hq, E) and log-sum-exp (n, T, G) of these heads.
+    def ascend(self, out: Tensor, row: Tensor, closed: Closed | None = None, to_top: bool = False) -> Tensor | None:
+        """Writes the output (B, T, Hq, E) and log-sum-exp (n, T, G) of these heads, and closes the first tokens.
 
-        With to_top (and more than one leaf), returns queries in the frame of the first token, keys in that of the last,
-        and the product of all steps.
+        With to_top (and more than one leaf), returns queries in the frame of the first token.
         """
         part, lse = self.buffer(self.group, out.shape[3]), torch.empty_like(row)
         self.leaves.forward(self.frames, self.inverse, part, lse)
@@ -167,9 +195,11 @@ class Tree:
             walk = Walk(self.frames, self.sums, self.leaves.scale)
             above = Blocks(self, walk) if self.levels or to_top else None
             walk.forward(part, lse, above.frames.queries if above else None)
-            parts = above.ascend(to_top) if above else []
+            if closed:
+                closed.take_leaves(self.frames)
+            parts = above.ascend(closed, to_top) if above else []
         merge(part, lse, parts, out, row, self.leaves.first)
-        return above.frames if above and to_top else None
+        return above.frames.queries if above and to_top else None
 
     def descend(self, out: Tensor, grad: Tensor, lse: Tensor, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Writes dq, dk, dv, dw, dbeta of these heads; returns what gates receive by query and by key, (n, T, G)."""
@@ -185,7 +215,8 @@ class Tree:
         walk = Walk(self.frames, self.sums, leaves.scale)
         parts: list[tuple[Tensor, int, int, int, int]] = []
         if self.levels:
-            above = Blocks(self, walk)
+            above = Blocks(self, walk, keep=True)
+            assert above.suffixes is not None
             passing = walk.again(above.frames.queries)
             grad_q, grad_k, grad_blocks = above.descend(back, copies[0], lse, parts)
             grad_v, grad_products, grad_suffixes = walk.backward(back, passing, grad_q, grad_k, above.suffixes)
@@ -202,13 +233,12 @@ class Tree:
 class Blocks:
     """The levels above blocks of leaves: dense attention, and frames that rise from level to level."""
 
-    def __init__(self, tree: Tree, walk: Walk) -> None:
+    def __init__(self, tree: Tree, walk: Walk, keep: bool = False) -> None:
         self.tree, self.levels, self.group, self.dtype = tree, tree.levels, tree.group, tree.dtype
         assert tree.frames is not None
-        self.suffixes, products = walk.suffixes()
-        self.frames = Frames(*tree.buffers(), tree.frames.values, products)
-        leaves = Side(0, tree.leaves.leaves, LEAF, LEAF)
-        cross(tree.frames.keys, self.suffixes, 0, 1, leaves, False, self.frames.keys)
+        queries, keys = tree.buffers()
+        self.suffixes, products = walk.suffixes(keys, keep)
+        self.frames = Frames(queries, keys, tree.frames.values, products)
         self.dense = Dense(self.frames, tree.sums, tree.leaves.scale)
 
     def sides(self, run: Run) -> tuple[Side, Side]:
@@ -229,14 +259,18 @@ class Blocks:
             first += 2 * run.pairs
         return kept, multiply(products, self.dtype)
 
-    def ascend(self, to_top: bool) -> list[Part]:
-        """Outputs and log-sum-exps of all levels. Frames stop below the topmost, unless they shall go on to the top."""
+    def ascend(self, closed: Closed | None, to_top: bool) -> list[Part]:
+        """Outputs and log-sum-exps of all levels. Frames stop below the topmost; queries may go on to the top."""
         parts: list[Part] = []
         for number, runs in enumerate(self.levels):
             parts += [self.dense.forward(run) for run in runs]
-            if to_top or number + 1 < len(self.levels):
+            if closed:
+                closed.take_block(self.frames, runs[0].left)
+            if number + 1 < len(self.levels):
                 products = self.rise(runs, self.frames.products, keep=False)[1]
                 self.frames = self.frames._replace(products=products)
+            elif to_top:  # one pair of blocks
+                cross(self.frames.queries.flatten(1, 2), self.frames.products, 0, 2, self.sides(runs[0])[0], True)
         return parts
 
     def descend(

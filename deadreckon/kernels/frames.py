@@ -21,6 +21,7 @@ from deadreckon.kernels.tiles import DTYPES, matrix, mul, mul_exact, padded, sto
 
 ROWS = 64  # of a tile
 CHUNK = 16  # tiles that one program adds up
+FEW, SHORT = 264, 4  # with fewer programs than two on each of an H200's multiprocessors, one crosses with fewer tiles
 
 
 class Side(NamedTuple):
@@ -34,7 +35,7 @@ class Side(NamedTuple):
 
 @triton.jit
 def _cross(
-    p_x, p_kept, p_to, p_products, s_x, start, count, rows, step, s_products, first, every, CHUNKS,
+    p_x, p_kept, p_to, p_products, s_x, s_to, start, count, rows, step, s_products, first, every, CHUNKS,
     TRANSPOSED: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     DTYPE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +44,7 @@ def _cross(
     channel = tl.arange(0, BD)
     p_x += i_n * s_x + (start + i_pair.to(tl.int64) * step) * D
     p_kept += i_block.to(tl.int64) * rows * D
-    p_to += i_n * s_x + (start + i_pair.to(tl.int64) * step) * D
+    p_to += i_n * s_to + (start + i_pair.to(tl.int64) * step) * D
     p_product = p_products + i_n * s_products + (first + every * i_pair).to(tl.int64) * D * D
     b_p = matrix(p_product, D, BD)
     for tile in range(TILES):
@@ -157,8 +158,8 @@ def _sizes(x: Tensor) -> dict[str, Any]:
     return {"D": width, "BD": padded(width), "DTYPE": DTYPES[x.dtype]}
 
 
-def _chunks(side: Side) -> tuple[int, dict[str, int]]:
-    tiles = min(CHUNK, triton.cdiv(side.rows, ROWS))
+def _chunks(side: Side, most: int = CHUNK) -> tuple[int, dict[str, int]]:
+    tiles = min(most, triton.cdiv(side.rows, ROWS))
     return triton.cdiv(side.rows, ROWS * tiles), {"BM": ROWS, "TILES": tiles}
 
 
@@ -166,15 +167,18 @@ def cross(
     x: Tensor, products: Tensor, first: int, every: int, side: Side, transposed: bool,
     to: Tensor | None = None, keep: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """Rows of x (n, rows, D) cross the product of a block: x P, or x Pᵀ if transposed; in place, or into `to`.
+    """Rows of x (n, rows, D) cross the product of a block: x P, or x Pᵀ if transposed; in place, or into those of `to`.
 
     The blocks' products are those from `first` on, one in `every`. Returns what the rows were before, (n, count, rows,
     D), if it shall be kept.
     """
     chunks, tiles = _chunks(side)
+    if x.shape[0] * side.blocks * chunks < FEW:
+        chunks, tiles = _chunks(side, SHORT)
     kept = x.new_empty(x.shape[0], side.blocks, side.rows, x.shape[-1]) if keep else None
+    to = x if to is None else to
     _cross[(x.shape[0] * side.blocks * chunks,)](
-        x, x if kept is None else kept, x if to is None else to, products, x.stride(0), *side, products.stride(0),
+        x, x if kept is None else kept, to, products, x.stride(0), to.stride(0), *side, products.stride(0),
         first, every, chunks, TRANSPOSED=transposed, KEEP=keep, **_sizes(x), **tiles, num_warps=4,
     )  # fmt: skip
     return kept

@@ -204,20 +204,27 @@ def _gather(
 
 @triton.jit
 def _suffixes(
-    p_products, p_suffix, p_block, LEAVES, D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr
-):
-    """For each leaf the product of those after it in its block, and that of the whole block."""
+    p_products, p_k, p_to, p_suffix, p_block, s_p, s_k, s_to, LEAVES,
+    D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """For each leaf the product of those after it in its block, which its keys cross; and that of the whole block."""
     blocks = (LEAVES + WALK - 1) // WALK
     i_block, i_n = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    p_products += i_n * LEAVES * D * D
+    p_products += i_n * s_p
     p_suffix += i_n * LEAVES * D * D
+    row = tl.arange(0, 64).to(tl.int64)
     channel = tl.arange(0, BD)
     b_suffix = tl.where(channel[:, None] == channel[None, :], 1.0, 0.0)
     first = i_block * WALK
     count = tl.minimum(WALK, LEAVES - first)
     for step in range(count):
-        at = (first + count - 1 - step) * (D * D)
-        store_matrix(p_suffix + at, b_suffix, D, BD)
+        leaf = first + count - 1 - step
+        at = leaf * (D * D)
+        if KEEP:
+            store_matrix(p_suffix + at, b_suffix, D, BD)
+        key = leaf * 64 + row
+        b_k = mul(load_tile(p_k + i_n * s_k, key, D, D, BD), b_suffix, DTYPE)
+        store_tile(p_to + i_n * s_to, key, D, b_k, D, BD)
         b_suffix = mul_exact(matrix(p_products + at, D, BD), b_suffix, DTYPE)
     store_matrix(p_block + tl.program_id(0).to(tl.int64) * D * D, b_suffix, D, BD)
 
@@ -302,12 +309,19 @@ class Walk:
         )  # fmt: skip
         return grad_v, grad_products, grad_suffixes
 
-    def suffixes(self) -> tuple[Tensor, Tensor]:
-        """For each leaf the product of those after it in its block (n, leaves, D, D), and those of blocks."""
-        products = self.frames.products
-        suffixes = torch.empty_like(products, dtype=self.frames.keys.dtype)
+    def suffixes(self, to: Tensor, keep: bool) -> tuple[Tensor | None, Tensor]:
+        """Takes keys on to the end of their block, (n, T, D) `to`.
+
+        Returns, if they are kept, for each leaf the product of those after it in its block (n, leaves, D, D); and those
+        of blocks.
+        """
+        _, k, _, products = self.frames
+        suffixes = torch.empty_like(products, dtype=k.dtype) if keep else None
         blocks = products.new_empty(self.count, self.blocks, *products.shape[2:])
-        _suffixes[(self.count * self.blocks,)](products, suffixes, blocks, self.leaves, **self.narrow, num_stages=1)
+        _suffixes[(self.count * self.blocks,)](
+            products, k, to, products if suffixes is None else suffixes, blocks, products.stride(0), k.stride(0),
+            to.stride(0), self.leaves, **self.narrow, KEEP=keep, num_stages=1,
+        )  # fmt: skip
         return suffixes, blocks
 
     def suffixes_back(
