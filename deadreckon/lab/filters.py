@@ -20,7 +20,8 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab import bench
 
-NAMES = {"reference": "loop of scatter_add", "blockwise": "PyTorch", "triton": "Triton"}
+NAMES = {"reference": "loop of scatter_add", "blockwise": "PyTorch", "native": "C", "triton": "Triton"}
+PATHS = {"cpu": ("reference", "blockwise", "native"), "cuda": ("reference", "blockwise", "triton")}
 SIZES = {"cpu": "8x128x16x128x340", "cuda": "100x512x140x512x340"}
 HEADINGS = ["", "", "error", "forward + backward", "×", "peak memory", "×"]
 KINDS = {"histograms": None, "superpositions": torch.float32, "superpositions, bfloat16 table": torch.bfloat16}
@@ -101,7 +102,7 @@ def main() -> None:
     bench.check_device(device)
     task, rows, base = Size(*map(int, size.split("x"))), list[list[str]](), (0.0, 0.0)
     for kind, dtype in list(KINDS.items())[: 3 if device == "cuda" else 2]:
-        for impl in list(NAMES)[: 3 if device == "cuda" else 2]:
+        for impl in PATHS[device]:
             error = check(task, dtype, impl, device)
             time, memory, remark = scaled(task, dtype, impl, rounds, device)
             base = (time, memory) if impl == "reference" else base
