@@ -69,6 +69,17 @@ def check(size: Size, dtype: torch.dtype | None, impl: str, device: str) -> floa
     return worst
 
 
+def serves(impl: str, device: str) -> bool:
+    """Whether it is there: C needs a compiler."""
+    gates, _, grad = draw(Size(1, 1, 1, 2, 1), None, device)
+    try:
+        run(gates, None, grad, impl)
+    except ValueError as reason:
+        print(reason)
+        return False
+    return True
+
+
 def measure(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float]:
     """Seconds and bytes."""
     inputs = draw(size, dtype, device)
@@ -101,8 +112,9 @@ def main() -> None:
     device, size, rounds = chosen.device, chosen.size or SIZES[chosen.device], chosen.rounds
     bench.check_device(device)
     task, rows, base = Size(*map(int, size.split("x"))), list[list[str]](), (0.0, 0.0)
+    paths = [impl for impl in PATHS[device] if serves(impl, device)]
     for kind, dtype in list(KINDS.items())[: 3 if device == "cuda" else 2]:
-        for impl in PATHS[device]:
+        for impl in paths:
             error = check(task, dtype, impl, device)
             time, memory, remark = scaled(task, dtype, impl, rounds, device)
             base = (time, memory) if impl == "reference" else base
