@@ -2,7 +2,9 @@
 
 With h~ = (1 - reset) h + reset * total at 0, a step is
 
-    moved = stay * h~[i] + up * h~[i - 1] + down * h~[i + 1], bounded at both ends      h' ~ (moved + eps)^gamma
+    moved = stay * h~[i] + up * h~[i - 1] + down * h~[i + 1], bounded at both ends
+
+and then h = (moved + eps)^gamma over its sum.
 
 After a step the total is 1, whatever h was: only the first step of a call computes it, and gives it a gradient.
 
@@ -113,14 +115,15 @@ static void take(const REAL *state, int64_t stride, REAL *restrict h, int64_t P)
         h[i] = state[i * stride];
 }
 
-/* Rows are pairs of a sequence and a cursor. reset (B, T, C), move (B, T, C, 3), gamma (C), copy (B, T, C, P + 1),
-out (B, steps, C, P) and final (B, C, P) are contiguous; state (B, C, P) has strides; room is for 2 P numbers. */
+/* Rows, up to end, are pairs of a sequence and a cursor. reset (B, T, C), move (B, T, C, 3), gamma (C), copy
+(B, T, C, P + 1), out (B, steps, C, P) and final (B, C, P) are contiguous; state (B, C, P) has strides; room is for 2 P
+numbers. copy and final may be missing. */
 void advance(
     const REAL *reset, const REAL *move, const REAL *gamma, const REAL *copy, const REAL *state, REAL eps,
-    int64_t first, int64_t steps, REAL *out, REAL *final, REAL *room, int64_t row, int64_t last_row,
+    int64_t first, int64_t steps, REAL *out, REAL *final, REAL *room, int64_t row, int64_t end,
     int64_t T, int64_t C, int64_t P, int64_t state_b, int64_t state_c, int64_t state_p)
 {
-    for (; row < last_row; row++) {
+    for (; row < end; row++) {
         int64_t b = row / C, c = row % C;
         REAL *x = room, *h = room + P;
         take(state + b * state_b + c * state_c, state_p, h, P);
@@ -147,10 +150,10 @@ gradients laid out as the inputs, and adds to grad_gamma (B, C). room is for 3 P
 void retreat(
     const REAL *reset, const REAL *move, const REAL *gamma, const REAL *copy, const REAL *state, REAL eps,
     int64_t first, int64_t steps, const REAL *out, const REAL *grad, REAL *carry,
-    REAL *grad_reset, REAL *grad_move, REAL *grad_gamma, REAL *grad_copy, REAL *room, int64_t row, int64_t last_row,
+    REAL *grad_reset, REAL *grad_move, REAL *grad_gamma, REAL *grad_copy, REAL *room, int64_t row, int64_t end,
     int64_t T, int64_t C, int64_t P, int64_t state_b, int64_t state_c, int64_t state_p)
 {
-    for (; row < last_row; row++) {
+    for (; row < end; row++) {
         int64_t b = row / C, c = row % C;
         REAL *restrict x = room, *restrict d = room + P, *restrict begin = room + 2 * P;
         REAL *restrict found = carry + row * P, of_gamma = 0;
