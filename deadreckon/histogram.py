@@ -16,7 +16,7 @@ from deadreckon.blockwise.superposition import superpose_blockwise
 from deadreckon.checks import check_tensor, shape_of
 from deadreckon.reference import filter_reference
 
-Implementation = Literal["auto", "reference", "blockwise", "triton"]
+Implementation = Literal["auto", "reference", "blockwise", "native", "triton"]
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -48,9 +48,10 @@ def histogram_filter(
         initial: (B, C, P) histograms before the first token; by default all mass is at 0. Those after the last token
             of a piece are where the next piece goes on.
         eps: ε, from 1e-30 to 1.
-        impl: ``"reference"`` (the literal definition, kept by autograd), ``"blockwise"`` (PyTorch), ``"triton"``
-            (kernels for CUDA devices; 16 and 32 bits, at most 4096 positions), or ``"auto"``: the kernels where they
-            serve, else ``"blockwise"``.
+        impl: ``"reference"`` (the literal definition, kept by autograd), ``"blockwise"`` (PyTorch), ``"native"`` (C for
+            CPUs, compiled by the first call that needs it), ``"triton"`` (kernels for CUDA devices; 16 and 32 bits, at
+            most 4096 positions), or ``"auto"``: the kernels where they serve, on a CPU with a C compiler ``"native"``,
+            else ``"blockwise"``. They differ by rounding alone.
 
     Returns:
         (B, T, C, P) histograms after each token, in the dtype of reset; computed in float32 (float64 if reset is).
@@ -60,8 +61,9 @@ def histogram_filter(
     """
     _check_gates(reset, move, gamma, positions, copy, initial, eps)
     state = _state(reset, positions, initial)
+    chosen, _ = _pick(impl, reset, positions)
     with torch.autocast(reset.device.type, enabled=False):
-        return _pick(impl, reset, positions)[0](reset, move, gamma, copy, state, float(eps))
+        return chosen(reset, move, gamma, copy, state, float(eps))
 
 
 @overload
@@ -108,8 +110,9 @@ def superpose(
     positions = table.shape[0]
     _check_gates(reset, move, gamma, positions, copy, initial, eps)
     state = _state(reset, positions, initial)
+    _, chosen = _pick(impl, reset, positions)
     with torch.autocast(reset.device.type, enabled=False):
-        e, last = _pick(impl, reset, positions)[1](reset, move, gamma, copy, state, table, float(eps))
+        e, last = chosen(reset, move, gamma, copy, state, table, float(eps))
     return (e, last) if final else e
 
 
@@ -132,9 +135,17 @@ def _pick(impl: object, reset: Tensor, positions: int) -> tuple[Callable[..., Te
             return filter_fused, superpose_fused
         if impl == "triton":
             raise ValueError(f"impl: 'triton' needs {reason}")
+    if impl == "native" or (impl == "auto" and reset.is_cpu):
+        reason = _reason_against_native(reset)
+        if reason is None:
+            from deadreckon.native.histogram import filter_native, superpose_native
+
+            return filter_native, superpose_native
+        if impl == "native":
+            raise ValueError(f"impl: 'native' needs {reason}")
     if impl in ("auto", "blockwise"):
         return filter_blockwise, superpose_blockwise
-    raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
+    raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise', 'native' or 'triton', got {impl!r}")
 
 
 def _reason_against_kernels(reset: Tensor, positions: int) -> str | None:
@@ -146,6 +157,15 @@ def _reason_against_kernels(reset: Tensor, positions: int) -> str | None:
     from deadreckon.fused.histogram import reason_against
 
     return reason_against(reset, positions)
+
+
+def _reason_against_native(reset: Tensor) -> str | None:
+    """What the C functions would need and do not have. They are compiled here at the earliest."""
+    if not reset.is_cpu:
+        return f"tensors on a CPU, got {reset.device}"
+    from deadreckon.native.histogram import reason_against
+
+    return reason_against(reset.dtype)
 
 
 def _state(reset: Tensor, positions: int, initial: Tensor | None) -> Tensor:

@@ -11,9 +11,20 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.blockwise import histogram
+from deadreckon.native.library import NoCompilerError, find_compiler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Case = dict[str, Any]
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(find_compiler())
+    except NoCompilerError:
+        return False
+
+
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(not has_compiler(), reason="needs a C compiler"))
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +83,7 @@ def oracle(case: Case, positions: int, eps: float) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("impl", ["reference", "blockwise"])
+@pytest.mark.parametrize("impl", ["reference", "blockwise", NATIVE])
 @pytest.mark.parametrize("sizes", [(2, 1, 3, 2), (1, 21, 2, 3), (2, 37, 2, 7)])
 @pytest.mark.parametrize("copy", [False, True])
 def test_algorithm_1(impl: Any, sizes: tuple[int, ...], copy: bool) -> None:
@@ -90,7 +101,7 @@ def ordered(case: Case) -> tuple[list[str], list[Tensor]]:
     return names, [case[name] for name in names]
 
 
-@pytest.mark.parametrize("impl", ["reference", "blockwise"])
+@pytest.mark.parametrize("impl", ["reference", "blockwise", NATIVE])
 @pytest.mark.parametrize("copy", [False, True])
 def test_gradients_of_every_input(impl: Any, copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(histogram, "BLOCK", 3)
@@ -112,15 +123,16 @@ def entropy(h: Tensor) -> Tensor:
     return -(h * h.clamp_min(1e-300).log()).sum(-1)
 
 
-def test_mass_is_never_lost() -> None:
+@pytest.mark.parametrize("impl", ["blockwise", NATIVE])
+def test_mass_is_never_lost(impl: Any) -> None:
     case = leaves(draw(1, 10_000, 2, 9, copy=True, initial=False), torch.float32)
     with torch.no_grad():
-        h = dr.histogram_filter(**case, positions=9, impl="blockwise")
+        h = dr.histogram_filter(**case, positions=9, impl=impl)
     assert h.min() >= 0
     assert (h.double().sum(-1) - 1).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("impl", ["reference", "blockwise", "triton"])
+@pytest.mark.parametrize("impl", ["reference", "blockwise", NATIVE, "triton"])
 def test_both_ends_hold(impl: Any) -> None:
     """Mass that only goes one way gathers at that end, all of it."""
     reset, gamma = torch.zeros(1, 6, 2), torch.ones(2)
@@ -162,19 +174,20 @@ def test_gamma_keeps_what_moves_would_spread() -> None:
     torch.testing.assert_close(h[:, -1, 0], initial[:, 0], rtol=5 * 64 * 1e-8, atol=5 * 1e-8)
 
 
+@pytest.mark.parametrize("impl", ["blockwise", NATIVE])
 @pytest.mark.parametrize("copy", [False, True])
-def test_pieces_are_the_whole(copy: bool) -> None:
+def test_pieces_are_the_whole(copy: bool, impl: Any) -> None:
     case = leaves(draw(2, 37, 2, 7, copy=copy, initial=False))
-    whole = dr.histogram_filter(**case, positions=7)
+    whole = dr.histogram_filter(**case, positions=7, impl=impl)
     table = torch.randn(7, 5, dtype=torch.float64)
-    whole_e, last = dr.superpose(**case, table=table, final=True)
+    whole_e, last = dr.superpose(**case, table=table, final=True, impl=impl)
     torch.testing.assert_close(last, whole[:, -1])
     pieces, superposed, state, e_state = [], [], None, None
     for some in (slice(0, 1), slice(1, 20), slice(20, 37)):
         piece = {n: x if x is None or n == "gamma" else x[:, some] for n, x in case.items() if n != "initial"}
-        pieces.append(dr.histogram_filter(**piece, positions=7, initial=state))
+        pieces.append(dr.histogram_filter(**piece, positions=7, initial=state, impl=impl))
         state = pieces[-1][:, -1]
-        e, e_state = dr.superpose(**piece, table=table, initial=e_state, final=True)
+        e, e_state = dr.superpose(**piece, table=table, initial=e_state, final=True, impl=impl)
         superposed.append(e)
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
     torch.testing.assert_close(torch.cat(superposed, 1), whole_e)
@@ -229,10 +242,10 @@ def test_kernels(sizes: tuple[int, ...], copy: bool, dtype: torch.dtype) -> None
         assert out <= unit and max(grads) <= 4 * unit, (out, grads)
 
 
-@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("impl", ["blockwise", NATIVE, "triton"])
 @pytest.mark.parametrize("copy", [False, True])
 def test_superposition_is_the_product(impl: Any, copy: bool) -> None:
-    length, positions = (70, 12) if impl == "blockwise" else (18, 12)
+    length, positions = (18, 12) if impl == "triton" else (70, 12)
     case = draw(1, length, 2, positions, copy=copy)
     table = torch.randn(positions, 5, dtype=torch.float64)
     grad, grad_last = (
@@ -251,18 +264,20 @@ def test_superposition_is_the_product(impl: Any, copy: bool) -> None:
     assert max(out, end) <= 1e-5 and max(grads) <= 1e-4, (out, end, grads)
 
 
-def test_superpositions_have_the_dtype_of_the_table() -> None:
+@pytest.mark.parametrize("impl", ["blockwise", NATIVE])
+def test_superpositions_have_the_dtype_of_the_table(impl: Any) -> None:
     case = leaves(draw(1, 5, 2, 8), torch.float32)
     table = torch.randn(8, 6)
-    exact, half = dr.superpose(**case, table=table), dr.superpose(**case, table=table.bfloat16())
+    exact, half = (dr.superpose(**case, table=x, impl=impl) for x in (table, table.bfloat16()))
     assert half.dtype == torch.bfloat16
     assert (half.float() - exact).norm() <= 2.0**-7 * exact.norm()
     half.float().sum().backward()
     assert case["reset"].grad.dtype == torch.float32 and case["reset"].grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("path", ["blockwise", NATIVE])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision(dtype: torch.dtype, path: str) -> None:
     """At most twice the error that the definition makes in the same precision."""
     case, grad = draw(2, 30, 2, 20, copy=True), torch.randn(2, 30, 2, 20, dtype=torch.float64)
 
@@ -271,19 +286,20 @@ def test_half_precision(dtype: torch.dtype) -> None:
         return results(lambda **x: dr.histogram_filter(**x, positions=20, eps=1e-4, impl=impl), rounded, grad)
 
     expected = run("reference", torch.float64)
-    ours, plain = errors(run("blockwise", dtype), expected), errors(run("reference", dtype), expected)
+    ours, plain = errors(run(path, dtype), expected), errors(run("reference", dtype), expected)
     assert all(a <= 2 * b for a, b in zip(ours, plain, strict=True)), (ours, plain)
 
 
-def test_little_is_kept() -> None:
+@pytest.mark.parametrize("impl", ["blockwise", NATIVE])
+def test_little_is_kept(impl: Any) -> None:
     """Of what autograd would keep for each token a filter keeps the result alone; a superposition an eighth of it."""
     case = leaves(draw(2, 64, 4, 64, initial=False), torch.float32)
     size = 2 * 64 * 4 * 64 * 4
     table = torch.randn(64, 8)
     kept = {}
     for name, run in {
-        "filter": lambda: dr.histogram_filter(**case, positions=64, impl="blockwise"),
-        "superpose": lambda: dr.superpose(**case, table=table, impl="blockwise"),
+        "filter": lambda: dr.histogram_filter(**case, positions=64, impl=impl),
+        "superpose": lambda: dr.superpose(**case, table=table, impl=impl),
         "definition": lambda: dr.histogram_filter(**case, positions=64, impl="reference"),
     }.items():
         storages: dict[int, int] = {}
@@ -302,20 +318,23 @@ def test_little_is_kept() -> None:
     assert kept["definition"] > 3 * size
 
 
+@pytest.mark.parametrize("impl", [NATIVE, "triton"])
 @pytest.mark.parametrize("copy", [False, True])
-def test_operators(copy: bool) -> None:
+def test_operators(impl: Any, copy: bool) -> None:
     """What torch asks of operators; compiled graphs hold them whole; two backward passes agree bit for bit."""
-    case = leaves(draw(1, 3, 1, 8, copy=copy), torch.float32, DEVICE)
-    table = torch.randn(8, 4, device=DEVICE)
+    device = DEVICE if impl == "triton" else "cpu"
+    case = leaves(draw(1, 3, 1, 8, copy=copy), torch.float32, device)
+    table = torch.randn(8, 4, device=device)
     ops, order = torch.ops.deadreckon, ("reset", "move", "gamma", "initial", "copy")
-    dr.superpose(**case, table=table, impl="triton")
+    dr.superpose(**case, table=table, impl=impl)
+    suffix, tensors = "_native" if impl == "native" else "", [case[name] for name in order]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.histogram_filter.default, (*(case[n] for n in order), 1e-8), test_utils=tests)
-    torch.library.opcheck(ops.superpose.default, (*(case[n] for n in order), table, 1e-8), test_utils=tests)
+    torch.library.opcheck(getattr(ops, "histogram_filter" + suffix).default, (*tensors, 1e-8), test_utils=tests)
+    torch.library.opcheck(getattr(ops, "superpose" + suffix).default, (*tensors, table, 1e-8), test_utils=tests)
 
     def run(case: Case) -> Tensor:
-        e = dr.superpose(**case, table=table, impl="triton")
-        return e.square().sum() + dr.histogram_filter(**case, positions=8, impl="triton").square().sum()
+        e = dr.superpose(**case, table=table, impl=impl)
+        return e.square().sum() + dr.histogram_filter(**case, positions=8, impl=impl).square().sum()
 
     tensors = [x for x in case.values() if x is not None]
     twice = [
@@ -344,7 +363,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "half a position": ({"positions": 6.0}, "positions: expected an integer of 2 or more, got 6.0"),
     "no eps": ({"eps": 0.0}, "eps: expected a number from 1e-30 to 1, got 0.0"),
     "eps of nothing": ({"eps": float("nan")}, "eps: expected a number"),
-    "unknown": ({"impl": "cuda"}, "impl: expected 'auto', 'reference', 'blockwise' or 'triton', got 'cuda'"),
+    "unknown": ({"impl": "cuda"}, "impl: expected 'auto', 'reference', 'blockwise', 'native' or 'triton', got 'cuda'"),
     "double precision": (
         {"impl": "triton", "reset": torch.rand(B, T, C, device=DEVICE).double()},
         "impl: 'triton' needs dtype float32",

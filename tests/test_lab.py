@@ -128,6 +128,7 @@ def test_filters_are_checked_then_timed(tmp_path: Path, monkeypatch: pytest.Monk
     assert text.startswith("# Histogram filters on ")
     assert "python -m deadreckon.lab.filters --device cpu --size 2x9x2x6x4 --rounds 1" in text
     assert text.count("| loop of scatter_add |") == text.count("| PyTorch |") == 2
+    assert text.count("| C |") == 2 * filters.serves("native", "cpu")
     fits = filters.measure
 
     def small(size: filters.Size, *rest: Any) -> tuple[float, float]:

@@ -20,7 +20,8 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab import bench
 
-NAMES = {"reference": "loop of scatter_add", "blockwise": "PyTorch", "triton": "Triton"}
+NAMES = {"reference": "loop of scatter_add", "blockwise": "PyTorch", "native": "C", "triton": "Triton"}
+PATHS = {"cpu": ("reference", "blockwise", "native"), "cuda": ("reference", "blockwise", "triton")}
 SIZES = {"cpu": "8x128x16x128x340", "cuda": "100x512x140x512x340"}
 HEADINGS = ["", "", "error", "forward + backward", "×", "peak memory", "×"]
 KINDS = {"histograms": None, "superpositions": torch.float32, "superpositions, bfloat16 table": torch.bfloat16}
@@ -68,6 +69,17 @@ def check(size: Size, dtype: torch.dtype | None, impl: str, device: str) -> floa
     return worst
 
 
+def serves(impl: str, device: str) -> bool:
+    """Whether it is there: C needs a compiler."""
+    gates, _, grad = draw(Size(1, 1, 1, 2, 1), None, device)
+    try:
+        run(gates, None, grad, impl)
+    except ValueError as reason:
+        print(reason)
+        return False
+    return True
+
+
 def measure(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float]:
     """Seconds and bytes."""
     inputs = draw(size, dtype, device)
@@ -100,8 +112,9 @@ def main() -> None:
     device, size, rounds = chosen.device, chosen.size or SIZES[chosen.device], chosen.rounds
     bench.check_device(device)
     task, rows, base = Size(*map(int, size.split("x"))), list[list[str]](), (0.0, 0.0)
+    paths = [impl for impl in PATHS[device] if serves(impl, device)]
     for kind, dtype in list(KINDS.items())[: 3 if device == "cuda" else 2]:
-        for impl in list(NAMES)[: 3 if device == "cuda" else 2]:
+        for impl in paths:
             error = check(task, dtype, impl, device)
             time, memory, remark = scaled(task, dtype, impl, rounds, device)
             base = (time, memory) if impl == "reference" else base
