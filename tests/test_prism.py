@@ -95,7 +95,9 @@ def histograms(layer: dr.AttentionLayer, x: Tensor) -> tuple[dict[Any, list[Any]
     cursors = cursors_of(layer)
     hidden = gru(cursors, x)
     heads, kv_heads, pairs = layer.sizes.n_heads, layer.sizes.n_kv_heads, cursors.key_shape[2]
-    fixed = {(h, c) for h in range(kv_heads) for c in range(pairs) if cursors.fixed_keys.count(h * pairs + c)}
+    fixed = {
+        (h, c) for h in range(kv_heads) for c in range(pairs) if cursors.copy and (h * pairs + c) % cursors.copy == 0
+    }
     query_names, key_names = (list(itertools.product(range(n), range(pairs))) for n in (heads, kv_heads))
     jumping = [(h, c) for h, c in query_names if (h * kv_heads // heads, c) in fixed]
     order = [("query", name) for name in query_names if name not in jumping]
@@ -206,7 +208,7 @@ def test_how_parameters_begin() -> None:
     torch.testing.assert_close(w.T @ w, torch.eye(100), rtol=0, atol=1e-5)
     assert (encoding.mix.sigmoid() == 0.5).all() and (encoding.alpha == 1).all() and encoding.alpha.shape == (4, 4)
     assert (1 + cursors.sharpness.exp() == 2).all()
-    assert len(cursors.jumping_queries) == 4 and len(cursors.walking_queries) == 12  # one in five of 16, rounded up
+    assert cursors.jumping == 4 and cursors.walking_queries == 12  # one in five of 16, rounded up
     with torch.no_grad():
         encoding.mix.copy_(torch.tensor([-1e4, -1.0, 1.0, 1e4]))
     assert encoding.mix.sigmoid().min() >= 0 and encoding.mix.sigmoid().max() <= 1
@@ -265,7 +267,7 @@ def test_one_module_serves_the_layers_up_to_the_next() -> None:
     encodings = [layer.self_attn.encoding for layer in model.model.layers]
     assert [encoding.cursors is not None for encoding in encodings] == [True, False, True]
     assert [encodings[n].cursors.query_shape for n in (0, 2)] == [(2, 4, 3), (1, 4, 3)]
-    assert len(encodings[0].cursors.fixed_keys) == 3  # of 12: each fifth, over both layers
+    assert encodings[0].cursors.fixed == 3  # of 12: each fifth, over both layers
     seen: list[Tensor] = []
     encodings[0].cursors.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     model(ids, labels=ids).loss.backward()
@@ -280,7 +282,8 @@ def test_one_module_serves_the_layers_up_to_the_next() -> None:
     assert not torch.allclose(before, deaf)
     with torch.no_grad():
         first = encodings[0].cursors
-        walking = [n for n, cursor in enumerate(first.walking_queries) if cursor >= 12]
+        met = [query // 3 // 2 * 3 + query % 3 for query in range(24)]  # the key cursor, of two heads a key head
+        walking = [n for n, query in enumerate(q for q in range(24) if met[q] % 5) if query >= 12]
         first.gates.weight.view(-1, 4, 5)[walking] += 1
     torch.testing.assert_close(model(ids).logits, deaf)
 

@@ -15,11 +15,12 @@ from deadreckon.encoding import Context, Encoding, Sizes
 from deadreckon.factors import Factors
 
 
-def slopes(heads: int) -> list[float]:
-    """One slope a head."""
+def slopes(heads: int, device: torch.device | None = None) -> Tensor:
+    """One slope a head, (heads,)."""
     power = 1 << (heads.bit_length() - 1)
-    found = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
-    return found + [2.0 ** (-4 * (2 * head + 1) / power) for head in range(heads - power)]
+    head = torch.arange(heads, dtype=torch.float64, device=device)
+    eighths = torch.where(head < power, head + 1, head - power + 0.5)
+    return torch.exp2(-8 * eighths / power).float()
 
 
 class ALiBi(Encoding):
@@ -30,4 +31,4 @@ class ALiBi(Encoding):
         self.heads = sizes.n_heads
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(log_gate=-torch.tensor(slopes(self.heads), device=x.device))
+        return Factors(log_gate=-slopes(self.heads, x.device))

@@ -20,6 +20,7 @@ longer, the last hidden states and histograms, and the keys of the copy branch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -120,17 +121,13 @@ class Cursors(Drawn, nn.Module):
         self.positions, self.width, self.base = positions, width, base
         self.query_shape = (layers, sizes.n_heads, cursors)
         self.key_shape = (layers, sizes.n_kv_heads, cursors)
-        # In plain numbers, since transformers builds models on a device that has none.
-        keys = range(layers * sizes.n_kv_heads * cursors)
-        self.fixed_keys = list(keys[::copy]) if copy else []
-        self.walking_keys = [key for key in keys if key not in self.fixed_keys]
-        queries = range(layers * sizes.n_heads * cursors)
-        group = sizes.n_heads // sizes.n_kv_heads
-        met = [query // cursors // group * cursors + query % cursors for query in queries]  # the key cursor of each
-        self.jumping_queries = [query for query in queries if met[query] in self.fixed_keys]
-        self.walking_queries = [query for query in queries if met[query] not in self.fixed_keys]
+        self.copy, self.group = copy, sizes.n_heads // sizes.n_kv_heads
+        self.keys = math.prod(self.key_shape)
+        self.fixed = len(range(0, self.keys, copy)) if copy else 0  # one in so many key cursors
         # Filters in this order: query cursors that walk, key cursors that walk, query cursors that also jump.
-        self.walking, self.jumping = len(self.walking_queries) + len(self.walking_keys), len(self.jumping_queries)
+        self.jumping = self.fixed * self.group
+        self.walking_queries = math.prod(self.query_shape) - self.jumping
+        self.walking = self.walking_queries + self.keys - self.fixed
         self.recurrence = Recurrence(sizes.d_model, hidden)
         self.gates = Projection(hidden, 4 * (self.walking + self.jumping))
         self.sharpness = nn.Parameter(torch.empty(self.walking + self.jumping))  # γ = 1 + exp of it
@@ -252,18 +249,17 @@ class Cursors(Drawn, nn.Module):
 
     def _sort(self, filtered: Tensor, fixed: Tensor) -> Streams:
         """Cursors as heads have them, from what the filters (B, T, F, ·) and fixed cursors (B, T, ·) are at."""
-        queries, keys = len(self.walking_queries), len(self.walking_keys)
-        if not self.jumping:
-            parts = filtered.split([queries, keys], dim=2)
-        else:
-            walking = filtered[:, :, :queries], filtered[:, :, queries : queries + keys]
-            others = filtered[:, :, self.walking :], fixed.unsqueeze(2).expand(-1, -1, len(self.fixed_keys), -1)
-            orders = self.walking_queries + self.jumping_queries, self.walking_keys + self.fixed_keys
-            parts = tuple(
-                torch.cat(both, dim=2)[:, :, torch.tensor(order, device=filtered.device).argsort()]
-                for *both, order in zip(walking, others, orders, strict=True)
-            )
-        return Streams(parts[0].unflatten(2, self.query_shape), parts[1].unflatten(2, self.key_shape))
+        queries, keys, jumps = filtered.split([self.walking_queries, self.keys - self.fixed, self.jumping], dim=2)
+        if self.jumping:
+            # Reckoned on the device, so that a CUDA graph may hold it.
+            key = torch.arange(self.keys, device=filtered.device)
+            met = (
+                key.view(-1, 1, self.key_shape[2]).expand(-1, self.group, -1).flatten()
+            )  # the key cursor of each query
+            fixed = fixed.unsqueeze(2).expand(-1, -1, self.fixed, -1)
+            queries = torch.cat([queries, jumps], dim=2)[:, :, _order(met % self.copy == 0)]
+            keys = torch.cat([keys, fixed], dim=2)[:, :, _order(key % self.copy == 0)]
+        return Streams(queries.unflatten(2, self.query_shape), keys.unflatten(2, self.key_shape))
 
 
 class Prism(Encoding):
@@ -353,6 +349,11 @@ class Prism(Encoding):
 
     def own_groups(self) -> list[dict[str, Any]]:
         return [{"params": [self.alpha], "lr": 0.03, "betas": (0.8, 0.92), "weight_decay": 0.0}]
+
+
+def _order(last: Tensor) -> Tensor:
+    """Where each of some things is, once those that `last` says (a boolean each) are put behind the others."""
+    return torch.where(last, (~last).sum() + last.cumsum(0), (~last).cumsum(0)) - 1
 
 
 def _apply(part: nn.Linear, x: Tensor) -> Tensor:

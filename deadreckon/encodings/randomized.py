@@ -32,7 +32,7 @@ class Randomized(Encoding):
     def embed(self, x: Tensor, context: Context) -> Tensor:
         if context.recent is not None:
             raise ValueError("randomized: positions are drawn afresh for each forward pass; expected no state or cache")
-        longest = int(context.positions.max()) + 1
+        longest = x.shape[1] if context.cu_seqlens is None else int(context.positions.max()) + 1
         if longest > self.limit:
             raise ValueError(f"randomized: a sequence of {longest} tokens needs as many positions, got {self.limit}")
         drawn = torch.randperm(self.limit, device=x.device)[:longest].sort().values

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, wrongly
+from deadreckon.lab.graphs import Graphs
 from deadreckon.lab.recipe import Recipe
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
@@ -41,11 +42,19 @@ def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
 
 
 def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW, with what encodings ask for. The schedule scales each group's `initial_lr`."""
+    """AdamW, with what encodings ask for. The schedule scales each group's `initial_lr`.
+
+    On a GPU its rates and counts of steps are tensors there, so that a CUDA graph reads those of the day.
+    """
     first, second = recipe.betas
-    return torch.optim.AdamW(
-        dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay), betas=(first, second)
-    )
+    groups = dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay)
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return torch.optim.AdamW(groups, betas=(first, second))
+    optimizer = torch.optim.AdamW(groups, betas=(first, second), fused=True, capturable=True)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"], device=device)
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -75,33 +84,52 @@ class Training:
         model: is trained in place.
         task: where its data come from.
         recipe: equal recipes see equal data.
+        graphs: whether steps are recorded as CUDA graphs (`graphs.py`); on a GPU they are, unless this says no.
     """
 
-    def __init__(self, model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe) -> None:
+    def __init__(self, model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe, graphs: bool | None = None) -> None:
         self.model, self.task, self.recipe = model, task, recipe
+        self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, recipe)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.done = 0  # steps
+        wanted = self.device.type == "cuda" if graphs is None else graphs
+        self.graphs = Graphs(self._step) if wanted and recipe.accumulate == 1 else None
 
     def advance(self) -> Step:
         """Takes the next step."""
-        recipe, device = self.recipe, next(self.model.parameters()).device
+        recipe = self.recipe
         torch.manual_seed(1_000_003 * recipe.seed + self.done)  # for encodings that draw numbers
         self.model.train()
-        for group in self.optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(self.done, group["initial_lr"])
+        self._set_rates()
         drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, recipe.accumulate)
-        parts = [part.to(device) for part in drawn]
+        parts = [part.to(self.device) for part in drawn]
+        if self.graphs is not None and parts[0].cu_seqlens is None:
+            losses, scored, *counted = self.graphs(parts[0])
+        else:
+            losses, scored, *counted = self._step(*parts)
+        self.done += 1
+        tokens = sum(part.tokens.numel() for part in parts)
+        return Step(self.done, tokens, losses, counted[0] if counted else None, scored)
+
+    def _set_rates(self) -> None:
+        for group in self.optimizer.param_groups:
+            rate = self.recipe.learning_rate_at(self.done, group["initial_lr"])
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _step(self, *parts: Batch) -> tuple[Tensor, ...]:
+        """From a batch to changed weights: the loss, how many tokens were scored and, where that is counted, errors."""
         scored = torch.stack([(part.labels[:, 1:] != NOT_SCORED).sum() for part in parts]).sum()
         self.optimizer.zero_grad()
         judged = [self._learn(part, scored) for part in parts]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
-        self.done += 1
         losses, errors = zip(*judged, strict=True)
-        counted = None if errors[0] is None else torch.stack(errors).sum()
-        tokens = sum(part.tokens.numel() for part in parts)
-        return Step(self.done, tokens, torch.stack(losses).sum(), counted, scored)
+        counted = [] if errors[0] is None else [torch.stack(errors).sum()]
+        return torch.stack(losses).sum(), scored, *counted
 
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Adds to the gradients what a part of a batch has to say: its share of the loss, and its errors."""
@@ -129,8 +157,9 @@ class Training:
         for place, value in memory.items():
             key, name = place.split(".", 1)
             parameter = parameters[name]
-            # AdamW keeps its count of steps on the CPU
-            self.optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+            # Without graphs AdamW keeps its count of steps on the CPU.
+            here = key == "step" and not self.optimizer.defaults["capturable"]
+            self.optimizer.state[parameter][key] = value if here else value.to(parameter.device)
         self.done = done
 
 
