@@ -173,7 +173,7 @@ def _state(reset: Tensor, positions: int, initial: Tensor | None) -> Tensor:
     if initial is not None:
         return initial
     origin = torch.zeros(positions, dtype=work_type(reset), device=reset.device)
-    origin[0] = 1
+    origin[:1].fill_(1)
     return origin.expand(reset.shape[0], reset.shape[2], -1)
 
 

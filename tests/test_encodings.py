@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deadreckon as dr
 from deadreckon.encodings.alibi import slopes
@@ -46,6 +48,32 @@ def test_causal(name: str) -> None:
     before, after = run(layer, x, ids), run(layer, changed, changed_ids)
     torch.testing.assert_close(after[:, :70], before[:, :70], rtol=0, atol=1e-12)
     assert not torch.allclose(after[:, 70:], before[:, 70:])
+
+
+class HandOver(TorchDispatchMode):
+    """Notes what would make a CPU and a GPU wait for each other: numbers read back, tensors made of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "lift_fresh", "nonzero", "_pin_memory"):
+            self.found.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", dr.ENCODINGS)
+def test_a_cuda_graph_may_hold_it(name: str) -> None:
+    """Whole sequences: neither device waits for the other."""
+    layer, (x, ids) = make_layer(name), make_input(20)
+    q, k = (torch.randn(2, 20, heads, WIDTH // HEADS, dtype=x.dtype) for heads in (HEADS, KV_HEADS))
+    with HandOver() as noted:
+        context = dr.Context.of(x, ids)
+        layer.encoding.embed(x, context)
+        layer.encoding(x, context)
+        layer.encoding.widen(q, k, x, context)
+    assert not noted.found
 
 
 @pytest.mark.parametrize("name", STEADY)

@@ -8,6 +8,7 @@ seed that is set before each step, and is no different in a graph.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from deadreckon.tasks.task import Batch
 
 MOST = 128  # shapes that are recorded; batches of others are worked on as they are
+SWITCH = "DEADRECKON_GRAPHS"  # in the environment: 0 for none
 Result = tuple[Tensor, ...]
 
 
@@ -34,6 +36,11 @@ class Recorded:
         self.batch.labels.copy_(batch.labels)
         self.graph.replay()
         return tuple(x.clone() for x in self.result)  # the next replay writes there again
+
+
+def wanted(device: torch.device) -> bool:
+    """Whether steps on a device are recorded, unless somebody says otherwise."""
+    return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
 
 
 class Graphs:
@@ -69,6 +76,9 @@ class Graphs:
     def _record(self, batch: Batch) -> Recorded:
         own = Batch(batch.tokens.clone(), batch.labels.clone())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            result = self.step(own)
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                result = self.step(own)
+        except RuntimeError as error:
+            raise RuntimeError(f"a step of training could not be recorded; {SWITCH}=0 trains without graphs") from error
         return Recorded(graph, own, result)

@@ -168,7 +168,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pace", type=float, default=0.05, help="length of curriculum stages, paper = 1 (0.05)")
     parser.add_argument("--steps", type=int, default=5000, help="(5000)")
     parser.add_argument("--batch-size", type=int, default=100, help="(100)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="(1e-3)")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="(3e-4)")
     parser.add_argument("--weight-decay", type=float, default=0.01, help="(0.01)")
     parser.add_argument("--width", type=int, help="of the residual stream (192 with prism, else 512)")
     parser.add_argument("--layers", type=int, default=5, help="(5)")
