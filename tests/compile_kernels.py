@@ -31,17 +31,17 @@ SHARED = 232448  # bytes of a multiprocessor
 found: dict[str, int] = {}
 
 
-def signature(value: Any, path: tuple[int, ...], constants: dict, attributes: dict) -> Any:
-    """The type of an argument as Triton would specialise it."""
+def signature(value: Any, path: tuple[int, ...], special: bool, constants: dict, attributes: dict) -> Any:
+    """The type of an argument as Triton would specialise it, if it may."""
     if isinstance(value, tuple):
-        parts = [signature(part, (*path, i), constants, attributes) for i, part in enumerate(value)]
+        parts = [signature(part, (*path, i), special, constants, attributes) for i, part in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if value is None or (isinstance(value, int) and value == 1):
+    if value is None or (special and isinstance(value, int) and value == 1):
         constants[path] = value
         return "constexpr"
     if isinstance(value, float):
         return "fp32"
-    if isinstance(value, torch.Tensor) or value % 16 == 0:
+    if special and (isinstance(value, torch.Tensor) or value % 16 == 0):
         attributes[path] = [["tt.divisibility", 16]]
     if isinstance(value, torch.Tensor):
         return "*" + NAMES[value.dtype]
@@ -56,7 +56,9 @@ def compile_only(self: JITFunction, *arguments: Any, grid: Any = None, warmup: b
         if parameter.is_constexpr:
             types[parameter.name], constants[(i,)] = "constexpr", values[parameter.name]
         else:
-            types[parameter.name] = signature(values[parameter.name], (i,), constants, attributes)
+            types[parameter.name] = signature(
+                values[parameter.name], (i,), not parameter.do_not_specialize, constants, attributes
+            )
     key = f"{self.fn.__name__} {types} {constants} {options}"
     if key not in found:
         source = ASTSource(self, types, constants, attributes)

@@ -15,7 +15,7 @@ from deadreckon.blockwise.runs import Run, levels
 from deadreckon.blockwise.stock import Backend, backend_for, dense_backward, dense_forward
 from deadreckon.kernels.flash import Pairs, Sums, flash_backward, flash_forward
 from deadreckon.kernels.frames import Side, cross, cross_back, multiply, multiply_back, place
-from deadreckon.kernels.leaf import LEAF, Back, Frames, Leaves
+from deadreckon.kernels.leaf import LEAF, Back, Frames, Leaves, Place
 from deadreckon.kernels.merge import Part, merge, prepare
 from deadreckon.kernels.walk import WALK, Walk
 
@@ -45,7 +45,7 @@ class Dense:
         q, k, v = run.halves(self.frames.queries)[1], run.halves(self.frames.keys)[0], run.halves(self.frames.values)[0]
         if self.stock:
             out, lse = dense_forward(self.stock, q.flatten(2, 3), k, v, self.scale)
-            return out.contiguous(), lse.contiguous(), *run
+            return (out.contiguous(), lse.contiguous()), run
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         flash_forward(
@@ -58,7 +58,7 @@ class Dense:
             _grouped(lse),
             Pairs(*run),
         )
-        return out, lse, *run
+        return (out, lse), run
 
     def backward(self, run: Run, q: Tensor, k: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q (n, pairs, right, G, D), k and v (n, pairs, left, ·); q and k are in the run's frames."""
@@ -210,10 +210,10 @@ class Tree:
         assert self.inverse is not None
         back = Back(copies[1], delta, own, torch.zeros_like(lse), torch.zeros_like(lse))
         if self.frames is None:
-            leaves.backward(self.inverse, back, None, None, None, (), found)
+            leaves.backward(self.inverse, back, None, None, None, [], found)
             return back.by_query, back.by_key
         walk = Walk(self.frames, self.sums, leaves.scale)
-        parts: list[tuple[Tensor, int, int, int, int]] = []
+        parts: list[tuple[Tensor, Place]] = []
         if self.levels:
             above = Blocks(self, walk, keep=True)
             assert above.suffixes is not None
@@ -225,8 +225,8 @@ class Tree:
         else:
             grad_q, grad_k = self.buffers()
             grad_v, grad_products, _ = walk.backward(back, walk.again(None), grad_q, grad_k, None)
-        parts.append((grad_v, 0, 1, self.tokens, 0))
-        leaves.backward(self.inverse, back, grad_q, grad_k, grad_products, tuple(parts), found)
+        parts.append((grad_v, (0, 1, self.tokens, 0)))
+        leaves.backward(self.inverse, back, grad_q, grad_k, grad_products, parts, found)
         return back.by_query, back.by_key
 
 
@@ -274,7 +274,7 @@ class Blocks:
         return parts
 
     def descend(
-        self, back: Back, out: Tensor, lse: Tensor, parts: list[tuple[Tensor, int, int, int, int]]
+        self, back: Back, out: Tensor, lse: Tensor, parts: list[tuple[Tensor, Place]]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the blocks' queries, keys and (unless there is one level) products; dv is added to parts."""
         rows = Rows(out, lse, back)
@@ -292,7 +292,7 @@ class Blocks:
                 right, left = run.halves(self.frames.queries)[1], run.halves(self.frames.keys)[0]
                 q, k = (right, left) if at_top else kept[number][i]
                 fresh_q, fresh_k, fresh_v = self.dense.backward(run, q, k, rows)
-                parts.append((fresh_v, *run))
+                parts.append((fresh_v, run))
                 if at_top:  # one pair of blocks
                     place(grad_q.flatten(1, 2), fresh_q, run.left * self.group, before=False)
                     place(grad_k, fresh_k, run.left, before=True)

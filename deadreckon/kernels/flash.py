@@ -79,7 +79,7 @@ def _forward_along(
     return b_acc, b_max, b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _forward(
     p_q, p_k, p_v, p_o, p_lse, p_left, p_edge, p_first, scale2,
     s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
@@ -166,7 +166,7 @@ def _query_gradients_along(
     return b_dq, b_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _query_gradients(
     p_q, p_k, p_v, p_do, p_dq, p_sums, p_delta, p_own, p_left, p_edge, p_first, scale, scale2,
     s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
@@ -256,7 +256,7 @@ def _key_gradients_along(
     return b_dk, b_dv, b_sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _key_gradients(
     p_q, p_k, p_v, p_do, p_dk, p_dv, p_sums, p_delta, p_own, p_left, p_edge, p_last, scale, scale2,
     s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,

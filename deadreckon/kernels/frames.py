@@ -33,7 +33,7 @@ class Side(NamedTuple):
     step: int  # rows from one block to the next
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "count", "rows", "step", "first", "every", "CHUNKS"])
 def _cross(
     p_x, p_kept, p_to, p_products, s_x, s_to, start, count, rows, step, s_products, first, every, CHUNKS,
     TRANSPOSED: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
@@ -57,7 +57,7 @@ def _cross(
         tl.store(p_to + offsets, through(b_x, b_p, TRANSPOSED, DTYPE).to(DTYPE), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "count", "rows", "step", "first", "CHUNKS"])
 def _cross_back(
     p_grad, p_kept, p_fresh, p_outer, p_products, s_x, start, count, rows, step, s_products, first, CHUNKS,
     TRANSPOSED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
@@ -89,7 +89,7 @@ def _cross_back(
     store_matrix(p_outer + tl.program_id(0).to(tl.int64) * D * D, b_outer, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _multiply(p_products, p_above, s_products, s_above, count, D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr):
     """P_left P_right of each pair."""
     i_n, i_pair = (tl.program_id(0) // count).to(tl.int64), tl.program_id(0) % count
@@ -98,7 +98,7 @@ def _multiply(p_products, p_above, s_products, s_above, count, D: tl.constexpr, 
     store_matrix(p_above + i_n * s_above + i_pair.to(tl.int64) * D * D, b_product, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "first", "first_above", "LEFT_PARTS", "RIGHT_PARTS"])
 def _multiply_back(
     p_products, p_above, p_left_parts, p_right_parts, p_grad, s_products, s_above, s_grad, count, first, first_above,
     LEFT_PARTS, RIGHT_PARTS, ABOVE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr,
@@ -127,7 +127,7 @@ def _multiply_back(
         store_matrix(p_grad + side * D * D, b_grad, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "boundary"])
 def _place(
     p_x, p_fresh, s_x, boundary, rows, TILES, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BEFORE: tl.constexpr
 ):

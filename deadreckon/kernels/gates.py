@@ -13,7 +13,7 @@ from deadreckon.kernels.flash import EDGE, Reach, Sums
 from deadreckon.kernels.tiles import LOG2E, load_rows, padded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_b", "s_t", "s_h", "T", "BLOCKS", "GATES"])
 def _block_sums(p_gate, p_left, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
     i_block, i_c = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
     row = tl.arange(0, 64)
@@ -43,7 +43,7 @@ def gate_sums(log_gate: Tensor, heads: int) -> Sums:
     return Sums(left.view(shape), edge.view(shape))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "TILES", "HEADS"])
 def _longest(p_x, p_out, s_b, s_t, s_h, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
     pid = tl.program_id(0)
     i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)

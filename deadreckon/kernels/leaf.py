@@ -63,7 +63,7 @@ def _place(LEAVES):
     return tl.program_id(0) // taken, (tl.program_id(0) % taken).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_forward(
     p_q, p_k, p_v, p_w, p_beta, p_left, p_frame_q, p_frame_k, p_values, p_products, p_inverse, p_out, p_lse, scale2,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
@@ -126,10 +126,17 @@ def _leaf_forward(
 
 
 @triton.jit
-def sum_runs(b_total, runs, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.constexpr, RUNS: tl.constexpr):
+def unwrap(place):
+    """Start, count of pairs, tokens of a left and of a right block."""
+    return place[0] // 16, place[1] // 16, place[2] // 16, place[3] // 16
+
+
+@triton.jit
+def sum_runs(b_total, runs, places, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.constexpr, RUNS: tl.constexpr):
     """Adds what each run has for this tile of 64 tokens, where it lies in the run's left blocks."""
     for r in tl.static_range(RUNS):
-        p_x, start, count, left, right = runs[r]
+        p_x = runs[r]
+        start, count, left, right = unwrap(places[r])
         at = i_tile * 64 - start
         i_pair, at = at // (left + right), at % (left + right)
         inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left)
@@ -139,10 +146,10 @@ def sum_runs(b_total, runs, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.c
     return b_total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_backward(
     p_q, p_k, p_v, p_w, p_beta, p_left, p_inverse, p_do, p_delta, p_own, p_by_query, p_by_key,
-    p_frame_dq, p_frame_dk, p_dp, runs, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
+    p_frame_dq, p_frame_dk, p_dp, runs, places, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
     s_fq, s_fk, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
@@ -158,7 +165,7 @@ def _leaf_backward(
     lower = i_row[:, None] >= i_row[None, :]
     strict = i_row[:, None] > i_row[None, :]
     square = i_row[:, None] * 64 + i_row[None, :]
-    b_dv = sum_runs(tl.zeros([64, BE], tl.float32), runs, i_n, i_leaf, i_row, value_channel, E, BE, RUNS)
+    b_dv = sum_runs(tl.zeros([64, BE], tl.float32), runs, places, i_n, i_leaf, i_row, value_channel, E, BE, RUNS)
     b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD).to(DTYPE)
     b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
@@ -241,6 +248,20 @@ def _leaf_backward(
     tl.store(p_dw + token[:, None] * (HEADS * D) + channel[None, :], b_dw.to(p_dw.dtype.element_ty), mask=m_to)
 
 
+Place = tuple[int, int, int, int]
+"""Of a run: start, count of pairs of blocks, tokens of a left block and of a right one."""
+
+
+def in_fours(parts: list[tuple[Any, Place]]) -> tuple[tuple[Any, ...], tuple[Place, ...]]:
+    """What runs have, and their places as `unwrap` takes them, with empty runs up to a multiple of four.
+
+    So few kernels are compiled: of numbers in tuples, Triton has a kernel of its own for each that is 1 and for each
+    that is a multiple of 16. Of 16 n + 8 none is.
+    """
+    parts = parts + [(x, (0, 0, 1, 1)) for x, _ in parts[:1] * (-len(parts) % 4)]
+    return tuple(x for x, _ in parts), tuple(tuple(16 * n + 8 for n in place) for _, place in parts)  # type: ignore[misc]
+
+
 class Leaves(NamedTuple):
     """The inputs of some leaves: all tokens of `taken` key heads from `first` on, of all B·H."""
 
@@ -293,17 +314,18 @@ class Leaves(NamedTuple):
 
     def backward(
         self, inverse: Tensor, back: Back, grad_q: Tensor | None, grad_k: Tensor | None, grad_products: Tensor | None,
-        parts: tuple[tuple[Tensor, int, int, int, int], ...], found: tuple[Tensor, ...],
+        parts: list[tuple[Tensor, Place]], found: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         """Writes dq, dk, dv, dw, dbeta (found) from the gradients of outputs, frames and products.
 
-        parts: (dv, start, count, left, right) of runs, which add up to dv with that of the leaves.
+        parts: dv of runs, which add up to dv with that of the leaves.
         """
+        runs, places = in_fours(parts)
         _leaf_backward[(self.taken * self.leaves,)](
-            *self._inputs(), inverse, *back, grad_q, grad_k, grad_products, parts, *found,
+            *self._inputs(), inverse, *back, grad_q, grad_k, grad_products, runs, places, *found,
             self.scale, self.scale * LOG2E, *self._strides(), 0 if grad_q is None else grad_q.stride(0),
             0 if grad_k is None else grad_k.stride(0), back.grad.stride(0), back.delta.stride(0), *self._sizes(),
-            **self._flags(), FRAMES=grad_q is not None, RUNS=len(parts), num_warps=4, num_stages=1,
+            **self._flags(), FRAMES=grad_q is not None, RUNS=len(runs), num_warps=4, num_stages=1,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.kernels.flash import Sums
+from deadreckon.kernels.leaf import Place, in_fours, unwrap
 from deadreckon.kernels.tiles import padded
 
 
@@ -19,9 +20,9 @@ def _place(GROUP, TILES):
     return pid % GROUP, pid // (GROUP * taken), (pid // GROUP % taken).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS"])
 def _merge(
-    p_out, p_lse, runs, p_to, p_row, s_out, s_lse, first, T, TILES, HEADS, GROUP,
+    p_out, p_lse, runs, places, p_to, p_row, s_out, s_lse, first, T, TILES, HEADS, GROUP,
     E: tl.constexpr, BE: tl.constexpr, RUNS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """out (N, T, G, E) of the leaves and of each run's right blocks -> (B, T, Hq, E) if LAST, else in place."""
@@ -36,7 +37,8 @@ def _merge(
     b_row = tl.load(p_lse)
     b_out = tl.load(p_out + at, mask=inside, other=0.0).to(tl.float32)
     for r in tl.static_range(RUNS):
-        p_x, p_lse_x, start, count, left, right = runs[r]
+        p_x, p_lse_x = runs[r]
+        start, count, left, right = unwrap(places[r])
         place = i_tile * 64 - start
         i_pair, place = place // (left + right), place % (left + right)
         m_run = (i_tile * 64 >= start) & (i_pair < count) & (place >= left)
@@ -59,7 +61,7 @@ def _merge(
         tl.store(p_out + at, b_out.to(p_out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS", "GATES"])
 def _prepare(
     p_out, p_grad, p_lse, p_left, p_out_to, p_grad_to, p_delta, p_row,
     s_ob, s_ot, s_oh, s_gb, s_gt, s_gh, s_x, s_l, first, T, TILES, HEADS, GROUP, GATES,
@@ -89,8 +91,8 @@ def _prepare(
     tl.store(p_row + at, b_row)
 
 
-Part = tuple[Tensor, Tensor, int, int, int, int]
-"""Of a run: out (n, count, right · G, E), lse (n, count, right · G), start, count, left, right."""
+Part = tuple[tuple[Tensor, Tensor], Place]
+"""Of a run: out (n, count, right · G, E) and lse (n, count, right · G), and where it is."""
 TOGETHER = 16  # parts merged in one pass
 
 
@@ -106,10 +108,10 @@ def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, row: Tensor, 
     if passes % 2 == 0:
         row.copy_(lse)
     for number in range(passes):
-        some = tuple(parts[number * TOGETHER : (number + 1) * TOGETHER])
+        some, places = in_fours(parts[number * TOGETHER : (number + 1) * TOGETHER])
         _merge[(count * tokens // 64 * group,)](
-            out, rows[number % 2], some, to, rows[(number + 1) % 2], out.stride(0), row.stride(0), first, to.shape[1],
-            tokens // 64, to.shape[2] // group, group, E=width, BE=padded(width), RUNS=len(some),
+            out, rows[number % 2], some, places, to, rows[(number + 1) % 2], out.stride(0), row.stride(0), first,
+            to.shape[1], tokens // 64, to.shape[2] // group, group, E=width, BE=padded(width), RUNS=len(some),
             LAST=number + 1 == passes,
         )  # fmt: skip
 

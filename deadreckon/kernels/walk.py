@@ -42,7 +42,7 @@ def _slot(i_n, i_leaf, walked, LEAVES, WALK: tl.constexpr):
     return i_block * (WALK * (WALK - 1) // 2) + walked * (walked - 1) // 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _walk_forward(
     p_q, p_k, p_v, p_products, p_left, p_edge, p_out, p_lse, p_to, p_passing, scale2,
     s_q, s_k, s_v, s_out, s_lse, s_to, LEAVES, GROUP, GATES,
@@ -96,7 +96,7 @@ def _walk_forward(
         store_tile(p_to + i_n * s_to + i_g * D, token, GROUP * D, b_q, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _walk_back(
     p_k, p_v, p_products, p_left, p_edge, p_do, p_delta, p_own, p_grad, p_passing, p_passing_grad, p_by_query,
     scale, scale2, s_k, s_v, s_out, s_lse, s_grad, LEAVES, GROUP, GATES,
@@ -148,7 +148,7 @@ def _walk_back(
         tl.store(p_by_query + p_at, tl.load(p_by_query + p_at) + b_sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _gather(
     p_k, p_v, p_suffix, p_left, p_edge, p_do, p_delta, p_own, p_passing, p_passing_grad,
     p_grad_k, p_grad_v, p_grad_products, p_grad_suffix, p_by_key, scale, scale2,
@@ -202,7 +202,7 @@ def _gather(
     store_matrix(p_grad_products + at, b_dp, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LEAVES"])
 def _suffixes(
     p_products, p_k, p_to, p_suffix, p_block, s_p, s_k, s_to, LEAVES,
     D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr, KEEP: tl.constexpr,
@@ -229,7 +229,7 @@ def _suffixes(
     store_matrix(p_block + tl.program_id(0).to(tl.int64) * D * D, b_suffix, D, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LEAVES"])
 def _suffixes_back(
     p_products, p_suffix, p_grad_suffix, p_grad_block, p_grad, LEAVES,
     D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr, ABOVE: tl.constexpr,

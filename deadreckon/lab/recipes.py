@@ -43,10 +43,11 @@ class Experiment:
 
 FLIPFLOP = Experiment(
     about="Flip-flop: say the bit that was written last, past any number of distractions.",
-    source="Yang et al. 2025, table 1; steps, batch and optimiser are those of the task's authors, Liu et al. 2023.",
+    source="Yang et al. 2025, table 1; steps, batch and optimiser are those of the task's authors, Liu et al. 2023, but "
+    "the rate, which is ten times theirs: at 3e-4 PaTH knows the task as trained, and not the sparse one.",
     paper=Recipe(
         task="flip-flop", length=512, layers=1, width=64, heads=2, initial=0.02,
-        steps=10_000, batch_size=16, learning_rate=3e-4, weight_decay=0.1, warmup=50, schedule="linear",
+        steps=10_000, batch_size=16, learning_rate=3e-3, weight_decay=0.1, warmup=50, schedule="linear",
         metric="error", conditions={"as trained": {}, "sparse": {"ignore": 0.98}, "dense": {"ignore": 0.1}},
         test_lengths=(128, 256, 512, 1024, 2048, 4096), test_rows=1000, test_tokens=2**20,
         evaluate_every=500, validation_rows=128, log_every=10,
