@@ -416,7 +416,9 @@ def test_runs_leave_results_pictures_and_a_model_to_show(tmp_path: Path, capsys:
     assert said.count("step") == 8 and "reverse sinusoidal: exact match" in said
     results = json.loads((tmp_path / "prism-0.json").read_text())
     assert [one["step"] for one in results["evaluations"]] == [1, 2, 3, 4] and set(results["best"]) == {"2", "3"}
-    assert results["recipe"]["curriculum"]["longest"] == 40 and results["sizes"]["copy"] == 5
+    assert results["recipe"]["curriculum"]["longest"] == 40 and results["options"]["copy"] == 5
+    page = (tmp_path / "lengths.md").read_text()
+    assert "# reverse: exact match by length" in page and page.count("| 4 of 4 |") == 2
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
     lab.main(["--show", str(tmp_path / "prism-0"), "--input", "123", "--layer", "1", "--head", "1"])
     assert capsys.readouterr().out.replace(" ", "").startswith("123=")

@@ -390,7 +390,7 @@ def test_recipes_are_changed_and_checked() -> None:
         "accumulate=5": "accumulate: expected a divisor of batch_size = 16, got 5",
         "schedule=slow": "schedule: expected one of linear, cosine, constant; got 'slow'",
         "metric=fun": "metric: expected one of error, exact, perplexity; got 'fun'",
-        "floor=2": "learning_rate, warmup, floor: expected above 0, 0 or more and a share, got 0.0003, 50, 2.0",
+        "floor=2": "learning_rate, warmup, floor: expected above 0, 0 or more and a share, got 0.003, 50, 2.0",
         "conditions={}": "conditions: expected one or more, got none",
     }.items():
         with pytest.raises(ValueError, match=re.escape(said)):
@@ -442,6 +442,16 @@ def test_scores_of_random_encodings_repeat() -> None:
     assert score(model, recipe, "as trained", 16) == first
 
 
+def test_compare_by_several_processes(tmp_path: Path) -> None:
+    changes, console = (*SMALL, "steps=4"), quiet()
+    some = compare("flipflop", ("rope", "path"), changes=changes, runs=tmp_path / "2", jobs=2, console=console)
+    assert "2 of 2" in console.file.getvalue()  # type: ignore[attr-defined]
+    alone = compare("flipflop", ("rope", "path"), changes=changes, runs=tmp_path / "1", console=quiet())
+    assert some == alone
+    with pytest.raises(ValueError, match="jobs: expected 1 or more, got 0"):
+        compare("flipflop", ("rope",), runs=tmp_path, jobs=0, console=quiet())
+
+
 def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     console = quiet()
@@ -462,7 +472,13 @@ def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     longer = compare("flipflop", ("path",), seeds=2, changes=changes, lengths=(16, 64), console=quiet())
     assert longer.lengths("dense") == [16, 64]
     assert longer.values["path"]["dense", 16] == first.values["path"]["dense", 16]
-    assert compare("flipflop", ("rope", "path"), seeds=2, changes=changes, console=quiet()) == first
+    page = tmp_path / "pages" / "page.md"
+    again = compare("flipflop", ("rope", "path"), seeds=2, changes=changes, page=page, console=quiet())
+    assert again == first
+    said = page.read_text()
+    assert f"| 32 | {first.cell('rope', 'sparse', 32)} | {first.cell('path', 'sparse', 32)} |" in said
+    assert "| the paper's, 512 | 40.3 | 0.0001 |" in said and "seeds 0 to 1" in said
+    assert (page.parent / re.findall(r"!\[.*\]\((.*)\)", said)[0]).exists()
     monkeypatch.setitem(sys.modules, "deadreckon.lab.pictures", None)
     console = quiet()
     compare("flipflop", ("path",), changes=changes, console=console)

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from deadreckon.lab import power_figures, rotation_table, text_runs
+from deadreckon.lab import power_figures, rotation_table, text_pages, text_runs
 from deadreckon.lab.text_runs import Plan, Results, Run
 from deadreckon.lab.training import Training, make_model
 from deadreckon.tasks.language import Corpus, Language, load_corpus, open_corpus, save_corpora
@@ -73,6 +73,15 @@ def test_comparisons_go_on_where_they_stopped(
     assert [runs[name]["positions"][-1]["last"] for name in runs] == [32, 32, 64, 64]
     assert runs["sympow p=2 at 8"]["loss"] != runs["rope at 8"]["loss"]
     assert f"| sympow p=2 | 16 | {runs['sympow p=2 at 16']['loss']:.4f} |" in capsys.readouterr().out
+    for module, expected in (
+        (rotation_table, f"| RoPE | {ratio[0]:.2f} | {ratio[1]:.2f} |"),
+        (power_figures, f"| sympow p = 2 | {runs['sympow p=2 at 8']['loss']:.4f} |"),
+    ):
+        page = tmp_path / f"{module.__name__}.md"
+        text_pages.write([tmp_path / f"{module.__name__}.json"], page)
+        assert expected in page.read_text() and page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="results: expected files of one comparison, got other settings"):
+        text_pages.read([tmp_path / f"{module.__name__}.json" for module in (rotation_table, power_figures)])
 
 
 def test_losses_within_and_beyond_the_context() -> None:

@@ -116,3 +116,17 @@ def test_graphs_train_as_launches_do(encoding: str) -> None:
         losses.append([training.advance().loss for _ in range(recipe.steps)])
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
     assert losses[1][-1] < losses[1][0]
+
+
+@pytest.mark.gpu
+def test_what_was_remembered_goes_on_with_graphs() -> None:
+    recipe = Recipe(encoding="path-fox", steps=8, batch_size=32, length=9)
+    training = Training(make_model(recipe, task.VOCAB_SIZE).to("cuda"), Copy(), recipe)
+    for _ in range(4):
+        training.advance()
+    model = make_model(recipe, task.VOCAB_SIZE).to("cuda")
+    model.load_state_dict(training.model.state_dict())
+    again = Training(model, Copy(), recipe)
+    again.remember({name: x.cpu() for name, x in training.memory().items()}, training.done)
+    losses = [[one.advance().loss for _ in range(4)] for one in (training, again)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)

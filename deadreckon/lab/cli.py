@@ -126,7 +126,9 @@ def compare(
     change: tuple[str, ...] = (),
     runs: Path = Path("runs"),
     picture: Path | None = None,
+    page: Path | None = None,
     device: str = "cpu",
+    jobs: int = 1,
 ) -> None:
     """Compare encodings: the same model, data and budget for each, scores by length, as tables and a picture.
 
@@ -141,14 +143,16 @@ def compare(
         change: fields of the recipe to change, such as steps=1000 learning_rate=1e-3.
         runs: folder of all runs.
         picture: where to save the picture; beside the runs by default.
+        page: where to save the tables as Markdown too, with what the paper found.
         device: cpu, cuda, …
+        jobs: how many to train at a time; small models leave most of a GPU to others.
     """
     from deadreckon.lab.compare import compare as run_compare
     from deadreckon.lab.compare import names_in, numbers_in
 
     run_compare(
         task, names_in(encodings), seeds=seeds, size=size, lengths=numbers_in(lengths), changes=change, runs=runs,
-        device=device, picture=picture,
+        device=device, jobs=jobs, picture=picture, page=page,
     )  # fmt: skip
 
 

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import mean, stdev
+from threading import Thread
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from deadreckon.lab.evaluation import SOLVED, is_better
 from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.recipes import SIZES, check_encodings, find_experiment, find_recipe, title_of
+from deadreckon.lab.recipes import SIZES, Experiment, check_encodings, find_experiment, find_recipe, title_of
 from deadreckon.lab.runs import Run
+from deadreckon.lab.text_runs import markdown
 from deadreckon.lab.train import quiet_transformers, score_run, train_run
 from deadreckon.lab.training import check_device
 
@@ -58,12 +64,14 @@ class Comparison:
         if not found:
             return ""
         if len(found) == 1:
-            return self._number(found[0])
-        return f"{self._number(mean(found))} ± {self._number(stdev(found))}"
+            return self.spell(found[0])
+        return f"{self.spell(mean(found))} ± {self.spell(stdev(found))}"
 
-    def _number(self, value: float) -> str:
-        """In three digits or so."""
+    def spell(self, value: float) -> str:
+        """A value in three digits or so."""
         value = value if self.recipe.metric == "perplexity" else 100 * value
+        if 0 < value < 0.005:
+            return f"{value:.1g}"
         return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1e4 else f"{value:.1e}"
 
     def best(self, condition: str, length: int) -> str:
@@ -104,7 +112,9 @@ def compare(
     changes: tuple[str, ...] = (),
     runs: Path = Path("runs"),
     device: str = "cpu",
+    jobs: int = 1,
     picture: Path | None = None,
+    page: Path | None = None,
     console: Console | None = None,
 ) -> Comparison:
     """Trains what is missing, scores what is not scored, prints tables and draws the picture.
@@ -117,27 +127,68 @@ def compare(
         lengths: where to score, in place of the recipe's lengths.
         changes: of the recipe; see `Recipe.change`.
         runs: folder of runs.
+        jobs: how many to train at a time. Small models leave most of a GPU to others.
         picture: where to save it; beside the runs by default.
+        page: where to save the tables in Markdown, if anywhere.
     """
     console = console or Console()
     encodings = tuple(encodings) or find_experiment(name).encodings
     check_encodings(encodings)
     check_device(device)
-    if seeds < 1:
-        raise ValueError(f"seeds: expected 1 or more, got {seeds}")
+    for what, count in (("seeds", seeds), ("jobs", jobs)):
+        if count < 1:
+            raise ValueError(f"{what}: expected 1 or more, got {count}")
     folder = runs / folder_name(name, size, changes)
-    found = []
-    for encoding in dict.fromkeys(encodings):
-        for seed in range(seeds):
-            recipe = find_recipe(name, size, encoding, seed, changes)
-            run = train_run(recipe, folder / f"{encoding}-{seed}", device=device, console=console)
-            with quiet_transformers():
-                score_run(run, lengths, device=device, console=console)
-            found.append(run)
-    comparison = gather(f"{name}, {size}", found, lengths or recipe.test_lengths)
+    recipes = [find_recipe(name, size, encoding, seed, changes) for encoding in encodings for seed in range(seeds)]
+    wanted = {folder / f"{recipe.encoding}-{recipe.seed}": recipe for recipe in recipes}
+    found = make_runs(wanted, lengths, device, jobs, console)
+    comparison = gather(f"{name}, {size}", found, lengths or recipes[0].test_lengths)
     print_comparison(comparison, console)
-    draw_comparison(comparison, picture or folder / "comparison.png", console)
+    picture = draw_comparison(comparison, picture or folder / "comparison.png", console)
+    if page is not None:
+        write_page(page, comparison, found, find_experiment(name), picture)
+        console.print(f"Page: {page}", highlight=False)
     return comparison
+
+
+def make_runs(
+    wanted: dict[Path, Recipe], lengths: Sequence[int], device: str, jobs: int, console: Console
+) -> list[Run]:
+    """The runs of these folders, trained and scored where they are not yet, so many at a time."""
+    if min(jobs, len(wanted)) == 1:
+        return [make_run(recipe, path, lengths, device, console) for path, recipe in wanted.items()]
+    threads = max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(threads,)) as pool:
+        coming = {pool.submit(_make_quietly, recipe, path, lengths, device): path for path, recipe in wanted.items()}
+        for number, one in enumerate(as_completed(coming), 1):
+            one.result()
+            console.print(f"{coming[one]}: {number} of {len(wanted)}", highlight=False, soft_wrap=True)
+    return [Run(path) for path in wanted]
+
+
+def make_run(recipe: Recipe, path: Path, lengths: Sequence[int], device: str, console: Console) -> Run:
+    """One of them."""
+    run = train_run(recipe, path, device=device, console=console)
+    with quiet_transformers():
+        score_run(run, lengths, device=device, console=console)
+    return run
+
+
+def _make_quietly(recipe: Recipe, path: Path, lengths: Sequence[int], device: str) -> None:
+    make_run(recipe, path, lengths, device, Console(quiet=True))
+
+
+def _begin(threads: int) -> None:
+    """In a process of its own, which ends with the one that began it."""
+    torch.set_num_threads(threads)
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=follow, daemon=True).start()
 
 
 def folder_name(name: str, size: str, changes: Sequence[str]) -> str:
@@ -180,12 +231,17 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             table.add_row(f"{length}", *cells.values())
         console.print(table)
         if comparison.recipe.task == "a5-products":
-            solved = comparison.solved(condition).items()
-            reached = ", ".join(f"{title_of(name)} {length or 'nowhere'}" for name, length in solved)
-            console.print(f"Solved (more than {SOLVED:.0%} of rows right) up to length: {reached}.", highlight=False)
+            console.print(describe_solved(comparison, condition), highlight=False)
 
 
-def draw_comparison(comparison: Comparison, path: Path, console: Console) -> None:
+def describe_solved(comparison: Comparison, condition: str) -> str:
+    """How far each encoding gets in a word problem."""
+    solved = comparison.solved(condition).items()
+    reached = ", ".join(f"{title_of(name)} {length or 'nowhere'}" for name, length in solved)
+    return f"Solved (more than {SOLVED:.0%} of rows right) up to length: {reached}."
+
+
+def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Path | None:
     """The picture, where there is matplotlib."""
     try:
         from deadreckon.lab.pictures import comparison_picture
@@ -193,9 +249,43 @@ def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Non
         console.print(
             f"No picture: {error.name} is not installed. Runs are kept; the same command draws them elsewhere."
         )
-        return
+        return None
     comparison_picture(comparison, path)
     console.print(f"Picture: {path}", highlight=False)
+    return path
+
+
+def write_page(
+    path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None
+) -> None:
+    """The tables in Markdown, what they are of and how they came about, and what the paper has."""
+    recipe, start = comparison.recipe, runs[-1].starts()[-1]
+    versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
+    lines = [
+        f"# {comparison.title}", "", experiment.about, "", f"{experiment.source}", "",
+        f"{start['date'][:10]}: {start['device']}; Python {start['python']}, {versions}. {recipe.layers} "
+        f"layer{'s' * (recipe.layers > 1)}, {recipe.heads} heads, width {recipe.width}; {recipe.steps} steps of "
+        f"{recipe.batch_size} sequences, learning rate {recipe.learning_rate:g}; seeds 0 to {comparison.seeds() - 1}; "
+        f"tests of up to {recipe.test_rows} sequences.", "", f"    {start['command']}",
+    ]  # fmt: skip
+    names = list(comparison.values)
+    for condition in comparison.conditions:
+        rows = [
+            [f"{length}", *(comparison.cell(name, condition, length) for name in names)]
+            for length in comparison.lengths(condition)
+        ]
+        reported = experiment.reported.get(condition, {})
+        if reported:
+            told = [comparison.spell(reported[name]) if name in reported else "" for name in names]
+            rows.append([f"the paper's, {experiment.paper.length}", *told])
+        lines += ["", f"{comparison.describe(condition)}:", "", markdown(["length", *map(title_of, names)], rows)]
+        if recipe.task == "a5-products":
+            lines += ["", describe_solved(comparison, condition)]
+    if picture is not None:
+        place = os.path.relpath(picture, path.parent)
+        lines += ["", f"![{comparison.title}]({place})"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -209,11 +299,14 @@ def main() -> None:
     parser.add_argument("--change", nargs="*", default=[], help="fields of the recipe, such as steps=100")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="runs to train at a time")
+    parser.add_argument("--page", type=Path, help="where to save the tables in Markdown")
     chosen = parser.parse_args()
     try:
         compare(
             chosen.task, names_in([chosen.encodings]), seeds=chosen.seeds, size=chosen.size,
             lengths=numbers_in([chosen.lengths]), changes=tuple(chosen.change), runs=chosen.runs, device=chosen.device,
+            jobs=chosen.jobs, page=chosen.page,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))

@@ -29,6 +29,7 @@ import torch
 import deadreckon as dr
 from deadreckon.lab.evaluation import exact_match, mean_of_best
 from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.text_runs import markdown
 from deadreckon.lab.training import check_device, train
 from deadreckon.tasks import TASKS, Task
 from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum
@@ -107,7 +108,8 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
         "command": " ".join(["python -m deadreckon.lab.prism", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else device,
         "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(),
-        "sizes": {"width": settings.width, "layers": settings.layers, "heads": settings.heads, **settings.options()},
+        "sizes": {"width": settings.width, "layers": settings.layers, "heads": settings.heads},
+        "options": settings.options(),
         "recipe": {**vars(recipe), "curriculum": vars(settings.curriculum())}, "count": settings.count,
         "evaluations": [], "best": {},
     }  # fmt: skip
@@ -143,15 +145,39 @@ def best_by_length(evaluations: Sequence[dict[int, float]]) -> dict[int, float]:
 
 
 def draw(folder: Path) -> Path:
-    """A picture of all results in a folder."""
+    """A picture of all results in a folder, beside the page that has their table."""
     from deadreckon.lab.prism_pictures import lengths_picture
 
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*-*.json"))]
     results = [result for result in found if "evaluations" in result]
     if not results:
         raise ValueError(f"draw: expected a folder with results, got {folder}")
+    (folder / "lengths.md").write_text(describe(results) + "\n![by length](lengths.png)\n")
     lengths_picture(results, folder / "lengths.png")
     return folder / "lengths.png"
+
+
+def describe(results: Sequence[dict[str, Any]]) -> str:
+    """A page: exact match by length of each run, what it took, and the command."""
+    first = results[0]
+    lengths = sorted({int(length) for result in results for length in result["best"]})
+    rows = []
+    for result in results:
+        last, sizes = result["evaluations"][-1], result["sizes"]
+        shares = [result["best"].get(str(n), result["best"].get(n)) for n in lengths]
+        rows.append([
+            result["encoding"], result["seed"], sizes["layers"], sizes["width"], f"{result['parameters'] / 1e6:.1f} M",
+            f"{last['step']} of {result['recipe']['steps']}", f"{last['seconds']:.0f}",
+            *("" if share is None else f"{100 * share:.1f}" for share in shares),
+        ])  # fmt: skip
+    heads = ["", "seed", "layers", "width", "parameters", "steps", "seconds", *lengths]
+    return "\n".join([
+        f"# {first['task']}: exact match by length", "",
+        f"{first['date']}: {first['device']}, torch {first['torch']}. Trained up to length {first['trained_up_to']}. "
+        f"In %, the mean of the three best evaluations at each length, of {first['count']} examples, as in the paper.",
+        "",
+        markdown(heads, rows), "", *(f"    {command}" for command in dict.fromkeys(r["command"] for r in results)), "",
+    ])  # fmt: skip
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
