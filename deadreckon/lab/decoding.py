@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -131,16 +132,16 @@ def measure(batch: int, length: int, gated: bool, device: str) -> tuple[float, f
 
 
 @torch.no_grad()
-def prefill(length: int, device: str) -> tuple[float, float]:
-    """Seconds of attention as in training, forward only, and of the same that leaves a cache."""
-    (q, k, v), factors = Inputs(length, False, torch.bfloat16, device).piece(slice(None))
+def prefill(length: int, gated: bool, device: str) -> tuple[float, float]:
+    """Seconds of attention as in training, forward only, and of the same that leaves a cache: medians of 11."""
+    (q, k, v), factors = Inputs(length, gated, torch.bfloat16, device).piece(slice(None))
     found = []
     for run in (
         lambda _: dr.attend(q, k, v, **factors._asdict()),
         lambda _: dr.attend_next(q, k, v, **factors._asdict(), past=dr.Past()),
     ):
-        seconds(run, 0, 2, device)
-        found.append(min(seconds(run, 0, 3, device) for _ in range(3)))
+        seconds(run, 0, 3, device)
+        found.append(median(seconds(run, 0, 1, device) for _ in range(11)))
     return found[0], found[1]
 
 
@@ -170,10 +171,11 @@ def main() -> None:
                 lines.append("| " + " | ".join(cells) + " |")
                 console.print(lines[-1], markup=False)
     if chosen.device == "cuda":
-        forward, filled = prefill(32768, chosen.device)
-        note = f"Prefill of 32768 tokens: {1e3 * filled:.2f} ms, {filled / forward:.3f} × attention alone."
-        lines += ["", note]
-        console.print(note)
+        for encoding, gated in (("PaTH", False), ("PaTH-FoX", True)):
+            forward, filled = prefill(32768, gated, chosen.device)
+            times = f"{1e3 * filled:.2f} ms, {filled / forward:.3f} × attention alone"
+            lines += ["", f"Prefill of 32768 tokens, {encoding}: {times}."]
+            console.print(lines[-1])
     if chosen.save is not None:
         command = (
             f"python -m deadreckon.lab.decoding --device {chosen.device} --batches {' '.join(map(str, chosen.batches))}"
