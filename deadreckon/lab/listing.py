@@ -19,8 +19,10 @@ def print_listing() -> None:
     recipes.add_column("name", no_wrap=True)
     recipes.add_column("what is learnt")
     recipes.add_column("from")
+    before = ""
     for name, experiment in RECIPES.items():
-        recipes.add_row(name, experiment.about, experiment.source)
+        recipes.add_row(name, experiment.about, "likewise" if experiment.source == before else experiment.source)
+        before = experiment.source
     console.print(recipes)
     encodings = Table(title="Encodings", title_justify="left")
     encodings.add_column("name", no_wrap=True)

@@ -30,6 +30,7 @@ import deadreckon as dr
 from deadreckon.lab.evaluation import exact_match, mean_of_best
 from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.text_runs import markdown
+from deadreckon.lab.train import quiet_transformers
 from deadreckon.lab.training import check_device, train
 from deadreckon.tasks import TASKS, Task
 from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum
@@ -134,7 +135,8 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name}.json").write_text(json.dumps(results, indent=1))
     if folder is not None:
-        model.save_pretrained(folder / name)
+        with quiet_transformers():
+            model.save_pretrained(folder / name)
     return results
 
 
