@@ -49,17 +49,18 @@ class Graphs:
     All of them share one pool of memory: what a graph leaves there, none reads but its result.
     """
 
-    def __init__(self, step: Callable[[Batch], Result]) -> None:
-        self.step = step
-        self.stream = torch.cuda.Stream()  # all steps on one, since gradients are added up where they were made
+    def __init__(self, step: Callable[[Batch], Result], device: torch.device) -> None:
+        self.step, self.device = step, device
+        self.stream = torch.cuda.Stream(device)  # all steps on one, since gradients are added up where they were made
         self.pool = torch.cuda.graph_pool_handle()
         self.recorded: dict[torch.Size, Recorded | None] = {}
 
     def __call__(self, batch: Batch) -> Result:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):  # and on its device
             result = self._run(batch)
-        torch.cuda.current_stream().wait_stream(self.stream)
+        caller.wait_stream(self.stream)
         return result
 
     def _run(self, batch: Batch) -> Result:

@@ -94,7 +94,7 @@ class Training:
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.done = 0  # steps
         record = wanted(self.device) if graphs is None else graphs
-        self.graphs = Graphs(self._step) if record and recipe.accumulate == 1 else None
+        self.graphs = Graphs(self._step, self.device) if record and recipe.accumulate == 1 else None
 
     def advance(self) -> Step:
         """Takes the next step."""
