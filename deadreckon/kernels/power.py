@@ -413,7 +413,8 @@ def _forward(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     P: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    i_tile, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    i_head = (tl.program_id(0) // TILES).to(tl.int64)
+    i_tile = TILES - 1 - tl.program_id(0) % TILES  # those that take longest come first
     i_n = i_head // GROUP
     first_row = i_tile * BM
     row, value = first_row + tl.arange(0, BM), tl.arange(0, BE)
@@ -487,7 +488,8 @@ def _query_gradients(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     P: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    i_tile, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    i_head = (tl.program_id(0) // TILES).to(tl.int64)
+    i_tile = TILES - 1 - tl.program_id(0) % TILES  # those that take longest come first
     i_n = i_head // GROUP
     i_b, i_h = i_n // HEADS, i_n % HEADS * GROUP + i_head % GROUP
     first_row = i_tile * BM
