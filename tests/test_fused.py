@@ -46,7 +46,7 @@ GPU_CASES = [
     Case("rotation of values", "learned", length=577, width=64),
     Case("rotation", None, "stick-breaking", length=577, width=64, value_width=64),
     Case("rotation", "learned", dr.Power(2, form="chunked"), length=1300, width=64, value_width=64),
-    Case("rotation", "learned", dr.Power(2, form="attention"), length=1300, width=64, value_width=64),
+    Case(None, "learned", dr.Power(2, form="attention"), length=1300, width=64, value_width=64),
     Case("rotation", None, dr.Power(4), length=577, width=64, value_width=96),
 ]
 
