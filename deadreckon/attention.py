@@ -26,7 +26,7 @@ HAS_TRITON = find_spec("triton") is not None
 IMPLEMENTATIONS = {
     "reference": "the literal O(T²) definition, any device and dtype; what everything else is tested against",
     "blockwise": "plain PyTorch over stock attention kernels, any device and dtype, memory linear in T",
-    "triton": "fused kernels for CUDA: softmax with any transport and gate, sticks, powers in chunks; 16 and 32 bits",
+    "triton": "fused kernels for CUDA: softmax with any transport and gate, sticks, even powers; 16 and 32 bits",
 }
 """Name -> what it is. ``auto`` picks ``triton`` on CUDA where it serves, else ``blockwise``."""
 
@@ -61,8 +61,9 @@ def attend(
         impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``
             (kernels for CUDA devices: softmax with any transport and gate, stick-breaking without Householder steps or
             gates; D and E multiples of 8 up to 256, with Householder steps up to 128, with these or gates in float32
-            half of that; ``Power(2)`` with D up to 128 and ``Power(4)`` up to 32, chunked, without Householder steps),
-            or ``"auto"``: the kernels where they serve, else ``"blockwise"``.
+            half of that; ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or chunked, with D and
+            E up to 128, ``Power(4)`` chunked with D up to 32), or ``"auto"``: the kernels where they serve, else
+            ``"blockwise"``.
 
     Returns:
         (B, T, Hq, E), in the dtype of q.

@@ -19,7 +19,7 @@ import deadreckon.fused.tree
 from deadreckon.blockwise.decode import attend_token
 from deadreckon.blockwise.past import Past
 from deadreckon.blockwise.stream import attend_stream
-from deadreckon.factors import Factors, Householder, Rotation
+from deadreckon.factors import Factors, Form, Householder, Rotation
 from deadreckon.fused import attend_fused
 from deadreckon.fused.decode import KernelDecoder
 from deadreckon.fused.histogram import filter_fused, superpose_fused
@@ -101,11 +101,13 @@ def call_filter(dtype: torch.dtype, length: int, positions: int, copy: bool) -> 
     (h.float().sum() + e.float().sum()).backward()
 
 
-def call_power(dtype: torch.dtype, length: int, group: int, width: int, p: int, gated: bool) -> None:
+def call_power(
+    dtype: torch.dtype, length: int, group: int, width: int, p: int, gated: bool, form: Form = "chunked"
+) -> None:
     q = torch.randn(1, length, group, width).to(dtype).requires_grad_()
     k, v = (torch.randn(1, length, 1, width).to(dtype).requires_grad_() for _ in range(2))
     gate = (-torch.rand(1, length, 1)).requires_grad_() if gated else None
-    attend_power(q, k, v, gate, 0.1, p)[0].sum().backward()
+    attend_power(q, k, v, gate, 0.1, p, form)[0].sum().backward()
 
 
 JITFunction.run = compile_only  # type: ignore[method-assign]
@@ -126,6 +128,7 @@ call_power(torch.bfloat16, 1100, 2, 64, 2, True)
 call_power(torch.bfloat16, 2100, 1, 128, 2, False)
 call_power(torch.bfloat16, 4100, 1, 32, 4, True)
 call_power(torch.float32, 2100, 1, 128, 2, True)
+call_power(torch.bfloat16, 600, 2, 64, 4, True, "attention")
 worst = max(found.values())
 if worst > SHARED:
     sys.exit(f"a kernel takes {worst} bytes of shared memory; there are {SHARED}")

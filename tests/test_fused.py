@@ -34,6 +34,7 @@ CASES = [
     Case("rotation of values", "learned per key head", length=130, batch=1),
     Case("rotation", None, "stick-breaking", length=100, batch=1),
     Case("rotation", "learned per key head", dr.Power(2, form="chunked"), length=100, batch=1),
+    Case("rotation", "learned", dr.Power(4), length=100, batch=1),
 ]
 GPU_CASES = [
     Case("householder", None, length=1100, width=64, value_width=64),
@@ -45,6 +46,8 @@ GPU_CASES = [
     Case("rotation of values", "learned", length=577, width=64),
     Case("rotation", None, "stick-breaking", length=577, width=64, value_width=64),
     Case("rotation", "learned", dr.Power(2, form="chunked"), length=1300, width=64, value_width=64),
+    Case(None, "learned", dr.Power(2, form="attention"), length=1300, width=64, value_width=64),
+    Case("rotation", None, dr.Power(4), length=577, width=64, value_width=96),
 ]
 
 
@@ -133,8 +136,14 @@ def test_gradients_of_any_layout(transport: str | None) -> None:
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
-def test_packed_documents() -> None:
-    case = Case("householder", "learned", length=100, batch=1, heads=1)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("householder", "learned", length=100, batch=1, heads=1),
+        Case("rotation", "learned", dr.Power(4), length=100, batch=1, heads=1),
+    ],
+)
+def test_packed_documents(case: Case) -> None:
     leaves = {name: x.float().to(DEVICE) for name, x in case.inputs().items()}
     ends = torch.tensor([0, 1, 30, 30, 100], dtype=torch.int32, device=DEVICE)
     found = case.attend(leaves, cu_seqlens=ends, impl="triton")
@@ -170,10 +179,13 @@ def test_what_no_kernel_serves() -> None:
         dr.attend(q[..., :12], q[..., :12], q, impl="triton")
     with pytest.raises(ValueError, match="impl: 'triton' needs dtype"):
         dr.attend(q.double(), q.double(), q.double(), impl="triton")
-    with pytest.raises(ValueError, match=r"impl: 'triton' needs score .* in its chunked form"):
-        dr.attend(q, q, q, score=dr.Power(2), impl="triton")
-    with pytest.raises(ValueError, match="impl: 'triton' needs score Power"):
-        dr.attend(q, q, q, score=dr.Power(6, form="chunked"), impl="triton")
+    for score in (dr.Power(2, form="recurrent"), dr.Power(6), dr.Power(6, form="chunked")):
+        with pytest.raises(ValueError, match="impl: 'triton' needs score Power"):
+            dr.attend(q, q, q, score=score, impl="triton")
+    with pytest.raises(ValueError, match=r"impl: 'triton' needs score Power.*without Householder"):
+        dr.attend(q, q, q, transport=dr.Householder(q, q[..., 0]), score=dr.Power(2), impl="triton")
+    with pytest.raises(ValueError, match="impl: 'triton' needs D a multiple of 8 up to 32"):
+        dr.attend(*(q.repeat(1, 1, 1, 3),) * 3, score=dr.Power(4, form="chunked"), impl="triton")
     with pytest.raises(ValueError, match="neither Householder"):
         dr.attend(q, q, q, score="stick-breaking", log_gate=-torch.ones(2, device=DEVICE), impl="triton")
 

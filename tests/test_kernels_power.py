@@ -61,6 +61,10 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None = None, p
     return attend_power(q, k, v, log_gate, 0.3, p)[0]
 
 
+def as_attention(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None = None, p: int = 2) -> Tensor:
+    return attend_power(q, k, v, log_gate, 0.3, p, "attention")[0]
+
+
 def gradients(attend, tensors: list[Tensor], p: int = 2) -> list[Tensor]:
     """o, dq, dk, dv and, with gates, theirs."""
     q, k, v, grad, *gates = tensors
@@ -75,9 +79,11 @@ def distances(found: list[Tensor], expected: list[Tensor]) -> list[float]:
     return [float((x - y).norm() / y.norm().clamp_min(1e-30)) for x, y in zip(found, expected, strict=True)]
 
 
-def check(tensors: list[Tensor], p: int = 2, forward: float = 1e-5, backward: float = 1e-4) -> None:
+def check(
+    tensors: list[Tensor], p: int = 2, forward: float = 1e-5, backward: float = 1e-4, attend=by_kernel
+) -> None:  # fmt: skip
     expected = gradients(by_definition, [x.double() for x in tensors], p)
-    out, *grads = distances(gradients(by_kernel, tensors, p), expected)
+    out, *grads = distances(gradients(attend, tensors, p), expected)
     assert out <= forward
     assert max(grads) <= backward, grads
 
@@ -101,9 +107,38 @@ def test_fourth_powers(sizes: tuple[int, ...], gate: float | None) -> None:
     check(draw(*sizes, gate), p=4)
 
 
-def test_a_token_alone_has_all_the_weight() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "gate", "p"),
+    [
+        ((1, 50, 2, 1, 64, 24), 0.1, 4),
+        ((2, 129, 1, 1, 128, 16), None, 2),
+        ((1, 129, 1, 2, 16, 40), None, 4),
+        ((1, 300, 1, 2, 16, 40), 3.0, 2),
+        ((1, 300, 1, 1, 128, 64), 0.05, 4),
+        ((1, 460, 1, 1, 64, 8), 0.02, 2),
+    ],
+)
+def test_attention(sizes: tuple[int, ...], gate: float | None, p: int) -> None:
+    check(draw(*sizes, gate), p, attend=as_attention)
+
+
+@pytest.mark.parametrize(("length", "p", "limit"), [(140, 2, 1e-4), (100, 2, 0.0), (100, 4, 0.0)])
+def test_forms_agree(length: int, p: int, limit: float) -> None:
+    """To the last bit where the sequence is no longer than a chunk."""
+    tensors = draw(1, length, 1, 1, 8, 8, 1.0)
+    assert max(distances(gradients(as_attention, tensors, p), gradients(by_kernel, tensors, p))) <= limit
+
+
+def test_gates_that_grow() -> None:
+    q, k, v, grad, _ = draw(1, 130, 1, 1, 8, 8)
+    gates = torch.where(torch.arange(130, device=DEVICE) % 2 == 0, -40.0, 39.0).view(1, 130, 1)
+    check([q, k, v, grad, gates], attend=as_attention)
+
+
+@pytest.mark.parametrize("attend", [by_kernel, as_attention])
+def test_a_token_alone_has_all_the_weight(attend) -> None:
     q, k, v, grad, gates = draw(1, 1, 1, 2, 16, 16)
-    out, grad_q, grad_k, grad_v, grad_gate = gradients(by_kernel, [q, k, v, grad, gates])
+    out, grad_q, grad_k, grad_v, grad_gate = gradients(attend, [q, k, v, grad, gates])
     torch.testing.assert_close(out, v.repeat_interleave(2, dim=2))
     torch.testing.assert_close(grad_v, grad.sum(2, keepdim=True))
     assert max(x.abs().max() for x in (grad_q, grad_k, grad_gate)) <= 1e-5
@@ -115,11 +150,12 @@ def test_gates_of_queries_heads() -> None:
     check([q, k, v, grad, -torch.rand(1, 150, 2, generator=generator).to(DEVICE) / 5])
 
 
-def test_shut_gates() -> None:
+@pytest.mark.parametrize("attend", [by_kernel, as_attention])
+def test_shut_gates(attend) -> None:
     """A gate of zero hides all that lies before it, and whole chunks."""
     q, k, v, grad, gates = draw(1, 300, 1, 1, 8, 8)
     gates[:, [20, 128, 290]] = -torch.inf
-    out, *grads = gradients(by_kernel, [q, k, v, grad, gates])
+    out, *grads = gradients(attend, [q, k, v, grad, gates])
     pieces = [(0, 20), (20, 128), (128, 290), (290, 300)]
     parts = [
         gradients(by_definition, [x[:, a:b].double() for x in (q, k, v, grad)] + [gates[:, a:b].double().clamp(min=-1)])
@@ -223,12 +259,20 @@ def test_gradients_of_states() -> None:
     assert max(distances(found[3:], expected[3:])) <= 1e-4, distances(found[3:], expected[3:])
 
 
-@pytest.mark.parametrize(("query", "key"), [(1e10, 1e12), (1e-12, 1e-10)])
-def test_lengths_do_not_overflow(query: float, key: float) -> None:
+@pytest.mark.parametrize(
+    ("query", "key", "p", "attend"),
+    [
+        (1e10, 1e12, 2, by_kernel),
+        (1e-12, 1e-10, 2, by_kernel),
+        (1e20, 1e34, 4, as_attention),
+        (1e-20, 1e-30, 4, as_attention),
+    ],
+)
+def test_lengths_do_not_overflow(query: float, key: float, p: int, attend) -> None:
     q, k, v, grad, gates = draw(1, 140, 1, 1, 8, 8)
-    expected = gradients(by_kernel, [q, k, v, grad, gates])
+    expected = gradients(attend, [q, k, v, grad, gates], p)
     q, k = (x * 2.0 ** round(math.log2(by)) for x, by in ((q, query), (k, key)))
-    found = gradients(by_kernel, [q, k, v, grad, gates])
+    found = gradients(attend, [q, k, v, grad, gates], p)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[3], expected[3])
     assert all(x.isfinite().all() for x in found)
 
@@ -241,18 +285,29 @@ def test_rows_without_weight_are_zero() -> None:
     assert not out[:, [0, 1, 2, 130]].any() and not grad_q[:, [0, 1, 2, 130]].any()
 
 
+@pytest.mark.parametrize("small", [1e-9, 1.5e-10, 1e-11])
+def test_a_long_key_among_short_ones(small: float) -> None:
+    """Weights that are hardly numbers, or not any more."""
+    q, k, v, grad, gates = draw(1, 70, 1, 1, 8, 8)
+    k[:, :60] *= small
+    assert all(x.isfinite().all() for x in gradients(as_attention, [q, k, v, grad, gates], 4))
+
+
 def test_float16() -> None:
     tensors = [x.half() for x in draw(1, 200, 1, 1, 16, 16)]
     check(tensors, forward=1e-3, backward=1e-3)
 
 
-@pytest.mark.parametrize(("p", "gate"), [(2, 0.02), (2, None), (4, 0.1)])
-def test_halves(monkeypatch: pytest.MonkeyPatch, p: int, gate: float | None) -> None:
+@pytest.mark.parametrize(
+    ("p", "gate", "attend"),
+    [(2, 0.02, by_kernel), (2, None, by_kernel), (4, 0.1, by_kernel), (4, 0.1, as_attention)],
+)
+def test_halves(monkeypatch: pytest.MonkeyPatch, p: int, gate: float | None, attend) -> None:
     """float16 stands in for bfloat16, which the interpreter lacks: at most twice as far off as the definition in it."""
     monkeypatch.setattr(deadreckon.fused.power, "_working", lambda dtype: dtype)
     tensors = [x.half() for x in draw(1, 200, 1, 1, 8 if p == 4 else 16, 8, gate)]
     expected = gradients(by_definition, [x.double() for x in tensors], p)
-    found = distances(gradients(by_kernel, tensors, p), expected)
+    found = distances(gradients(attend, tensors, p), expected)
     allowed = distances(gradients(by_definition, tensors, p), expected)
     assert all(x <= 2 * y for x, y in zip(found, allowed, strict=True)), (found, allowed)
 
@@ -268,9 +323,10 @@ def test_strides() -> None:
 
 
 @pytest.mark.usefixtures("_chunks_of_one_tile")
-def test_twice_the_same_bits() -> None:
+@pytest.mark.parametrize("attend", [by_kernel, as_attention])
+def test_twice_the_same_bits(attend) -> None:
     tensors = draw(1, 70, 1, 2, 8, 8)
-    assert all(torch.equal(x, y) for x, y in zip(*(gradients(by_kernel, tensors) for _ in range(2)), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(*(gradients(attend, tensors) for _ in range(2)), strict=True))
 
 
 @pytest.mark.usefixtures("_chunks_of_one_tile")
@@ -279,21 +335,23 @@ def test_operators(length: int) -> None:
     q, k, v, grad, gates = draw(1, length, 1, 1, 8, 8)
     leaves = [x.requires_grad_() for x in (q, k, v, gates)]
     some = ("test_schema", "test_autograd_registration", "test_faketensor")  # compiled below
-    torch.library.opcheck(torch.ops.deadreckon.power, (*leaves, None, None, 2, False), test_utils=some)
-    torch.library.opcheck(torch.ops.deadreckon.power, (*leaves[:3], None, None, None, 2, True), test_utils=some)
-    out, values, moments, *kept = (x.detach() for x in power_forward(*leaves, None, None, 2, True))
+    for chunk in (0, 64):
+        torch.library.opcheck(torch.ops.deadreckon.power, (*leaves, None, None, 2, chunk, False), test_utils=some)
+    torch.library.opcheck(torch.ops.deadreckon.power, (*leaves[:3], None, None, None, 2, 64, True), test_utils=some)
+    out, values, moments, *kept = (x.detach() for x in power_forward(*leaves, None, None, 2, 64, True))
     inputs = [x.detach() for x in leaves]
-    backward = (grad, None, None, *inputs, out, *kept, 2, False)
+    backward = (grad, None, None, *inputs, out, *kept, 2, 64, False)
     torch.library.opcheck(torch.ops.deadreckon.power_backward, backward, test_utils=some)
-    results = power_backward(grad, values, moments, *inputs, out, *kept, 2, False)
+    results = power_backward(grad, values, moments, *inputs, out, *kept, 2, 64, False)
     assert [x.shape for x in results[:4]] == [x.shape for x in inputs] and not len(results[4])
 
 
 @pytest.mark.usefixtures("_chunks_of_one_tile")
-def test_compiles() -> None:
+@pytest.mark.parametrize("attend", [by_kernel, as_attention])
+def test_compiles(attend) -> None:
     tensors = draw(1, 70, 1, 1, 8, 8)
-    compiled = torch.compile(by_kernel, fullgraph=True, backend="aot_eager")
-    found, expected = gradients(compiled, tensors), gradients(by_kernel, tensors)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found, expected = gradients(compiled, tensors), gradients(attend, tensors)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
@@ -310,25 +368,30 @@ def test_what_it_cannot_do() -> None:
         attend_power(q, k, v, None, 1.0, 3)
     with pytest.raises(ValueError, match=r"k: .*up to 32 .*got 40"):
         attend_power(q, k, v, None, 1.0, 4)
+    with pytest.raises(ValueError, match=r"k: .*up to 128 .*got 160"):
+        attend_power(q.repeat(1, 1, 1, 4), k.repeat(1, 1, 1, 4), v, None, 1.0, 4, "attention")
     with pytest.raises(ValueError, match=r"v: .*got 12"):
         attend_power(q, k, torch.cat([v, v[..., :4]], -1), None, 1.0, 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("sizes", "gate", "p"),
+    ("sizes", "gate", "p", "attend"),
     [
-        ((1, 1500, 2, 2, 64, 64), 0.02, 2),
-        ((1, 1500, 1, 1, 128, 128), 0.02, 2),
-        ((1, 1500, 2, 1, 64, 64), None, 2),
-        ((1, 700, 1, 1, 32, 32), 0.1, 4),
+        ((1, 1500, 2, 2, 64, 64), 0.02, 2, by_kernel),
+        ((1, 1500, 1, 1, 128, 128), 0.02, 2, by_kernel),
+        ((1, 1500, 2, 1, 64, 64), None, 2, by_kernel),
+        ((1, 700, 1, 1, 32, 32), 0.1, 4, by_kernel),
+        ((1, 1500, 2, 2, 64, 64), 0.02, 2, as_attention),
+        ((1, 1500, 2, 2, 64, 64), 0.02, 4, as_attention),
+        ((1, 1500, 1, 1, 128, 96), None, 4, as_attention),
     ],
 )
-def test_bfloat16_on_a_gpu(sizes: tuple[int, ...], gate: float | None, p: int) -> None:
+def test_bfloat16_on_a_gpu(sizes: tuple[int, ...], gate: float | None, p: int, attend) -> None:
     """At most twice as far from float64 as the definition in bfloat16 is."""
     tensors = draw(*sizes, gate)
     tensors = [x.bfloat16() for x in tensors[:4]] + tensors[4:]
     expected = gradients(by_definition, [x.double() for x in tensors], p)
-    found = distances(gradients(by_kernel, tensors, p), expected)
+    found = distances(gradients(attend, tensors, p), expected)
     allowed = distances(gradients(by_definition, [x.bfloat16() for x in tensors], p), expected)
     assert all(x <= 2 * y for x, y in zip(found, allowed, strict=True)), (found, allowed)

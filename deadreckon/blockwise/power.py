@@ -35,7 +35,8 @@ BREAK_EVEN = {"cpu": 2.0, "cuda": 2.0}
 On a CPU, measured: one core, float32, 4 heads, forward and backward, process times at four lengths and more, best of
 several runs. Without gates chunked and attention are even at about T = 800 for (D, p) = (16, 2), 1000 for (32, 2), 5200
 for (64, 2), 1250 for (8, 4) and beyond 12 000 for (16, 4); with gates, which cost attention more, at 400, 750, 2600,
-before 1000 and at 5000. On CUDA nothing has been measured: 2 is where both do the same number of operations.
+before 1000 and at 5000. On CUDA, where both have kernels for p = 2 and 4, nothing has been measured: 2 is where they do
+the same number of operations.
 """
 FEWEST = 768  # tokens: below, chunks are too small to be fast
 

@@ -3,7 +3,7 @@ checkpointing and CUDA graphs see nothing of what is inside.
 
 Rotations are applied up front, in one pass; plain softmax then goes to PyTorch's own attention; gates are inside a
 flash kernel of ours (`gated.py`); Householder routes climb the tree (`householder.py`); sticks have their kernel, and
-even powers, where they are linear in T, theirs (`power.py`).
+even powers theirs (`power.py`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors) -> str | None:
         widest //= 2  # of shared memory
     limits = {"D": widest, "E": widest}
     if isinstance(score, Power):
-        if isinstance(transport, Householder) or form_for(score, q) != "chunked":
-            return f"score {score!r} in its chunked form (this has {q.shape[1]} tokens), without Householder steps"
-        if score.p not in WIDEST:
-            return f"score Power(2) or Power(4), got {score!r}"
-        limits = {"D": WIDEST[score.p], "E": 128}
+        form = form_for(score, q)
+        if isinstance(transport, Householder) or score.p not in WIDEST.get(form, {}):
+            return f"score Power(2) or Power(4), not recurrent and without Householder steps, got {score!r}"
+        limits = {"D": WIDEST[form][score.p], "E": 128}
     for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
         if width % 8 or width > limit:
             return f"{name} a multiple of 8 up to {limit}, got {width}"
@@ -73,7 +72,7 @@ def attend_fused(
     if score == "stick-breaking":
         return stick_breaking(q, k, v, scale)
     if isinstance(score, Power):
-        return attend_power(q, k, v, log_gate, scale, score.p)[0]
+        return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q))[0]
     if isinstance(transport, Householder):
         return attend_householder(q, k, v, transport.w, transport.beta, log_gate, scale)
     if log_gate is not None:

@@ -1,4 +1,6 @@
-"""Symmetric power attention in chunks, as one operator and one for its backward pass.
+"""Symmetric power attention, all at once or in chunks, as one operator and one for its backward pass.
+
+All at once is one chunk, the whole sequence: there are no states then.
 
 The scale is a common factor of all weights, and so has no say. Neither has the length of a query; the keys of a head
 are measured by the longest, in powers of two, and a state is kept in the keys' own measure.
@@ -11,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deadreckon.factors import Form
 from deadreckon.fused.operators import dense, gradients_for
 from deadreckon.kernels.flash import Sums
 from deadreckon.kernels.gates import gate_sums
 from deadreckon.kernels.power import (
+    PADDING,
     States,
     Walk,
     chunk_for,
@@ -32,7 +36,8 @@ from deadreckon.kernels.power import (
     transposed,
 )
 
-WIDEST = {2: 128, 4: 32}  # channels of queries and keys, by power
+WIDEST: dict[Form, dict[int, int]] = {"attention": {2: 128, 4: 128}, "chunked": {2: 128, 4: 32}}
+"""Channels of queries and keys, by form and power."""
 
 
 class PowerState(NamedTuple):
@@ -81,9 +86,10 @@ def _channels_gradient(grad: Tensor, x: Tensor, p: int) -> Tensor:
     return grad if p == 2 else _products_gradient(grad, x)
 
 
-def _walk(q: Tensor, k: Tensor, p: int) -> Walk:
-    batch, length, heads, width = k.shape
-    return Walk(batch, heads, q.shape[2] // heads, length, chunk_for(state_width(width, p)))
+def _walk(q: Tensor, k: Tensor, chunk: int) -> Walk:
+    """Chunks of so many tokens, or a single one."""
+    batch, length, heads, _ = k.shape
+    return Walk(batch, heads, q.shape[2] // heads, length, chunk or -(-length // PADDING) * PADDING)
 
 
 def _sums(log_gate: Tensor | None, walk: Walk) -> Sums | None:
@@ -91,13 +97,14 @@ def _sums(log_gate: Tensor | None, walk: Walk) -> Sums | None:
     return None if log_gate is None else gate_sums(log_gate.clamp(min=-150.0), walk.heads)
 
 
-def _key_unit(k: Tensor, moments: Tensor | None, p: int) -> Tensor:
+def _key_unit(k: Tensor, moments: Tensor | None, p: int, chunk: int) -> Tensor:
     """A power of two for each head, (N,), that brings its keys, and those in a state, to 1 or less."""
+    limit = 120 // p if chunk else 120  # states are multiplied by its power p
     longest = torch.linalg.vector_norm(k, float("inf"), dim=(1, 3), dtype=torch.float32).flatten()
     if moments is not None:
         past = moments.diagonal(dim1=-2, dim2=-1).amax(-1).flatten()
         longest = torch.maximum(longest, past ** (1 / p))
-    exponent = torch.frexp(longest).exponent.clamp(-120 // p, 120 // p)
+    exponent = torch.frexp(longest).exponent.clamp(-limit, limit)
     return torch.ldexp(torch.ones_like(longest), -exponent)
 
 
@@ -126,9 +133,9 @@ def _state_like(x: Tensor, heads: tuple[int, int] | None, width: int, value_widt
     return [x.new_empty(*heads, *shape, dtype=torch.float32) for shape in shapes]
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, p: int, stateful: bool, final: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, p: int, chunk: int, stateful: bool, final: bool) -> list[Tensor]:
     """Room for what the operator returns."""
-    walk, width = _walk(q, k, p), state_width(k.shape[3], p)
+    walk, width = _walk(q, k, chunk), state_width(k.shape[3], p)
     value_width = v.shape[3]
     out = q.new_empty(walk.batch, walk.length, q.shape[2], value_width)
     single = q.new_empty(0, dtype=torch.float32)
@@ -142,15 +149,18 @@ def _results(q: Tensor, k: Tensor, v: Tensor, p: int, stateful: bool, final: boo
 @torch.library.custom_op("deadreckon::power", mutates_args=())
 def power_forward(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, values: Tensor | None, moments: Tensor | None,
-    p: int, final: bool,
+    p: int, chunk: int, final: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Output (B, T, Hq, E) and final state; then what the backward pass needs: 1 / sums, units, and states."""
+    """Output (B, T, Hq, E) and final state; then what the backward pass needs: 1 / sums, units, and states.
+
+    A chunk has so many tokens; 0: all of them.
+    """
     stateful = values is not None
-    out, last_values, last_moments, inverse, unit, _, _ = results = _results(q, k, v, p, stateful, final)
-    walk, dtype = _walk(q, k, p), _working(q.dtype)
+    out, last_values, last_moments, inverse, unit, _, _ = results = _results(q, k, v, p, chunk, stateful, final)
+    walk, dtype = _walk(q, k, chunk), _working(q.dtype)
     with torch.cuda.device_of(q):
         sums = _sums(log_gate, walk)
-        unit = _key_unit(k, moments, p)
+        unit = _key_unit(k, moments, p, chunk)
         near_q, _ = level(q, None, dtype)
         near_k, _ = level(k, unit, dtype)
         before = None
@@ -176,19 +186,19 @@ def power_forward(
 @power_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, values: Tensor | None, moments: Tensor | None,
-    p: int, final: bool,
+    p: int, chunk: int, final: bool,
 ) -> list[Tensor]:  # fmt: skip
-    return _results(q, k, v, p, values is not None, final)
+    return _results(q, k, v, p, chunk, values is not None, final)
 
 
 @torch.library.custom_op("deadreckon::power_backward", mutates_args=())
 def power_backward(
     grad: Tensor, grad_values: Tensor | None, grad_moments: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, out: Tensor, inverse: Tensor, unit: Tensor,
-    values: Tensor, moments: Tensor, p: int, stateful: bool,
+    values: Tensor, moments: Tensor, p: int, chunk: int, stateful: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, and of log_gate and the first state, which are empty where there was none."""
-    walk, dtype = _walk(q, k, p), _working(q.dtype)
+    walk, dtype = _walk(q, k, chunk), _working(q.dtype)
     width = state_width(k.shape[3], p)
     grad = dense(grad)
     results = _gradients_for(q, k, v, log_gate, p, stateful)
@@ -264,13 +274,13 @@ def _gradients_for(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, p: 
 def _(
     grad: Tensor, grad_values: Tensor | None, grad_moments: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, out: Tensor, inverse: Tensor, unit: Tensor,
-    values: Tensor, moments: Tensor, p: int, stateful: bool,
+    values: Tensor, moments: Tensor, p: int, chunk: int, stateful: bool,
 ) -> list[Tensor]:  # fmt: skip
     return _gradients_for(q, k, v, log_gate, p, stateful)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, log_gate, values, _, ctx.p, ctx.final = inputs
+    q, k, v, log_gate, values, _, ctx.p, ctx.chunk, ctx.final = inputs
     ctx.stateful = values is not None
     out, _, _, *kept = output
     ctx.save_for_backward(q, k, v, log_gate, out, *kept)
@@ -281,10 +291,10 @@ def _gradients(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
     q, k, v, log_gate, *kept = ctx.saved_tensors
     last = (grad_values, grad_moments) if ctx.final else (None, None)
     grad_q, grad_k, grad_v, grad_gate, *first = power_backward(
-        grad, *last, q, k, v, log_gate, *kept, ctx.p, ctx.stateful
+        grad, *last, q, k, v, log_gate, *kept, ctx.p, ctx.chunk, ctx.stateful
     )
     grad_first = first if ctx.stateful else (None, None)
-    return grad_q, grad_k, grad_v, None if log_gate is None else grad_gate, *grad_first, None, None
+    return grad_q, grad_k, grad_v, None if log_gate is None else grad_gate, *grad_first, None, None, None
 
 
 power_forward.register_autograd(_gradients, setup_context=_save)
@@ -300,18 +310,20 @@ def _symmetric(state: PowerState) -> PowerState:
 
 
 def attend_power(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scale: float, p: int,
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scale: float, p: int, form: Form = "chunked",
     state: PowerState | None = None, final: bool = False,
 ) -> tuple[Tensor, PowerState | None]:  # fmt: skip
     """q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E), log_gate (B, T, H or Hq) or None -> (B, T, Hq, E).
 
-    Begins with a state of what came before, if there is one; returns the one it ends with, if asked for. Gates of
-    queries' heads make as many states, as if each had keys of its own.
+    In chunks, it begins with a state of what came before, if there is one, and returns the one it ends with, if asked
+    for. Gates of queries' heads make as many states, as if each had keys of its own.
     """
-    if p not in WIDEST:
+    assert form == "chunked" or (state is None and not final)
+    if p not in WIDEST[form]:
         raise ValueError(f"p: expected 2 or 4, got {p}")
-    if k.shape[3] % 8 or k.shape[3] > WIDEST[p]:
-        raise ValueError(f"k: expected heads of a multiple of 8 up to {WIDEST[p]} for p = {p}, got {k.shape[3]}")
+    widest = WIDEST[form][p]
+    if k.shape[3] % 8 or k.shape[3] > widest:
+        raise ValueError(f"k: expected heads of a multiple of 8 up to {widest} for p = {p}, got {k.shape[3]}")
     if v.shape[3] % 8 or v.shape[3] > 128:
         raise ValueError(f"v: expected heads of a multiple of 8 up to 128, got {v.shape[3]}")
     if scale == 0:
@@ -320,5 +332,6 @@ def attend_power(
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     q, k, v = (dense(x) for x in (q, k, v))
     first = (None, None) if state is None else _symmetric(state)
-    out, values, moments, *_ = power_forward(q, k, v, log_gate, *first, p, final)
+    chunk = chunk_for(state_width(k.shape[3], p)) if form == "chunked" else 0
+    out, values, moments, *_ = power_forward(q, k, v, log_gate, *first, p, chunk, final)
     return out, _symmetric(PowerState(values, moments)) if final else None

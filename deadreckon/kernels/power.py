@@ -1,5 +1,7 @@
 """Symmetric power attention in chunks: within a chunk as attention, across chunks through a state of fixed size.
 
+A chunk may be the whole sequence.
+
 For p = 2 a state is S[a, b] = Σ_t γ_t k_a k_b v and the moments Z[a, b] = Σ_t γ_t k_a k_b, γ_t the gates from t to
 where the state stands; a query reads Σ q_a q_b S[a, b] and Σ q_a q_b Z[a, b]. S is symmetric in a and b, and kept once
 for each pair of 8 channels: with n = D/8 blocks, pair number δ n + i is blocks i and (i + δ) mod n, δ ≤ n/2, and row
@@ -372,38 +374,25 @@ def _delta(
 
 
 @triton.jit
-def _forward_along(
-    b_acc, b_sum, b_q, b_own, p_k, p_v, p_left, p_edge, reference, s_vt, begin, end, row,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr, P: tl.constexpr,
-    GATED: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    channel, value = tl.arange(0, BD), tl.arange(0, BE)
-    for j in range(begin, end, BN):
-        key = j + tl.arange(0, BN)
-        m_key = (key < end) | (not MASKED)
-        b_k = load_columns(p_k, key, D, channel, m_key, D, BD)
-        b_w = _power(mul(b_q, b_k, DTYPE), P)
-        if GATED:
-            b_gate = tl.load(p_left + key, mask=m_key, other=0.0) + (reference - tl.load(p_edge + j // 64)).to(
-                tl.float32
-            )
-            if MASKED:
-                b_w *= tl.exp2(tl.minimum(b_own[:, None] + b_gate[None, :], 0.0))
-            else:
-                b_w *= tl.exp2(b_gate)[None, :]
-        if MASKED:
-            b_w = tl.where(m_key[None, :] & (key[None, :] <= row[:, None]), b_w, 0.0)
-        b_w = b_w.to(DTYPE)  # the sum is of what values are multiplied by: a key that is alone has all the weight
-        b_sum += tl.sum(b_w.to(tl.float32), 1)
-        b_acc = _plus(b_acc, b_w, load_rows(p_v, key, s_vt, value, m_key, E, BE), DTYPE)
-    return b_acc, b_sum
-
-
-@triton.jit
 def _own_gates(p_left, p_edge, row, m_row, reference):
     """Sums of gates from a reference to each row, divided by log 2."""
     b_edge = tl.load(p_edge + row // 64, mask=m_row, other=reference)
     return (b_edge - reference).to(tl.float32) - tl.load(p_left + row, mask=m_row, other=0.0)
+
+
+@triton.jit
+def _gates_along(p_left, p_edge, first, row, m_row, reference):
+    """The same for rows from `first` on in a block of 64, which share a sum."""
+    return (tl.load(p_edge + first // 64) - reference).to(tl.float32) - tl.load(p_left + row, mask=m_row, other=0.0)
+
+
+@triton.jit
+def _faded(b_own, b_gate, MASKED: tl.constexpr):
+    """What gates leave from keys to queries; without a mask, to a reference between them."""
+    if MASKED:
+        return tl.exp2(tl.minimum(b_own[:, None] + b_gate[None, :], 64.0))  # beyond the mask gates grow
+    else:
+        return tl.exp2(b_gate)[None, :]
 
 
 @triton.jit
@@ -413,12 +402,13 @@ def _forward(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     P: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    i_tile, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    i_head = (tl.program_id(0) // TILES).to(tl.int64)
+    i_tile = TILES - 1 - tl.program_id(0) % TILES  # those that take longest come first
     i_n = i_head // GROUP
     first_row = i_tile * BM
-    row, value = first_row + tl.arange(0, BM), tl.arange(0, BE)
+    row, channel, value = first_row + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
     m_row = row < T
-    b_q = load_rows(p_q + i_head * T * D, row, D, tl.arange(0, BD), m_row, D, BD)
+    b_q = load_rows(p_q + i_head * T * D, row, D, channel, m_row, D, BD)
     p_k += i_n * T * D
     p_v += (i_n // HEADS) * s_vb + (i_n % HEADS) * s_vh
     p_left += i_n * BLOCKS * 64
@@ -430,54 +420,33 @@ def _forward(
         b_own = _own_gates(p_left, p_edge, row, m_row, reference)
     b_acc = tl.zeros([BM, BE], tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
-    b_acc, b_sum = _forward_along(
-        b_acc, b_sum, b_q, b_own, p_k, p_v, p_left, p_edge, reference, s_vt, first_row // C * C, first_row, row,
-        D, E, BD, BE, BN, P, GATED, False, DTYPE,
-    )  # fmt: skip
-    if GATED:
-        b_acc *= tl.exp2(b_own)[:, None]
-        b_sum *= tl.exp2(b_own)
-    b_acc, b_sum = _forward_along(
-        b_acc, b_sum, b_q, b_own, p_k, p_v, p_left, p_edge, reference, s_vt, first_row,
-        tl.minimum(first_row + BM, T), row, D, E, BD, BE, BN, P, GATED, True, DTYPE,
-    )  # fmt: skip
+    for MASKED in tl.static_range(2):  # keys before the tile, then those in it
+        begin = first_row if MASKED else first_row // C * C
+        end = tl.minimum(first_row + BM, T) if MASKED else first_row
+        for j in range(begin, end, BN):
+            key = j + tl.arange(0, BN)
+            m_key = (key < end) | (not MASKED)
+            b_k = load_columns(p_k, key, D, channel, m_key, D, BD)
+            b_w = _power(mul(b_q, b_k, DTYPE), P)
+            if GATED:
+                b_gate = _gates_along(p_left, p_edge, j, key, m_key, reference)
+                b_w *= _faded(b_own, -b_gate, MASKED)
+            if MASKED:
+                b_w = tl.where(m_key[None, :] & (key[None, :] <= row[:, None]), b_w, 0.0)
+            b_w = b_w.to(DTYPE)  # the sum is of what values are multiplied by: a key that is alone has all the weight
+            b_sum += tl.sum(b_w.to(tl.float32), 1)
+            b_acc = _plus(b_acc, b_w, load_rows(p_v, key, s_vt, value, m_key, E, BE), DTYPE)
+        if GATED and not MASKED:
+            b_acc *= tl.exp2(b_own)[:, None]
+            b_sum *= tl.exp2(b_own)
     if STATE:
         b_acc += load_rows(p_read + i_head * T * E, row, E, value, m_row, E, BE)
         b_sum += tl.load(p_rows + i_head * T + row, mask=m_row, other=0.0)
-    b_inverse = tl.where(b_sum == 0, 0.0, 1 / tl.where(b_sum == 0, 1.0, b_sum))
+    b_none = b_sum < 1e-36  # what is divided by less may be infinite
+    b_inverse = tl.where(b_none, 0.0, 1 / tl.where(b_none, 1.0, b_sum))
     i_b, i_h = i_n // HEADS, i_n % HEADS * GROUP + i_head % GROUP
     store_rows(p_o + i_b * s_ob + i_h * s_oh, row, s_ot, value, m_row, b_acc * b_inverse[:, None], E)
     tl.store(p_inverse + i_head * T + row, b_inverse, mask=m_row)
-
-
-@triton.jit
-def _query_gradients_along(
-    b_dq, b_rows, b_q, b_do, b_own, b_delta, p_k, p_v, p_left, p_edge, reference, s_vt, begin, end, row,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr, P: tl.constexpr,
-    GATED: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    channel, value = tl.arange(0, BD), tl.arange(0, BE)
-    for j in range(begin, end, BN):
-        key = j + tl.arange(0, BN)
-        m_key = (key < end) | (not MASKED)
-        b_k = load_columns(p_k, key, D, channel, m_key, D, BD)
-        b_v = load_columns(p_v, key, s_vt, value, m_key, E, BE)
-        b_s = mul(b_q, b_k, DTYPE)
-        b_ds = (mul(b_do, b_v, DTYPE) + b_delta[:, None]) * (b_s if P == 2 else b_s * b_s * b_s)
-        if GATED:
-            b_gate = tl.load(p_left + key, mask=m_key, other=0.0) + (reference - tl.load(p_edge + j // 64)).to(
-                tl.float32
-            )
-            if MASKED:
-                b_ds *= tl.exp2(tl.minimum(b_own[:, None] + b_gate[None, :], 0.0))
-            else:
-                b_ds *= tl.exp2(b_gate)[None, :]
-        if MASKED:
-            b_ds = tl.where(m_key[None, :] & (key[None, :] <= row[:, None]), b_ds, 0.0)
-        if GATED:
-            b_rows += tl.sum(b_ds * b_s, 1)
-        b_dq = _plus(b_dq, b_ds, tl.trans(b_k), DTYPE)
-    return b_dq, b_rows
 
 
 @triton.jit
@@ -487,7 +456,8 @@ def _query_gradients(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     P: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    i_tile, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    i_head = (tl.program_id(0) // TILES).to(tl.int64)
+    i_tile = TILES - 1 - tl.program_id(0) % TILES  # those that take longest come first
     i_n = i_head // GROUP
     i_b, i_h = i_n // HEADS, i_n % HEADS * GROUP + i_head % GROUP
     first_row = i_tile * BM
@@ -508,17 +478,27 @@ def _query_gradients(
         b_own = _own_gates(p_left, p_edge, row, m_row, reference)
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_rows = tl.zeros([BM], tl.float32)
-    b_dq, b_rows = _query_gradients_along(
-        b_dq, b_rows, b_q, b_do, b_own, b_delta, p_k, p_v, p_left, p_edge, reference, s_vt,
-        first_row // C * C, first_row, row, D, E, BD, BE, BN, P, GATED, False, DTYPE,
-    )  # fmt: skip
-    if GATED:
-        b_dq *= tl.exp2(b_own)[:, None]
-        b_rows *= tl.exp2(b_own)
-    b_dq, b_rows = _query_gradients_along(
-        b_dq, b_rows, b_q, b_do, b_own, b_delta, p_k, p_v, p_left, p_edge, reference, s_vt,
-        first_row, tl.minimum(first_row + BM, T), row, D, E, BD, BE, BN, P, GATED, True, DTYPE,
-    )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        begin = first_row if MASKED else first_row // C * C
+        end = tl.minimum(first_row + BM, T) if MASKED else first_row
+        for j in range(begin, end, BN):
+            key = j + tl.arange(0, BN)
+            m_key = (key < end) | (not MASKED)
+            b_k = load_columns(p_k, key, D, channel, m_key, D, BD)
+            b_v = load_columns(p_v, key, s_vt, value, m_key, E, BE)
+            b_s = mul(b_q, b_k, DTYPE)
+            b_ds = (mul(b_do, b_v, DTYPE) + b_delta[:, None]) * (b_s if P == 2 else b_s * b_s * b_s)
+            if GATED:
+                b_gate = _gates_along(p_left, p_edge, j, key, m_key, reference)
+                b_ds *= _faded(b_own, -b_gate, MASKED)
+            if MASKED:
+                b_ds = tl.where(m_key[None, :] & (key[None, :] <= row[:, None]), b_ds, 0.0)
+            if GATED:
+                b_rows += tl.sum(b_ds * b_s, 1)
+            b_dq = _plus(b_dq, b_ds, tl.trans(b_k), DTYPE)
+        if GATED and not MASKED:
+            b_dq *= tl.exp2(b_own)[:, None]
+            b_rows *= tl.exp2(b_own)
     b_dq *= P * b_inverse[:, None]
     if STATE:
         b_dq += load_rows(p_part + i_head * T * D, row, D, channel, m_row, D, BD)
@@ -526,43 +506,6 @@ def _query_gradients(
     store_rows(p_dq + i_b * s_xb + i_h * s_xh, row, s_xt, channel, m_row, b_dq * b_unit[:, None], D)
     if GATED:
         tl.store(p_rows + i_head * T + row, b_rows * b_inverse, mask=m_row)
-
-
-@triton.jit
-def _key_gradients_along(
-    b_dk, b_dv, b_columns, b_k, b_v, b_own, p_q, p_do, p_left, p_edge, p_delta, p_inverse, reference, s_ot,
-    begin, end, key,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, P: tl.constexpr,
-    GATED: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    channel, value = tl.arange(0, BD), tl.arange(0, BE)
-    for i in range(begin, end, BM):
-        row = i + tl.arange(0, BM)
-        m_row = row < end
-        b_q = load_columns(p_q, row, D, channel, m_row, D, BD)
-        b_do = load_rows(p_do, row, s_ot, value, m_row, E, BE).to(DTYPE)
-        b_delta = tl.load(p_delta + row, mask=m_row, other=0.0)
-        b_inverse = tl.load(p_inverse + row, mask=m_row, other=0.0)
-        b_s = mul(b_k, b_q, DTYPE)  # (keys, queries)
-        b_x = b_s if P == 2 else b_s * b_s * b_s
-        if GATED:
-            b_gate = (tl.load(p_edge + i // 64) - reference).to(tl.float32) - tl.load(
-                p_left + row, mask=m_row, other=0.0
-            )
-            if MASKED:
-                b_x *= tl.exp2(tl.minimum(b_own[:, None] + b_gate[None, :], 0.0)) * b_inverse[None, :]
-            else:
-                b_x *= (tl.exp2(b_gate) * b_inverse)[None, :]
-        else:
-            b_x *= b_inverse[None, :]
-        if MASKED:
-            b_x = tl.where(key[:, None] <= row[None, :], b_x, 0.0)
-        b_dv = _plus(b_dv, b_x * b_s, b_do, DTYPE)
-        b_x *= mul(b_v, tl.trans(b_do), DTYPE) + b_delta[None, :]
-        if GATED:
-            b_columns += tl.sum(b_x * b_s, 1)
-        b_dk = _plus(b_dk, b_x, tl.trans(b_q), DTYPE)
-    return b_dk, b_dv, b_columns
 
 
 @triton.jit
@@ -590,25 +533,36 @@ def _key_gradients(
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BE], tl.float32)
     b_columns = tl.zeros([BN], tl.float32)
-    end = tl.minimum(first_key // C * C + C, T)
-    for g in range(GROUP):
-        i_head = i_n * GROUP + g
-        b_dk, b_dv, b_columns = _key_gradients_along(
-            b_dk, b_dv, b_columns, b_k, b_v, b_own, p_q + i_head * T * D,
-            p_do + i_b * s_ob + (i_h * GROUP + g) * s_oh, p_left, p_edge, p_delta + i_head * T,
-            p_inverse + i_head * T, reference, s_ot, whole, end, key, D, E, BD, BE, BM, P, GATED, False, DTYPE,
-        )  # fmt: skip
-    if GATED:
-        b_dk *= tl.exp2(b_own)[:, None]
-        b_dv *= tl.exp2(b_own)[:, None]
-        b_columns *= tl.exp2(b_own)
-    for g in range(GROUP):
-        i_head = i_n * GROUP + g
-        b_dk, b_dv, b_columns = _key_gradients_along(
-            b_dk, b_dv, b_columns, b_k, b_v, b_own, p_q + i_head * T * D,
-            p_do + i_b * s_ob + (i_h * GROUP + g) * s_oh, p_left, p_edge, p_delta + i_head * T,
-            p_inverse + i_head * T, reference, s_ot, first_key, whole, key, D, E, BD, BE, BM, P, GATED, True, DTYPE,
-        )  # fmt: skip
+    for MASKED in tl.static_range(2):  # queries after the tile, then those in it
+        begin = first_key if MASKED else whole
+        end = whole if MASKED else tl.minimum(first_key // C * C + C, T)
+        for g in range(GROUP):
+            i_head = i_n * GROUP + g
+            p_qg, p_og = p_q + i_head * T * D, p_do + i_b * s_ob + (i_h * GROUP + g) * s_oh
+            for i in range(begin, end, BM):
+                row = i + tl.arange(0, BM)
+                m_row = row < end
+                b_q = load_columns(p_qg, row, D, channel, m_row, D, BD)
+                b_do = load_rows(p_og, row, s_ot, value, m_row, E, BE).to(DTYPE)
+                b_delta = tl.load(p_delta + i_head * T + row, mask=m_row, other=0.0)
+                b_factor = tl.load(p_inverse + i_head * T + row, mask=m_row, other=0.0)[None, :]
+                b_s = mul(b_k, b_q, DTYPE)  # (keys, queries)
+                b_x = b_s if P == 2 else b_s * b_s * b_s
+                if GATED:
+                    b_gate = _gates_along(p_left, p_edge, i, row, m_row, reference)
+                    b_factor *= _faded(b_own, b_gate, MASKED)
+                b_x *= b_factor
+                if MASKED:
+                    b_x = tl.where(key[:, None] <= row[None, :], b_x, 0.0)
+                b_dv = _plus(b_dv, b_x * b_s, b_do, DTYPE)
+                b_x *= mul(b_v, tl.trans(b_do), DTYPE) + b_delta[None, :]
+                if GATED:
+                    b_columns += tl.sum(b_x * b_s, 1)
+                b_dk = _plus(b_dk, b_x, tl.trans(b_q), DTYPE)
+        if GATED and not MASKED:
+            b_dk *= tl.exp2(b_own)[:, None]
+            b_dv *= tl.exp2(b_own)[:, None]
+            b_columns *= tl.exp2(b_own)
     b_dk *= P
     if STATE:
         b_dk += load_rows(p_part_k + i_n * T * D, key, D, channel, m_key, D, BD)
