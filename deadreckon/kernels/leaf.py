@@ -126,17 +126,12 @@ def _leaf_forward(
 
 
 @triton.jit
-def unwrap(place):
-    """Start, count of pairs, tokens of a left and of a right block."""
-    return place[0] // 16, place[1] // 16, place[2] // 16, place[3] // 16
-
-
-@triton.jit
 def sum_runs(b_total, runs, places, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.constexpr, RUNS: tl.constexpr):
     """Adds what each run has for this tile of 64 tokens, where it lies in the run's left blocks."""
     for r in tl.static_range(RUNS):
         p_x = runs[r]
-        start, count, left, right = unwrap(places[r])
+        start, count, left, right = places[r]
+        start, count, left, right = start // 16, count // 16, left // 16, right // 16
         at = i_tile * 64 - start
         i_pair, at = at // (left + right), at % (left + right)
         inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left)
@@ -253,10 +248,10 @@ Place = tuple[int, int, int, int]
 
 
 def in_fours(parts: list[tuple[Any, Place]]) -> tuple[tuple[Any, ...], tuple[Place, ...]]:
-    """What runs have, and their places as `unwrap` takes them, with empty runs up to a multiple of four.
+    """What runs have, and their places, with empty runs up to a multiple of four; numbers n of places as 16 n + 8.
 
     So few kernels are compiled: of numbers in tuples, Triton has a kernel of its own for each that is 1 and for each
-    that is a multiple of 16. Of 16 n + 8 none is.
+    that is a multiple of 16.
     """
     parts = parts + [(x, (0, 0, 1, 1)) for x, _ in parts[:1] * (-len(parts) % 4)]
     return tuple(x for x, _ in parts), tuple(tuple(16 * n + 8 for n in place) for _, place in parts)  # type: ignore[misc]

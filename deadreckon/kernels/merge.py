@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.kernels.flash import Sums
-from deadreckon.kernels.leaf import Place, in_fours, unwrap
+from deadreckon.kernels.leaf import Place, in_fours
 from deadreckon.kernels.tiles import padded
 
 
@@ -38,7 +38,8 @@ def _merge(
     b_out = tl.load(p_out + at, mask=inside, other=0.0).to(tl.float32)
     for r in tl.static_range(RUNS):
         p_x, p_lse_x = runs[r]
-        start, count, left, right = unwrap(places[r])
+        start, count, left, right = places[r]
+        start, count, left, right = start // 16, count // 16, left // 16, right // 16
         place = i_tile * 64 - start
         i_pair, place = place // (left + right), place % (left + right)
         m_run = (i_tile * 64 >= start) & (i_pair < count) & (place >= left)

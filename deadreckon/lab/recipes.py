@@ -51,7 +51,7 @@ FLIPFLOP = Experiment(
         task="flip-flop", length=512, layers=1, width=64, heads=2, initial=0.02,
         steps=10_000, batch_size=16, learning_rate=3e-3, weight_decay=0.1, warmup=50, schedule="linear",
         metric="error", conditions={"as trained": {}, "sparse": {"ignore": 0.98}, "dense": {"ignore": 0.1}},
-        test_lengths=(128, 256, 512, 1024, 2048, 4096), test_rows=1000, test_tokens=2**20,
+        test_lengths=(128, 256, 512, 1024, 2048, 4096), test_rows=4000, test_tokens=2**21,
         evaluate_every=500, validation_rows=128, log_every=10,
     ),
     small={
