@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadreckon.fused.operators import dense, gate_gradient, gradients_for, results, save
+from deadreckon.fused.operators import dense, gate_gradient, gradients_for, pruned, results, room_for_reach, save
 from deadreckon.kernels.flash import EDGE, Reach, flash_backward, flash_forward
 from deadreckon.kernels.gates import gate_sums, reach_of
 from deadreckon.kernels.merge import prepare
 from deadreckon.kernels.tiles import LOG2E
-
-PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
 
 @torch.library.custom_op("deadreckon::gated", mutates_args=())
@@ -25,24 +23,12 @@ def gated_forward(
     out, lse = results(q, k, v)
     with torch.cuda.device_of(q):
         sums = gate_sums(log_gate, heads)
-        reach = reach_of(q, k, log_gate, sums.edge, scale) if _pruned(k) else None
+        reach = reach_of(q, k, log_gate, sums.edge, scale) if pruned(k) else None
         flash_forward(
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
             reach=reach,
         )  # fmt: skip
-    return out, lse, *(reach or _room_for_reach(k, log_gate))
-
-
-def _pruned(k: Tensor) -> bool:
-    return k.shape[1] >= PRUNED
-
-
-def _room_for_reach(k: Tensor, log_gate: Tensor) -> Reach:
-    """As `reach_of` has it, or empty where nothing is pruned."""
-    batch, length, heads, _ = k.shape
-    blocks = -(-length // EDGE) if _pruned(k) else 0
-    shape = (batch * heads, log_gate.shape[2] // heads, blocks)
-    return Reach(*(k.new_empty(shape, dtype=torch.int32) for _ in range(2)))
+    return out, lse, *(reach or room_for_reach(k, log_gate))
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -62,7 +48,7 @@ def _statistic(x: Tensor, k: Tensor) -> Tensor:
 
 @gated_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *results(q, k, v), *_room_for_reach(k, log_gate)
+    return *results(q, k, v), *room_for_reach(k, log_gate)
 
 
 @torch.library.custom_op("deadreckon::gated_backward", mutates_args=())
@@ -81,7 +67,7 @@ def gated_backward(
         flash_backward(
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
             _statistic(own, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v), _statistic(by_query, k),
-            by_key, reach=Reach(first, last) if _pruned(k) else None,
+            by_key, reach=Reach(first, last) if pruned(k) else None,
         )  # fmt: skip
     return [grad_q, grad_k, grad_v, gate_gradient(by_query, by_key, log_gate, heads)]
 

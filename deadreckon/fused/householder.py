@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from deadreckon.blockwise.stream import Ascended
-from deadreckon.fused.operators import dense, gate_gradient, gradients_for, results, save
+from deadreckon.fused.operators import dense, gate_gradient, gradients_for, pruned, results, room_for_reach, save
 from deadreckon.fused.tree import Closed, Kept, Tree
-from deadreckon.kernels.gates import gate_sums
+from deadreckon.kernels.flash import Reach, Sums
+from deadreckon.kernels.gates import gate_sums, growth_of, reach_of
 from deadreckon.kernels.leaf import LEAF, Leaves
 
 ROWS = 1 << 20  # rows of queries that are worked on at a time: what is kept between kernels stays small
@@ -35,24 +36,41 @@ def directions(w: Tensor) -> Tensor:
 
 def ascend(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, closed: int = 0,
-    to_top: bool = False, kept: Kept | None = None,
+    to_top: bool = False,
 ) -> Ascended:  # fmt: skip
     """Attention along Householder routes, gated or not, and what a sequence that comes in pieces keeps of it."""
-    heads, w = k.shape[2], directions(w)
+    w = directions(w)
+    with torch.cuda.device_of(q):
+        gates = _gates(q, k, w, beta, log_gate, scale)
+        return _climb(q, k, v, w, beta, *gates, scale, closed, to_top)
+
+
+def _gates(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
+) -> tuple[Sums | None, Reach | None]:
+    """Their sums, and what they leave in reach of each other, if that is asked for."""
+    if log_gate is None:
+        return None, None
+    sums = gate_sums(log_gate, k.shape[2])
+    return sums, reach_of(q, k, log_gate, sums.edge, scale, growth_of(w, beta)) if pruned(k) else None
+
+
+def _climb(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, sums: Sums | None, reach: Reach | None, scale: float,
+    closed: int = 0, to_top: bool = False, kept: Kept | None = None,
+) -> Ascended:  # fmt: skip
     out, lse = results(q, k, v)
     keys = k.new_empty(lse.shape[0], closed, k.shape[3])
     products, queries, running = list[Tensor](), list[Tensor](), None
-    with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, heads)
-        for first, count in _some_heads(lse):
-            some = slice(first, first + count)
-            part = Closed(keys[some]) if closed else None
-            tree = Tree(Leaves(q, k, v, w, beta, sums, scale, first, count), kept)
-            top = tree.ascend(out, lse[some], part, to_top)
-            products += [] if part is None else [part.product]
-            queries += [] if top is None else [top]
-        if sums is not None and (closed or to_top):
-            running = (sums.edge.unsqueeze(-1) - sums.left.unflatten(2, (-1, LEAF))).flatten(2) * math.log(2)
+    for first, count in _some_heads(lse):
+        some = slice(first, first + count)
+        part = Closed(keys[some]) if closed else None
+        tree = Tree(Leaves(q, k, v, w, beta, sums, scale, first, count), reach, kept)
+        top = tree.ascend(out, lse[some], part, to_top)
+        products += [] if part is None else [part.product]
+        queries += [] if top is None else [top]
+    if sums is not None and (closed or to_top):
+        running = (sums.edge.unsqueeze(-1) - sums.left.unflatten(2, (-1, LEAF))).flatten(2) * math.log(2)
     return Ascended(out, lse, _together(queries), keys, _together(products), running)
 
 
@@ -63,38 +81,43 @@ def _together(parts: list[Tensor]) -> Tensor | None:
 @torch.library.custom_op("deadreckon::householder", mutates_args=())
 def householder_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attention along Householder routes, gated or not.
 
-    Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), and :class:`Kept`, which is empty unless asked for.
+    Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what gates leave in reach, and :class:`Kept`, which is empty
+    unless asked for.
     """
     kept = Kept.room(q, k, v) if keep else None
-    out, lse, *_ = ascend(q, k, v, w, beta, log_gate, scale, kept=kept)
-    return out, lse, *(kept or Kept.nothing(q))
+    with torch.cuda.device_of(q):
+        sums, reach = _gates(q, k, w, beta, log_gate, scale)
+        out, lse, *_ = _climb(q, k, v, w, beta, sums, reach, scale, kept=kept)
+    return out, lse, *(reach or room_for_reach(k, None)), *(kept or Kept.nothing(q))
 
 
 @householder_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, keep: bool
 ) -> tuple[Tensor, ...]:
-    return *results(q, k, v), *(Kept.room(q, k, v) if keep else Kept.nothing(q))
+    reach = room_for_reach(k, log_gate if pruned(k) else None)
+    return *results(q, k, v), *reach, *(Kept.room(q, k, v) if keep else Kept.nothing(q))
 
 
 @torch.library.custom_op("deadreckon::householder_backward", mutates_args=())
 def householder_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, out: Tensor,
-    lse: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor, inverse: Tensor, scale: float,
+    lse: Tensor, first: Tensor, last: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor,
+    inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta and, if there is one, log_gate."""
     heads, grad = k.shape[2], dense(grad)
-    kept = Kept(queries, keys, values, products, inverse)
+    kept, reach = Kept(queries, keys, values, products, inverse), Reach(first, last) if first.numel() else None
     found = tuple(gradients_for(q, k, v, w, beta))
     sides = []
     with torch.cuda.device_of(q):
         sums = None if log_gate is None else gate_sums(log_gate, heads)
-        for first, count in _some_heads(lse):
-            leaves = Leaves(q, k, v, w, beta, sums, scale, first, count)
-            sides.append(Tree(leaves, kept).descend(out, grad, lse[first : first + count], found))
+        for begin, count in _some_heads(lse):
+            tree = Tree(Leaves(q, k, v, w, beta, sums, scale, begin, count), reach, kept)
+            sides.append(tree.descend(out, grad, lse[begin : begin + count], found))
     if log_gate is None:
         return list(found)
     by_query, by_key = (torch.cat(side) for side in zip(*sides, strict=True))
@@ -104,7 +127,8 @@ def householder_backward(
 @householder_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, out: Tensor,
-    lse: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor, inverse: Tensor, scale: float,
+    lse: Tensor, first: Tensor, last: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor,
+    inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     return gradients_for(q, k, v, w, beta, *([] if log_gate is None else [log_gate]))
 

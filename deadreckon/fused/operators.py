@@ -1,4 +1,4 @@
-"""What the operators share: room for their results, what they save, and the gradient of gates."""
+"""What the operators share: room for their results, what they save, what gates leave out, and their gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deadreckon.kernels.flash import EDGE, Reach
 from deadreckon.kernels.leaf import LEAF
+
+PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
 
 def results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -15,6 +18,18 @@ def results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = k.shape
     out = q.new_empty(batch, length, q.shape[2], v.shape[3])
     return out, q.new_empty(batch * heads, -(-length // LEAF) * LEAF, q.shape[2] // heads, dtype=torch.float32)
+
+
+def pruned(k: Tensor) -> bool:
+    """Whether gates are asked what they leave in reach."""
+    return k.shape[1] >= PRUNED
+
+
+def room_for_reach(k: Tensor, log_gate: Tensor | None) -> Reach:
+    """As `reach_of` has it, or empty where nothing is pruned."""
+    batch, length, heads, _ = k.shape
+    gates, blocks = (heads, 0) if log_gate is None else (log_gate.shape[2], -(-length // EDGE) if pruned(k) else 0)
+    return Reach(*(k.new_empty(batch * heads, gates // heads, blocks, dtype=torch.int32) for _ in range(2)))
 
 
 def gradients_for(*inputs: Tensor) -> list[Tensor]:

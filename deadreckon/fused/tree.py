@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deadreckon.blockwise.runs import Run, levels
 from deadreckon.blockwise.stock import Backend, backend_for, dense_backward, dense_forward
-from deadreckon.kernels.flash import Pairs, Sums, flash_backward, flash_forward
+from deadreckon.kernels.flash import Pairs, Reach, Sums, flash_backward, flash_forward
 from deadreckon.kernels.frames import Side, cross, cross_back, multiply, multiply_back, place
 from deadreckon.kernels.leaf import LEAF, Back, Frames, Leaves, Place
 from deadreckon.kernels.merge import Part, merge, prepare
@@ -36,8 +36,8 @@ def stock_for(q: Tensor, v: Tensor) -> Backend | None:
 class Dense:
     """The dense blocks of some heads."""
 
-    def __init__(self, frames: Frames, sums: Sums | None, scale: float) -> None:
-        self.frames, self.sums, self.scale = frames, sums, scale
+    def __init__(self, frames: Frames, sums: Sums | None, reach: Reach | None, scale: float) -> None:
+        self.frames, self.sums, self.reach, self.scale = frames, sums, reach, scale
         self.stock = stock_for(frames.queries, frames.values) if sums is None else None
 
     def forward(self, run: Run) -> Part:
@@ -57,6 +57,7 @@ class Dense:
             _grouped(out),
             _grouped(lse),
             Pairs(*run),
+            self.reach,
         )
         return (out, lse), run
 
@@ -74,7 +75,7 @@ class Dense:
         flash_backward(
             _grouped(q), k.unsqueeze(1), v.unsqueeze(1), self.sums, self.scale, _grouped(grad), _grouped(delta),
             _grouped(own), _grouped(grad_q), grad_k.unsqueeze(1), grad_v.unsqueeze(1), _grouped(by_query),
-            back.by_key, Pairs(*run),
+            back.by_key, Pairs(*run), self.reach,
         )  # fmt: skip
         return grad_q, grad_k, grad_v
 
@@ -157,13 +158,14 @@ class Closed:
 class Tree:
     """The route tree over all tokens of some heads: leaves, blocks of leaves, and what is above them."""
 
-    def __init__(self, leaves: Leaves, kept: Kept | None = None) -> None:
+    def __init__(self, leaves: Leaves, reach: Reach | None, kept: Kept | None = None) -> None:
         self.leaves = leaves
         self.tokens = leaves.leaves * LEAF
         self.levels = list(levels(self.tokens, WALK * LEAF))
         self.count, self.group, self.dtype = leaves.taken, leaves.group, leaves.q.dtype
         some = slice(leaves.first, leaves.first + self.count)
         self.sums = None if leaves.sums is None else Sums(leaves.sums.left[some], leaves.sums.edge[some])
+        self.reach = None if reach is None else Reach(reach.first[some], reach.last[some])
         self.inverse = None if kept is None else kept.inverse[some]
         self.frames: Frames | None = None
         if leaves.leaves > 1:
@@ -239,7 +241,7 @@ class Blocks:
         queries, keys = tree.buffers()
         self.suffixes, products = walk.suffixes(keys, keep)
         self.frames = Frames(queries, keys, tree.frames.values, products)
-        self.dense = Dense(self.frames, tree.sums, tree.leaves.scale)
+        self.dense = Dense(self.frames, tree.sums, tree.reach, tree.leaves.scale)
 
     def sides(self, run: Run) -> tuple[Side, Side]:
         """Rows of queries and of keys that cross to the level above."""

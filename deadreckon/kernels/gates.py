@@ -66,18 +66,26 @@ def longest(x: Tensor) -> Tensor:
     return squares.amax(2).sqrt()
 
 
-def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float) -> Reach:
+def growth_of(w: Tensor, beta: Tensor) -> Tensor:
+    """How many times as long steps I − β w wᵀ may make a vector: (B·H, 1), 1 where β is in 0..2 and ‖w‖ is 1."""
+    square = torch.linalg.vector_norm(w, dim=-1, dtype=torch.float32).square()
+    norm = (1 - beta * square).abs()  # (B, T, H): of what lies along w; all else stays as it is
+    return norm.clamp(min=1).log().sum(1).clamp(max=60).exp().view(-1, 1)  # more than 60 prunes no less
+
+
+def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float, growth: Tensor | float = 1.0) -> Reach:
     """Which keys gates leave in reach, exactly to the output's precision; edge is that of their sums.
 
-    No logit exceeds b = scale · max‖q‖ · max‖k‖ in size, and a query always sees itself. So keys whose gates add up to
-    less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single precision.
+    No logit exceeds b = scale · max‖q‖ · max‖k‖ · growth in size, and a query always sees itself. So keys whose gates
+    add up to less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single
+    precision.
     """
     batch, length, heads, _ = k.shape
     longest_q, longest_k = longest(q).view(batch * heads, -1), longest(k).view(batch * heads, 1)
     if edge.shape[1] == 1:
         longest_q = longest_q.amax(1, keepdim=True)
     margin = 20.0 if q.dtype == torch.float32 else 10.0
-    bound = 2 * scale * longest_q * longest_k + math.log(length) + margin  # (B·H, 1 | G)
+    bound = 2 * scale * longest_q * longest_k * growth + math.log(length) + margin  # (B·H, 1 | G)
     bound = torch.where(log_gate.amax() > 0, torch.inf, bound) * LOG2E  # sums of gates that grow bound nothing
     before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
     first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)

@@ -248,8 +248,10 @@ def run_bench(
 
 
 def reach(shape: Shape, methods: dict[str, Method], device: str) -> dict[str, str]:
-    """On CUDA, what gates leave to our kernels of the cases that have nothing else."""
-    gates = {"FoX": "log_gate", "forgetful FoX": "strong_gate"} if device == "cuda" else {}
+    """On CUDA, what gates leave to our kernels: of what is farther than a block of the tree, along routes."""
+    some = {"FoX": "log_gate", "forgetful FoX": "strong_gate"}
+    some |= {"PaTH-FoX": "log_gate", "forgetful PaTH-FoX": "strong_gate"}
+    gates = some if device == "cuda" else {}
     inputs = make_inputs(shape, device) if gates else {}
     shares = {
         name: dr.share_in_reach(inputs["q"], inputs["k"], inputs[gate])

@@ -21,6 +21,7 @@ CASES: dict[str, Callable[[Inputs], dict[str, Any]]] = {
     "forgetful FoX": lambda x: {"log_gate": x["strong_gate"]},
     "PaTH": lambda x: {"transport": dr.Householder(x["w"], x["beta"])},
     "PaTH-FoX": lambda x: {"transport": dr.Householder(x["w"], x["beta"]), "log_gate": x["log_gate"]},
+    "forgetful PaTH-FoX": lambda x: {"transport": dr.Householder(x["w"], x["beta"]), "log_gate": x["strong_gate"]},
     "Power(2)": lambda x: {"score": dr.Power(2)},
     "stick-breaking": lambda x: {"score": "stick-breaking"},
 }
