@@ -220,13 +220,16 @@ def settings_of(given: argparse.Namespace, encoding: str) -> Settings:
     """Defaults that depend on task and encoding filled in."""
     longest = given.longest or PRISM_CURRICULA[given.task].longest
     usual = LENGTHS.get(given.task) or tuple(n for n in (round(longest * t) for t in TIMES) if n <= LONGEST_SCORED)
+    width = given.width or WIDTHS.get(encoding, 512)
     recipe = Recipe(
-        steps=given.steps, batch_size=given.batch_size, length=longest, learning_rate=given.learning_rate,
-        weight_decay=given.weight_decay, warmup=min(100, given.steps), seed=given.seed,
+        task=given.task, encoding=encoding, layers=given.layers, width=width, heads=given.heads, tied=True,
+        initial=width**-0.5, steps=given.steps, batch_size=given.batch_size, length=longest,
+        learning_rate=given.learning_rate, weight_decay=given.weight_decay, warmup=min(100, given.steps),
+        seed=given.seed, metric="exact",
     )  # fmt: skip
     settings = Settings(
         given.task, encoding, longest, given.pace, tuple(given.lengths or usual), given.count, given.evaluations,
-        given.width or WIDTHS.get(encoding, 512), given.layers, given.heads, given.pe_width, given.positions or 0,
+        width, given.layers, given.heads, given.pe_width, given.positions or 0,
         given.similarity, recipe,
     )  # fmt: skip
     if settings.positions:

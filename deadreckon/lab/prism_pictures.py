@@ -51,6 +51,7 @@ def cursors_picture(trace: Trace, path: Path) -> None:
             shown = trace.histograms[side][:, :reach].T.numpy()
             axes.imshow(shown, aspect="auto", cmap="Blues", vmin=0, origin="lower", interpolation="nearest")
             axes.set(title=f"where its {side} cursor may be", ylabel="position")
+            axes.yaxis.get_major_locator().set_params(integer=True)
         modes, attention = grid[:, 2]
         for side, colour in sides.items():
             for number, places in enumerate(trace.modes[side].T.tolist()):
