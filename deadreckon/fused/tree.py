@@ -210,7 +210,8 @@ class Tree:
         copies = self.buffer(self.group, width), self.buffer(self.group, width)
         delta, own = prepare(out, grad, lse, leaves.sums, leaves.k.shape[2], leaves.first, copies)
         assert self.inverse is not None
-        back = Back(copies[1], delta, own, torch.zeros_like(lse), torch.zeros_like(lse))
+        room = torch.empty_like if self.sums is None else torch.zeros_like  # kernels add to it
+        back = Back(copies[1], delta, own, room(lse), room(lse))
         if self.frames is None:
             leaves.backward(self.inverse, back, None, None, None, [], found)
             return back.by_query, back.by_key

@@ -29,6 +29,7 @@ from rich.text import Text
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.lab import markdown
 from deadreckon.lab.cases import CASES, DTYPES, KINDS, LIMITS, Inputs, Shape, attend, check, make_inputs
 from deadreckon.lab.environment import processor, version_of
 from deadreckon.lab.rivals import RIVALS, Method, baseline, compiled_rotate, installed
@@ -343,14 +344,9 @@ def write(
     path: Path, about: str, command: str, headings: list[str], rows: list[list[str]], title: str = "Attention"
 ) -> None:
     """For the record."""
-
-    def line(cells: list[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
     machine, _ = about.split("; ", 1)
     lines = [f"# {title} on {machine}", "", f"{date.today()}: {about}. Inputs drawn with seed 0.", ""]
-    lines += [f"    {command}", "", line(headings), line(["---", "---", *["---:"] * (len(headings) - 2)])]
-    lines += map(line, rows)
+    lines += [f"    {command}", "", markdown.table(headings, rows, left=2)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
 

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from deadreckon.lab.evaluation import SOLVED, is_better
+from deadreckon.lab.markdown import table
 from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.recipes import SIZES, Experiment, check_encodings, find_experiment, find_recipe, title_of
 from deadreckon.lab.runs import Run
-from deadreckon.lab.text_runs import markdown
 from deadreckon.lab.train import quiet_transformers, score_run, train_run
 from deadreckon.lab.training import check_device
 
@@ -259,14 +259,17 @@ def write_page(
     path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None
 ) -> None:
     """The tables in Markdown, what they are of and how they came about, and what the paper has."""
-    recipe, start = comparison.recipe, runs[-1].starts()[-1]
+    recipe, starts = comparison.recipe, [start for run in runs for start in run.starts()]
+    start = starts[-1]
     versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
+    devices, commands = (list(dict.fromkeys(one[what] for one in starts)) for what in ("device", "command"))
+    seeds = f"seeds 0 to {comparison.seeds() - 1}" if comparison.seeds() > 1 else "seed 0"
     lines = [
         f"# {comparison.title}", "", experiment.about, "", f"{experiment.source}", "",
-        f"{start['date'][:10]}: {start['device']}; Python {start['python']}, {versions}. {recipe.layers} "
+        f"{start['date'][:10]}: {' and '.join(devices)}; Python {start['python']}, {versions}. {recipe.layers} "
         f"layer{'s' * (recipe.layers > 1)}, {recipe.heads} heads, width {recipe.width}; {recipe.steps} steps of "
-        f"{recipe.batch_size} sequences, learning rate {recipe.learning_rate:g}; seeds 0 to {comparison.seeds() - 1}; "
-        f"tests of up to {recipe.test_rows} sequences.", "", f"    {start['command']}",
+        f"{recipe.batch_size} sequences, learning rate {recipe.learning_rate:g}; {seeds}; "
+        f"tests of up to {recipe.test_rows} sequences.", "", *(f"    {command}" for command in commands),
     ]  # fmt: skip
     names = list(comparison.values)
     for condition in comparison.conditions:
@@ -278,7 +281,7 @@ def write_page(
         if reported:
             told = [comparison.spell(reported[name]) if name in reported else "" for name in names]
             rows.append([f"the paper's, {experiment.paper.length}", *told])
-        lines += ["", f"{comparison.describe(condition)}:", "", markdown(["length", *map(title_of, names)], rows)]
+        lines += ["", f"{comparison.describe(condition)}:", "", table(["length", *map(title_of, names)], rows)]
         if recipe.task == "a5-products":
             lines += ["", describe_solved(comparison, condition)]
     if picture is not None:

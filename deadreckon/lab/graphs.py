@@ -38,7 +38,7 @@ class Recorded:
         return tuple(x.clone() for x in self.result)  # the next replay writes there again
 
 
-def wanted(device: torch.device) -> bool:
+def recorded_on(device: torch.device) -> bool:
     """Whether steps on a device are recorded, unless somebody says otherwise."""
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
 

@@ -16,8 +16,9 @@ from dataclasses import asdict
 from typing import Any
 
 import deadreckon as dr
+from deadreckon.lab.markdown import table
 from deadreckon.lab.perplexity import loss_by_position
-from deadreckon.lab.text_runs import Run, arguments, command, compare, markdown, numbers, plan_of
+from deadreckon.lab.text_runs import Run, arguments, command, compare, numbers, plan_of
 from deadreckon.tasks.language import open_corpus
 
 POWERS_OF = ("sympow", "sympow-gated", "conformal-sympow")
@@ -68,7 +69,7 @@ def tabulate(runs: list[dict[str, Any]]) -> str:
         beyond = mean_loss([score for score in run["positions"] if score["first"] > run["length"]])
         name = " ".join([run["encoding"], *(f"{key}={value}" for key, value in run["options"])])
         rows.append([name, run["length"], f"{run['loss']:.4f}", f"{within:.4f}", f"{beyond:.4f}"])
-    return markdown(["encoding", "context", "training loss", "loss within", "loss beyond"], rows)
+    return table(["encoding", "context", "training loss", "loss within", "loss beyond"], rows)
 
 
 def mean_loss(scores: list[dict[str, Any]]) -> float:

@@ -28,8 +28,8 @@ import torch
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import exact_match, mean_of_best
+from deadreckon.lab.markdown import table
 from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.text_runs import markdown
 from deadreckon.lab.train import quiet_transformers
 from deadreckon.lab.training import check_device, train
 from deadreckon.tasks import TASKS, Task
@@ -178,7 +178,7 @@ def describe(results: Sequence[dict[str, Any]]) -> str:
         f"{first['date']}: {first['device']}, torch {first['torch']}. Trained up to length {first['trained_up_to']}. "
         f"In %, the mean of the three best evaluations at each length, of {first['count']} examples, as in the paper.",
         "",
-        markdown(heads, rows), "", *(f"    {command}" for command in dict.fromkeys(r["command"] for r in results)), "",
+        table(heads, rows), "", *(f"    {command}" for command in dict.fromkeys(r["command"] for r in results)), "",
     ])  # fmt: skip
 
 

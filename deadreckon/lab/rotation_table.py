@@ -14,8 +14,9 @@ from dataclasses import asdict
 from typing import Any
 
 import deadreckon as dr
+from deadreckon.lab.markdown import table
 from deadreckon.lab.perplexity import perplexity_by_length
-from deadreckon.lab.text_runs import Run, arguments, command, compare, markdown, numbers, plan_of
+from deadreckon.lab.text_runs import Run, arguments, command, compare, numbers, plan_of
 from deadreckon.tasks.language import open_corpus
 
 ENCODINGS = (
@@ -70,7 +71,7 @@ def tabulate(runs: list[dict[str, Any]]) -> str:
         rows.append(
             [run["encoding"], *(f"{score['perplexity']:.2f}" for score in scores), f"{whole[-1] / whole[0]:.2f}×"]
         )
-    return markdown(heads, rows)
+    return table(heads, rows)
 
 
 if __name__ == "__main__":

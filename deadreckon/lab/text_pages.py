@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from deadreckon.lab.markdown import table
 from deadreckon.lab.power_figures import mean_loss
 from deadreckon.lab.recipes import title_of
-from deadreckon.lab.text_runs import markdown
 
 Found = dict[str, Any]
 
@@ -85,7 +85,7 @@ def rotation_tables(runs: Sequence[Found]) -> list[str]:
             [name, *(spread(found.get((length, sliding), []), 2) for length in lengths)]
             for name, found in named.items()
         ]
-        parts += [f"{title}:", "", markdown(["", *lengths], rows), ""] if lengths else []
+        parts += [f"{title}:", "", table(["", *lengths], rows), ""] if lengths else []
     return parts
 
 
@@ -102,7 +102,7 @@ def power_tables(runs: Sequence[Found]) -> list[str]:
             [name, *(spread([value(run) for run in some if run["length"] == context], 4) for context in contexts)]
             for name, some in by_name(runs).items()
         ]
-        parts += [f"{title}:", "", markdown(["", *contexts], rows), ""]
+        parts += [f"{title}:", "", table(["", *contexts], rows), ""]
     return parts
 
 
@@ -157,6 +157,22 @@ def _name_ticks(axes: Any, lengths: set[int]) -> None:
     axes.set_xticks([], minor=True)
 
 
+def command_of(settings: Found, runs: Sequence[Found], seed: int) -> str:
+    """What runs of one seed were made by."""
+    module, own = "power_figures", {"beyond": settings.get("beyond"), "bins": settings.get("bins")}
+    lengths = sorted({run["length"] for run in runs})
+    if "window" in settings:
+        module, own = "rotation_table", {"length": runs[0]["length"], "window": settings["window"]}
+        lengths = settings["lengths"]
+    shared = {name: settings[name] for name in ("data", "size", "steps", "batch_tokens", "learning_rate", "tokens")}
+    told = {**shared, **own, "encodings": ",".join(dict.fromkeys(run["encoding"] for run in runs))}
+    told |= {"lengths": ",".join(map(str, lengths)), "seed": seed}
+    options = [f"--{name.replace('_', '-')} {value}" for name, value in told.items()]
+    if powers := sorted({value for run in runs for key, value in run["options"] if key == "p"}):
+        options.append(f"--powers {','.join(map(str, powers))}")
+    return " ".join([f"python -m deadreckon.lab.{module}", *options, *(["--packed"] if settings["packed"] else [])])
+
+
 def write(paths: Sequence[Path], page: Path) -> None:
     """The page and its picture."""
     settings, runs = read(paths)
@@ -166,12 +182,11 @@ def write(paths: Sequence[Path], page: Path) -> None:
     seeds = sorted({run["seed"] for run in runs})
     text = [
         f"# {'Rotations that add up' if rotations else 'Symmetric powers'} on text", "",
-        f"{first['device']}; {versions}. Models of size {settings['size']}, {first['parameters'] / 1e6:.0f} million "
-        f"parameters; {settings['steps']} steps of {settings['batch_tokens']} tokens, learning rate "
-        f"{settings['learning_rate']:g}; seeds {', '.join(map(str, seeds))}; {settings['tokens']} tokens foretold in "
+        f"{first['date']}: {first['device']}; {versions}. Models of size {settings['size']}, "
+        f"{first['parameters'] / 1e6:.0f} million parameters; {settings['steps']} steps of {settings['batch_tokens']} "
+        f"tokens, learning rate {settings['learning_rate']:g}; seeds {', '.join(map(str, seeds))}; {settings['tokens']} tokens foretold in "
         "each evaluation.", "",
-        f"    python -m deadreckon.lab.{'rotation_table' if rotations else 'power_figures'} --data {settings['data']} "
-        f"--size {settings['size']} --steps {settings['steps']} …", "",
+        *(f"    {command_of(settings, runs, seed)}" for seed in seeds), "",
         *(rotation_tables(runs) if rotations else power_tables(runs)),
         f"![{page.stem}]({picture.name})",
     ]  # fmt: skip

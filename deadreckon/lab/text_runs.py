@@ -196,7 +196,8 @@ def compare(
             **asdict(run), "parameters": model.num_parameters(), "curve": curve(losses),
             "loss": mean_of_last(losses, max(1, plan.steps // 10)),  # over the last tenth of training
             **evaluate(model, run, say), "seconds": [trained - began, time.monotonic() - trained],
-            "device": where, "versions": {"torch": torch.__version__, "deadreckon": dr.__version__},
+            "date": time.strftime("%Y-%m-%d"), "device": where,
+            "versions": {"torch": torch.__version__, "deadreckon": dr.__version__},
         }  # fmt: skip
         results.add(run.name, found)
         longest = max(longest, time.monotonic() - began)
@@ -204,12 +205,6 @@ def compare(
     if left:
         print(f"out of time; give the command again for: {', '.join(run.name for run in left)}", flush=True)
     return not left, [results.runs[run.name] for run in runs if run.name in results.runs]
-
-
-def markdown(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def arguments(description: str, **defaults: Any) -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, wrongly
-from deadreckon.lab.graphs import Graphs, wanted
+from deadreckon.lab.graphs import Graphs, recorded_on
 from deadreckon.lab.recipe import Recipe
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
@@ -93,7 +93,7 @@ class Training:
         self.optimizer = make_optimizer(model, recipe)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.done = 0  # steps
-        record = wanted(self.device) if graphs is None else graphs
+        record = recorded_on(self.device) if graphs is None else graphs
         self.graphs = Graphs(self._step, self.device) if record and recipe.accumulate == 1 else None
 
     def advance(self) -> Step:
