@@ -184,8 +184,8 @@ def write(paths: Sequence[Path], page: Path) -> None:
         f"# {'Rotations that add up' if rotations else 'Symmetric powers'} on text", "",
         f"{first['date']}: {first['device']}; {versions}. Models of size {settings['size']}, "
         f"{first['parameters'] / 1e6:.0f} million parameters; {settings['steps']} steps of {settings['batch_tokens']} "
-        f"tokens, learning rate {settings['learning_rate']:g}; seeds {', '.join(map(str, seeds))}; {settings['tokens']} tokens foretold in "
-        "each evaluation.", "",
+        f"tokens, learning rate {settings['learning_rate']:g}; seeds {', '.join(map(str, seeds))}; "
+        f"{settings['tokens']} tokens foretold in each evaluation.", "",
         *(f"    {command_of(settings, runs, seed)}" for seed in seeds), "",
         *(rotation_tables(runs) if rotations else power_tables(runs)),
         f"![{page.stem}]({picture.name})",
