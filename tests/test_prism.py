@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import deadreckon as dr
-from deadreckon.encodings.prism import COPY_WIDTH, Cursors, Prism
+from deadreckon.encodings.prism import COPY_WIDTH, Cursors, Prism, waves
 from deadreckon.lab import prism as lab
 from deadreckon.lab.cursors import show, trace
 from deadreckon.lab.evaluation import exact_match_by_length
@@ -119,6 +119,16 @@ def histograms(layer: dr.AttentionLayer, x: Tensor) -> tuple[dict[Any, list[Any]
             [float(p == min(t, cursors.positions - 1)) for p in range(cursors.positions)] for t in range(len(x))
         ]
     return found["query"], found["key"]
+
+
+@pytest.mark.parametrize(("dtype", "channels"), [(torch.float32, 32), (torch.float64, 48)])
+def test_waves_are_the_sinusoids_in_fewer_channels(dtype: torch.dtype, channels: int) -> None:
+    """All inner products, of which the largest is 170, as exactly as sums of 340 products are rounded."""
+    table = waves(64, 340, 10000.0, torch.device("cpu"), dtype)
+    phase = torch.arange(64, dtype=torch.float64)[:, None] * 10000 ** (-torch.arange(170, dtype=torch.float64) / 170)
+    full = torch.cat([phase.sin(), phase.cos()], dim=1)
+    assert table.shape == (64, channels)
+    assert (table.double() @ table.double().T - full @ full.T).abs().max() < 170 * 340**0.5 * torch.finfo(dtype).eps
 
 
 def superposition(h: list[float], width: int) -> list[float]:
@@ -403,6 +413,9 @@ def test_settings_are_the_papers() -> None:
     assert settings("--task", "copy", encoding="sinusoidal").options()["shift"] == 256
     assert settings("--task", "copy", "--lengths", "99").positions == 256 and settings(*TINY.split()).positions == 32
     assert settings("--task", "copy", "--lengths", "9").positions == 128  # 40 are trained on, 82 tokens
+    far = settings("--task", "copy", "--longest", "10", "--lengths", "99")
+    assert (far.near, far.positions) == (64, 256)  # 22 tokens in training, 200 in tests
+    assert far.options(near=True) == {**far.options(), "positions": 64}
     scan = settings("--task", "scan")
     assert all(n in scan.make_task(n).lengths for n in scan.lengths)
     assert lab.best_by_length([{5: 0.2, 9: 0.1}, {5: 0.4, 9: 0.0}]) == pytest.approx({5: 0.3, 9: 0.05})

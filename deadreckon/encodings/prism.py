@@ -14,14 +14,18 @@ to key heads, which grouped query heads share.
 One in five key cursors only ever steps forward: a token is at its place in the document. The query cursors that meet
 it may jump there (the copy branch), by causal self-attention over tokens with one more choice, not to jump.
 
-Cost: the filter, O(T · P) a cursor, one token after the other; attention with D + C · d channels. State: keys so much
-longer, the last hidden states and histograms, and the keys of the copy branch.
+Of e_t, only inner products matter, and those of f(0) … f(P − 1) are the same in fewer dimensions: most of the waves are
+so long that they hardly differ. For d = 340 there are 32 for 64 positions, 80 for 256, 104 for 512.
+
+Cost: the filter, O(T · P) a cursor, one token after the other; attention with D + C · r channels for r of those
+dimensions. State: keys so much longer, the last hidden states and histograms, and the keys of the copy branch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +37,23 @@ from deadreckon.factors import Factors
 from deadreckon.histogram import histogram_filter, superpose
 
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys
+
+
+@torch.compiler.assume_constant_result
+@cache
+def waves(positions: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """f of all positions (P, r), turned so that all but r ≤ d channels are zero to rounding, and these alike in size.
+
+    Channels that differ in size would lose more when they are rounded to half precision.
+    """
+    steps = torch.arange(0, width, 2, dtype=torch.float64)
+    phase = torch.arange(positions, dtype=torch.float64)[:, None] * base ** (-steps / width)
+    u, s, _ = torch.linalg.svd(torch.cat([phase.sin(), phase.cos()], dim=-1), full_matrices=False)
+    rank = min(8 * math.ceil(int((s > s[0] * torch.finfo(dtype).eps).sum()) / 8), len(s))
+    order = torch.arange(rank, dtype=torch.float64)
+    cosines = (torch.pi * (order[:, None] + 0.5) * order / rank).cos() * (2 / rank) ** 0.5  # turns, and mixes
+    cosines[:, 0] *= 0.5**0.5
+    return (u[:, :rank] * s[:rank] @ cosines.T).to(device, dtype)
 
 
 class Gates(NamedTuple):
@@ -143,10 +164,10 @@ class Cursors(Drawn, nn.Module):
             part.reset_parameters()  # type: ignore[operator]
 
     def forward(self, x: Tensor, context: Context) -> Streams:
-        """Superpositions (B, T, layers, heads, C, d), those of a head scaled to norm √d together."""
+        """Superpositions (B, T, layers, heads, C, r), those of a head scaled to norm √d together."""
         with torch.autocast(x.device.type, enabled=False):
             x, context, real = _unpacked(at_least_single(x), context)
-            table = self._table(x)
+            table = waves(self.positions, self.width, self.base, x.device, x.dtype)
             filters = self._filters(x, context)
             if context.recent is None:
                 found = [gates.superpositions(table, before)[0] for gates, before in filters]
@@ -156,7 +177,7 @@ class Cursors(Drawn, nn.Module):
                 _remember(context.recent, "histogram", torch.cat([h for _, h in kept], dim=2))
             places = context.positions.clamp(0, self.positions - 1)
             streams = self._sort(torch.cat(found, dim=2), table[places].expand(len(x), -1, -1))
-            return Streams(*(_packed(_normed(e), real) for e in streams))
+            return Streams(*(_packed(_normed(e, self.width), real) for e in streams))
 
     @torch.no_grad()
     def read(self, x: Tensor, context: Context) -> Reading:
@@ -176,13 +197,6 @@ class Cursors(Drawn, nn.Module):
             "histograms": torch.cat(histograms, dim=2),
         }
         return Reading(**{name: self._sort(walked[name], fixed[name]) for name in fixed})
-
-    def _table(self, x: Tensor) -> Tensor:
-        """f (P, d)."""
-        places = torch.arange(self.positions, device=x.device, dtype=x.dtype)
-        steps = torch.arange(0, self.width, 2, device=x.device, dtype=x.dtype)
-        phase = places[:, None] * self.base ** (-steps / self.width)
-        return torch.cat([phase.sin(), phase.cos()], dim=-1)
 
     def _filters(self, x: Tensor, context: Context) -> list[tuple[Gates, Tensor | None]]:
         """Gates of the cursors that only walk and of those that also jump, with their histograms so far."""
@@ -307,7 +321,7 @@ class Prism(Encoding):
             raise ValueError(
                 f"prism: expected modules to be layers from 0 to {sizes.layers - 1}, sorted, got {modules}"
             )
-        self.layer, self.orthogonality, self.similarity = sizes.layer, orthogonality, similarity
+        self.layer, self.width, self.orthogonality, self.similarity = sizes.layer, width, orthogonality, similarity
         self.source = max((layer for layer in modules if layer <= sizes.layer), default=None)
         self.mix = nn.Parameter(torch.empty(sizes.n_heads))  # μ = σ of it
         self.alpha = nn.Parameter(torch.empty(sizes.n_heads, cursors))
@@ -334,10 +348,10 @@ class Prism(Encoding):
                 f"prism: expected a module of cursors before layer {self.layer}, got none; say where by `modules`, "
                 "and give that layer this encoding"
             )
-        queries, keys = context.shared[here].of_layer(self.layer - self.source)  # (B, T, Hq, C, d), (B, T, H, C, d)
+        queries, keys = context.shared[here].of_layer(self.layer - self.source)  # (B, T, Hq, C, r), (B, T, H, C, r)
         mix, alpha = at_least_single(self.mix).sigmoid(), at_least_single(self.alpha)
         # The logits will be scaled by D^(−1/2), which these channels are not meant to be.
-        loudness = (1 - mix).unsqueeze(-1) * alpha.abs() * (q.shape[-1] / queries[0, 0, 0].numel()) ** 0.5  # (Hq, C)
+        loudness = (1 - mix).unsqueeze(-1) * alpha.abs() * (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
         wider = (queries * loudness.unsqueeze(-1)).flatten(-2)
         q = q * mix.to(q.dtype).unsqueeze(-1)
         return torch.cat([q, wider.to(q.dtype)], dim=-1), torch.cat([k, keys.flatten(-2).to(k.dtype)], dim=-1)
@@ -361,9 +375,9 @@ def _apply(part: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, part.weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
 
 
-def _normed(e: Tensor) -> Tensor:
-    """The superpositions of a head (…, C, d), scaled to norm √d together."""
-    return e * (e.shape[-1] ** 0.5 / e.flatten(-2).norm(dim=-1))[..., None, None]
+def _normed(e: Tensor, width: int) -> Tensor:
+    """The superpositions of a head (…, C, r), scaled to norm √d together."""
+    return e * (width**0.5 / e.flatten(-2).norm(dim=-1))[..., None, None]
 
 
 def _superpose_and_keep(gates: Gates, table: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from deadreckon.kernels.flash import Reach, Sums
 from deadreckon.kernels.gates import gate_sums, growth_of, reach_of
 from deadreckon.kernels.leaf import LEAF, Leaves
 
-ROWS = 1 << 20  # rows of queries that are worked on at a time: what is kept between kernels stays small
+ROWS = 1 << 21  # rows of queries that are worked on at a time: what is kept between kernels stays small
 
 
 def _some_heads(lse: Tensor) -> Iterator[tuple[int, int]]:

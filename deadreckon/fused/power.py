@@ -284,15 +284,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.stateful = values is not None
     out, _, _, *kept = output
     ctx.save_for_backward(q, k, v, log_gate, out, *kept)
+    ctx.set_materialize_grads(False)  # states are large, and those that are kept have no gradient
 
 
-def _gradients(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-    grad, grad_values, grad_moments, *_ = grads
-    q, k, v, log_gate, *kept = ctx.saved_tensors
-    last = (grad_values, grad_moments) if ctx.final else (None, None)
+def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    grad, *last = grads[:3]
+    q, k, v, log_gate, out, *kept = ctx.saved_tensors
+    if not ctx.final or (last[0] is None and last[1] is None):
+        last = [None, None]
+    else:
+        room = _state_like(q, (k.shape[0], k.shape[2]), state_width(k.shape[3], ctx.p), v.shape[3])
+        last = [empty.zero_() if x is None else x for x, empty in zip(last, room, strict=True)]
     grad_q, grad_k, grad_v, grad_gate, *first = power_backward(
-        grad, *last, q, k, v, log_gate, *kept, ctx.p, ctx.chunk, ctx.stateful
-    )
+        torch.zeros_like(out) if grad is None else grad, *last, q, k, v, log_gate, out, *kept,
+        ctx.p, ctx.chunk, ctx.stateful,
+    )  # fmt: skip
     grad_first = first if ctx.stateful else (None, None)
     return grad_q, grad_k, grad_v, None if log_gate is None else grad_gate, *grad_first, None, None, None
 

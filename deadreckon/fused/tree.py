@@ -207,11 +207,11 @@ class Tree:
         """Writes dq, dk, dv, dw, dbeta of these heads; returns what gates receive by query and by key, (n, T, G)."""
         leaves = self.leaves
         width = out.shape[3]
-        copies = self.buffer(self.group, width), self.buffer(self.group, width)
-        delta, own = prepare(out, grad, lse, leaves.sums, leaves.k.shape[2], leaves.first, copies)
+        own_out, own_grad = self.buffer(self.group, width), self.buffer(self.group, width)
+        delta, own = prepare(out, grad, lse, leaves.sums, leaves.k.shape[2], leaves.first, (own_out, own_grad))
         assert self.inverse is not None
         room = torch.empty_like if self.sums is None else torch.zeros_like  # kernels add to it
-        back = Back(copies[1], delta, own, room(lse), room(lse))
+        back = Back(own_grad, delta, own, room(lse), room(lse))
         if self.frames is None:
             leaves.backward(self.inverse, back, None, None, None, [], found)
             return back.by_query, back.by_key
@@ -219,12 +219,13 @@ class Tree:
         parts: list[tuple[Tensor, Place]] = []
         if self.levels:
             above = Blocks(self, walk, keep=True)
-            assert above.suffixes is not None
-            passing = walk.again(above.frames.queries)
-            grad_q, grad_k, grad_blocks = above.descend(back, copies[0], lse, parts)
-            grad_v, grad_products, grad_suffixes = walk.backward(back, passing, grad_q, grad_k, above.suffixes)
+            passing, suffixes = walk.again(above.frames.queries), above.suffixes
+            grad_q, grad_k, grad_blocks = above.descend(back, own_out, lse, parts)
+            del above, own_out  # what follows takes the most memory
+            grad_v, grad_products, grad_suffixes = walk.backward(back, passing, grad_q, grad_k, suffixes)
+            assert suffixes is not None
             assert grad_suffixes is not None
-            walk.suffixes_back(above.suffixes, grad_suffixes, grad_blocks, grad_products)
+            walk.suffixes_back(suffixes, grad_suffixes, grad_blocks, grad_products)
         else:
             grad_q, grad_k = self.buffers()
             grad_v, grad_products, _ = walk.backward(back, walk.again(None), grad_q, grad_k, None)

@@ -7,7 +7,8 @@
 Sizes are the paper's: five layers of eight heads, tied embeddings, width 192 with PRISM and 512 with the baseline, the
 sinusoids of which begin at a random position in training; 140 cursors there, 160 here, four to each head. The copy
 branch and a second module are used where the paper does. It trains 150 000 steps at a rate of 9e-5; the defaults here
-take a few minutes on one GPU, with a higher rate and its curriculum at a faster pace.
+take a few minutes on one GPU, with a higher rate and its curriculum at a faster pace. Cursors have as many positions as
+rows may need: fewer in training than in tests, since no weight depends on their number.
 
 Results are written as they come, one file an encoding and seed. What is reported is, for each length, the mean of the
 three best evaluations in a training, as in the paper: best, not last, and each length on its own.
@@ -62,7 +63,8 @@ class Settings:
     layers: int
     heads: int
     pe_width: int
-    positions: int
+    positions: int  # of cursors in tests, and how far the baseline's sinusoids are shifted
+    near: int  # positions of cursors in training
     similarity: float
     recipe: Recipe
 
@@ -71,27 +73,32 @@ class Settings:
         stages = [(max(1, round(steps * self.pace)), length) for steps, length in PRISM_CURRICULA[self.task].stages]
         return Curriculum(self.longest, tuple(stage for stage in stages if stage[1] < self.longest))
 
-    def options(self) -> dict[str, Any]:
-        """Of the encoding."""
+    def options(self, near: bool = False) -> dict[str, Any]:
+        """Of the encoding, in training or in tests."""
         if self.encoding == "prism":
             modules = [0, 3] if self.task in TWO_MODULES and self.layers > 3 else [0]
             return {
-                "positions": self.positions, "width": self.pe_width, "similarity": self.similarity,
-                "copy": 5 if self.task in COPYING else 0, "modules": modules,
+                "positions": self.near if near else self.positions, "width": self.pe_width,
+                "similarity": self.similarity, "copy": 5 if self.task in COPYING else 0, "modules": modules,
             }  # fmt: skip
         if self.encoding == "sinusoidal":
             return {"shift": self.positions, "gain": (2 / self.width) ** 0.5}  # as loud as the embeddings
         return {}
 
-    def model(self) -> dr.DeadReckonForCausalLM:
-        """As it begins."""
+    def model(self, near: bool = False) -> dr.DeadReckonForCausalLM:
+        """As it begins, for training or for tests: the weights are the same."""
         torch.manual_seed(self.recipe.seed)
         config = dr.DeadReckonConfig(
             encoding=self.encoding, vocab_size=self.make_task().vocab_size, hidden_size=self.width,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, tie_word_embeddings=True,
-            initializer_range=self.width**-0.5, encoding_options={self.encoding: self.options()},
+            initializer_range=self.width**-0.5, encoding_options={self.encoding: self.options(near)},
         )  # fmt: skip
         return dr.DeadReckonForCausalLM(config)
+
+    def room_for(self, length: int) -> int:
+        """The tokens of a row, rounded up."""
+        rows, _ = self.make_task(length).sample(100, length, torch.Generator().manual_seed(0))
+        return -(-rows.shape[1] // 64) * 64
 
     def make_task(self, length: int = 1) -> Task:
         """The task; SCAN's longer commands are in another split."""
@@ -102,7 +109,7 @@ class Settings:
 
 def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
     """Trains and scores one encoding, a printed line and a written file for each evaluation."""
-    model, recipe = settings.model().to(device), settings.recipe
+    model, tested, recipe = settings.model(near=True).to(device), settings.model().to(device), settings.recipe
     name = f"{settings.encoding}-{recipe.seed}"
     results: dict[str, Any] = {
         "task": settings.task, "encoding": settings.encoding, "seed": recipe.seed, "trained_up_to": settings.longest,
@@ -110,7 +117,7 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else device,
         "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(),
         "sizes": {"width": settings.width, "layers": settings.layers, "heads": settings.heads},
-        "options": settings.options(),
+        "options": settings.options(), "positions_in_training": settings.near,
         "recipe": {**vars(recipe), "curriculum": vars(settings.curriculum())}, "count": settings.count,
         "evaluations": [], "best": {},
     }  # fmt: skip
@@ -121,8 +128,9 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
         if step.number % every and step.number != recipe.steps:
             continue
         seconds = time.perf_counter() - began
+        tested.load_state_dict(model.state_dict())
         exact = {
-            n: exact_match(model, settings.make_task(n), n, count=settings.count, batch_size=50)
+            n: exact_match(tested, settings.make_task(n), n, count=settings.count, batch_size=50)
             for n in settings.lengths
         }
         loss = float(torch.stack(losses[-50:]).mean())
@@ -136,7 +144,7 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
             (folder / f"{name}.json").write_text(json.dumps(results, indent=1))
     if folder is not None:
         with quiet_transformers():
-            model.save_pretrained(folder / name)
+            tested.save_pretrained(folder / name)
     return results
 
 
@@ -202,7 +210,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=5, help="(5)")
     parser.add_argument("--heads", type=int, default=8, help="(8)")
     parser.add_argument("--pe-width", type=int, default=340, help="of superpositions (340)")
-    parser.add_argument("--positions", type=int, help="of cursors, the baseline's shift (the longest row, rounded up)")
+    parser.add_argument("--positions", type=int, help="of cursors, the baseline's shift (as long as rows, rounded up)")
     parser.add_argument("--similarity", type=float, default=1.0, help="what α begins with (1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
@@ -229,14 +237,13 @@ def settings_of(given: argparse.Namespace, encoding: str) -> Settings:
     )  # fmt: skip
     settings = Settings(
         given.task, encoding, longest, given.pace, tuple(given.lengths or usual), given.count, given.evaluations,
-        width, given.layers, given.heads, given.pe_width, given.positions or 0,
+        width, given.layers, given.heads, given.pe_width, given.positions or 0, given.positions or 0,
         given.similarity, recipe,
     )  # fmt: skip
     if settings.positions:
         return settings
     farthest = max(longest, *settings.lengths)
-    rows, _ = settings.make_task(farthest).sample(100, farthest, torch.Generator().manual_seed(0))
-    return replace(settings, positions=-(-rows.shape[1] // 64) * 64)
+    return replace(settings, near=settings.room_for(longest), positions=settings.room_for(farthest))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
