@@ -60,10 +60,10 @@ def attend(
         cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1.
         impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``
             (kernels for CUDA devices: softmax with any transport and gate, stick-breaking without Householder steps or
-            gates; D and E multiples of 8 up to 256, with Householder steps up to 128, with these or gates in float32
-            half of that; ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or chunked, with D and
-            E up to 128, ``Power(4)`` chunked with D up to 32), or ``"auto"``: the kernels where they serve, else
-            ``"blockwise"``.
+            gates; D and E multiples of 8 up to 256, of which those beyond 128 with Householder steps (64 in float32), or
+            with gates in float32, are computed as by ``"blockwise"``; ``Power(2)`` and ``Power(4)`` without Householder
+            steps, as attention or chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32), or
+            ``"auto"``: the kernels where they serve, else ``"blockwise"``.
 
     Returns:
         (B, T, Hq, E), in the dtype of q.
@@ -152,10 +152,11 @@ def attend_next(
         kernels: Kernels | None = None
         make: Callable[[Past, int], Decoder] = TokenDecoder
         if q.is_cuda and _reason_against_kernels(q, v, factors) is None:
-            from deadreckon.fused import STREAM
+            from deadreckon.fused import STREAM, have_room
             from deadreckon.fused.decode import KernelDecoder
 
-            kernels, make = STREAM, KernelDecoder
+            if have_room(q, v, factors):
+                kernels, make = STREAM, KernelDecoder
         if isinstance(transport, Householder) and score == "softmax" and q.shape[1] == 1 and past.waiting is not None:
             return attend_token(q, k, v, transport, factors.log_gate, scale, past, make)
         return attend_stream(q, k, v, factors, scale, past, kernels)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.kernels import gates
+from deadreckon.kernels.leaf import Frames
+from deadreckon.kernels.walk import Walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = ("w", "beta", "angles", "log_gate")
@@ -26,9 +28,11 @@ CASES = [
     Case("householder", "learned per key head", length=100, batch=1),
     Case("householder", "constant", length=257, batch=1, heads=1, beta=2.0),
     Case("householder", None, length=192, batch=1, heads=1, width=40, value_width=8),
+    Case("householder", "learned", length=150, batch=1, heads=1, width=256, value_width=72),
     Case(None, "learned", length=257, batch=1),
     Case(None, "constant", length=100, scale=-0.3),
     Case(None, "learned per key head", length=64),
+    Case(None, "learned", length=100, batch=1, heads=1, width=136, value_width=256),
     Case("rotation", None, length=100),
     Case("rotation per query head", "learned", length=63),
     Case("rotation of values", "learned per key head", length=130, batch=1),
@@ -73,6 +77,29 @@ def test_definition(case: Case) -> None:
 @pytest.mark.usefixtures("short_walks")
 def test_levels(case: Case) -> None:
     check(case)
+
+
+def test_suffixes_of_wide_heads() -> None:
+    """Two programs have a block's columns between them.
+
+    Orthogonal products have rows of norm 1: halves round them by 2⁻¹² or less, keys of norm 10 times these by 2⁻⁸, and
+    what two halves lose of a factor is 2⁻²² of it, a few times over.
+    """
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 10 * 64, 104, generator=generator).half().to(DEVICE)
+    products = torch.linalg.qr(torch.randn(2, 10, 104, 104, generator=generator)).Q.contiguous().to(DEVICE)
+    walk = Walk(Frames(keys.unsqueeze(2), keys, keys, products), None, 1.0)
+    moved = torch.empty_like(keys)
+    suffixes, blocks = walk.suffixes(moved, keep=True)
+    assert suffixes is not None
+    for first, end in ((0, 8), (8, 10)):
+        product = torch.eye(104, dtype=torch.float64, device=DEVICE).expand(2, 104, 104)
+        for leaf in reversed(range(first, end)):
+            torch.testing.assert_close(suffixes[:, leaf].double(), product, rtol=0, atol=2**-10)
+            expected = keys[:, 64 * leaf : 64 * leaf + 64].double() @ product
+            torch.testing.assert_close(moved[:, 64 * leaf : 64 * leaf + 64].double(), expected, rtol=0, atol=2**-7)
+            product = products[:, leaf].double() @ product
+        torch.testing.assert_close(blocks[:, first // 8].double(), product, rtol=0, atol=2**-18)
 
 
 @pytest.mark.parametrize("transport", [None, "householder"])

@@ -3,7 +3,8 @@ checkpointing and CUDA graphs see nothing of what is inside.
 
 Rotations are applied up front, in one pass; plain softmax then goes to PyTorch's own attention; gates are inside a
 flash kernel of ours (`gated.py`); Householder routes climb the tree (`householder.py`); sticks have their kernel, and
-even powers theirs (`power.py`).
+even powers theirs (`power.py`). Heads that are too wide for the kernels of gates or routes climb `blockwise`'s tree, of
+which PyTorch's kernels do the most: wide products are what they are good at.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from deadreckon.blockwise import plain
+from deadreckon.blockwise import attend_blockwise, plain
 from deadreckon.blockwise.documents import unpacked
 from deadreckon.blockwise.power import form_for
 from deadreckon.blockwise.precision import usual_scale
@@ -36,10 +37,7 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors) -> str | None:
     transport, log_gate, score = factors
     if q.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {q.dtype}"
-    widest = 256 // (1 + isinstance(transport, Householder))
-    if q.dtype == torch.float32 and (log_gate is not None or isinstance(transport, Householder)):
-        widest //= 2  # of shared memory
-    limits = {"D": widest, "E": widest}
+    limits = {"D": 256, "E": 256}
     if isinstance(score, Power):
         form = form_for(score, q)
         if isinstance(transport, Householder) or score.p not in WIDEST.get(form, {}):
@@ -55,6 +53,15 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors) -> str | None:
     return None
 
 
+def have_room(q: Tensor, v: Tensor, factors: Factors) -> bool:
+    """Whether the tiles of these heads are in a multiprocessor's shared memory: if not, blockwise has to do."""
+    transport, log_gate, score = factors
+    widest = 128 if isinstance(transport, Householder) else 256
+    if q.dtype == torch.float32 and (log_gate is not None or isinstance(transport, Householder)):
+        widest //= 2
+    return isinstance(score, Power) or max(q.shape[3], v.shape[3]) <= widest
+
+
 def attend_fused(
     q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: list[int] | None
 ) -> Tensor:
@@ -68,6 +75,8 @@ def attend_fused(
         q, k, v, phase = turn(q, k, v, transport.angles, transport.values)
         output = attend_fused(q, k, v, Factors(None, log_gate, score), scale, None)
         return turn_back(output, phase) if transport.values else output
+    if not have_room(q, v, factors):
+        return attend_blockwise(q, k, v, factors, scale, None)
     q, k, v = (dense(x) for x in (q, k, v))
     if score == "stick-breaking":
         return stick_breaking(q, k, v, scale)

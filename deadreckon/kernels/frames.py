@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.kernels.tiles import DTYPES, matrix, mul, mul_exact, padded, store_matrix, through
+from deadreckon.kernels.tiles import DTYPES, matrix, mul, mul_exact, padded, store_matrix, through, warps_for
 
 ROWS = 64  # of a tile
 CHUNK = 16  # tiles that one program adds up
@@ -208,7 +208,7 @@ def multiply(products: Tensor, dtype: torch.dtype) -> Tensor:
     above = products.new_empty(count, blocks - pairs, width, width)
     _multiply[(count * pairs,)](
         products, above, products.stride(0), above.stride(0), pairs,
-        D=width, BD=padded(width), DTYPE=DTYPES[dtype], num_warps=4,
+        D=width, BD=padded(width), DTYPE=DTYPES[dtype], num_warps=warps_for(width),
     )  # fmt: skip
     if blocks % 2:
         above[:, -1] = products[:, -1]
@@ -227,7 +227,7 @@ def multiply_back(
             products, products if above is None else above, left, right, grad,
             products.stride(0), 0 if above is None else above.stride(0), grad.stride(0), pairs, first, first // 2,
             left.shape[2], right.shape[2], ABOVE=above is not None,
-            D=width, BD=padded(width), DTYPE=DTYPES[dtype], num_warps=4,
+            D=width, BD=padded(width), DTYPE=DTYPES[dtype], num_warps=warps_for(width),
         )  # fmt: skip
         first += 2 * pairs
     if first < products.shape[1]:

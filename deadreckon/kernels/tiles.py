@@ -18,6 +18,11 @@ def padded(width: int) -> int:
     return max(64, triton.next_power_of_2(width))
 
 
+def warps_for(width: int) -> int:
+    """Warps of programs that hold a whole (D, D) matrix: as many as keep it in registers."""
+    return 4 if padded(width) == 64 else 8
+
+
 @triton.jit
 def load_rows(p_x, row, s_r, channel, m_row, W: tl.constexpr, BW: tl.constexpr):
     """(rows, channels) of x."""
@@ -78,6 +83,14 @@ def store_matrix(p_x, value, W: tl.constexpr, BW: tl.constexpr):
     channel = tl.arange(0, BW)
     offsets = channel[:, None] * W + channel[None, :]
     tl.store(p_x + offsets, value.to(p_x.dtype.element_ty), mask=(channel < W)[:, None] & (channel < W)[None, :])
+
+
+@triton.jit
+def store_columns(p_x, value, column, W: tl.constexpr, BW: tl.constexpr):
+    """Some columns of a (D, D) product."""
+    channel = tl.arange(0, BW)
+    offsets = channel[:, None] * W + column[None, :]
+    tl.store(p_x + offsets, value.to(p_x.dtype.element_ty), mask=(channel < W)[:, None] & (column < W)[None, :])
 
 
 @triton.jit

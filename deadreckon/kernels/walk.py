@@ -26,9 +26,12 @@ from deadreckon.kernels.tiles import (
     mul,
     mul_exact,
     padded,
+    store_columns,
     store_matrix,
+    store_rows,
     store_tile,
     through,
+    warps_for,
 )
 
 WALK = 8  # leaves of a block
@@ -207,26 +210,32 @@ def _suffixes(
     p_products, p_k, p_to, p_suffix, p_block, s_p, s_k, s_to, LEAVES,
     D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """For each leaf the product of those after it in its block, which its keys cross; and that of the whole block."""
+    """For each leaf the product of those after it in its block, which its keys cross; and that of the whole block.
+
+    64 columns of them, since columns have nothing to do with each other.
+    """
+    parts: tl.constexpr = BD // 64
     blocks = (LEAVES + WALK - 1) // WALK
-    i_block, i_n = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_part, i_block, i_n = (
+        tl.program_id(0) % parts, tl.program_id(0) // parts % blocks, (tl.program_id(0) // parts // blocks).to(tl.int64)
+    )  # fmt: skip
     p_products += i_n * s_p
     p_suffix += i_n * LEAVES * D * D
     row = tl.arange(0, 64).to(tl.int64)
-    channel = tl.arange(0, BD)
-    b_suffix = tl.where(channel[:, None] == channel[None, :], 1.0, 0.0)
+    column = i_part * 64 + tl.arange(0, 64)
+    b_suffix = tl.where(tl.arange(0, BD)[:, None] == column[None, :], 1.0, 0.0)
     first = i_block * WALK
     count = tl.minimum(WALK, LEAVES - first)
     for step in range(count):
         leaf = first + count - 1 - step
         at = leaf * (D * D)
         if KEEP:
-            store_matrix(p_suffix + at, b_suffix, D, BD)
+            store_columns(p_suffix + at, b_suffix, column, D, BD)
         key = leaf * 64 + row
         b_k = mul(load_tile(p_k + i_n * s_k, key, D, D, BD), b_suffix, DTYPE)
-        store_tile(p_to + i_n * s_to, key, D, b_k, D, BD)
+        store_rows(p_to + i_n * s_to, key, D, column, row >= 0, b_k, D)
         b_suffix = mul_exact(matrix(p_products + at, D, BD), b_suffix, DTYPE)
-    store_matrix(p_block + tl.program_id(0).to(tl.int64) * D * D, b_suffix, D, BD)
+    store_columns(p_block + (i_n * blocks + i_block) * D * D, b_suffix, column, D, BD)
 
 
 @triton.jit(do_not_specialize=["LEAVES"])
@@ -305,7 +314,7 @@ class Walk:
             passing, passing_grad, grad_k, grad_v, grad_products,
             k if grad_suffixes is None else grad_suffixes, back.by_key, self.scale, self.scale * LOG2E,
             *steps, grad_k.stride(0), grad_v.stride(0), *self.sizes,
-            **flags, num_stages=3 if self.narrow["BD"] == 64 else 1,
+            **flags | {"num_warps": warps_for(k.shape[2])}, num_stages=3 if self.narrow["BD"] == 64 else 1,
         )  # fmt: skip
         return grad_v, grad_products, grad_suffixes
 
@@ -318,7 +327,7 @@ class Walk:
         _, k, _, products = self.frames
         suffixes = torch.empty_like(products, dtype=k.dtype) if keep else None
         blocks = products.new_empty(self.count, self.blocks, *products.shape[2:])
-        _suffixes[(self.count * self.blocks,)](
+        _suffixes[(self.count * self.blocks * (self.narrow["BD"] // 64),)](
             products, k, to, products if suffixes is None else suffixes, blocks, products.stride(0), k.stride(0),
             to.stride(0), self.leaves, **self.narrow, KEEP=keep, num_stages=1,
         )  # fmt: skip

@@ -22,13 +22,22 @@ def describe_environment(device: str) -> dict[str, Any]:
     """This machine, this process and the versions of what it uses."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device}, {processor()}",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {"deadreckon": dr.__version__} | {name: found for name in PACKAGES if (found := version_of(name))},
         "commit": commit(),
     }
+
+
+def command() -> str:
+    """The command line of this process; modules of this package as `python -m` takes them."""
+    program, package = Path(sys.argv[0]), Path(dr.__file__).parent
+    words = [program.name]
+    if program.is_relative_to(package):
+        words = ["python", "-m", ".".join(program.relative_to(package.parent).with_suffix("").parts)]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def version_of(package: str) -> str | None:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import deadreckon as dr
+from deadreckon.lab.environment import command
 from deadreckon.lab.evaluation import exact_match, mean_of_best
 from deadreckon.lab.markdown import table
 from deadreckon.lab.recipe import Recipe
@@ -113,7 +114,7 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
     name = f"{settings.encoding}-{recipe.seed}"
     results: dict[str, Any] = {
         "task": settings.task, "encoding": settings.encoding, "seed": recipe.seed, "trained_up_to": settings.longest,
-        "command": " ".join(["python -m deadreckon.lab.prism", *sys.argv[1:]]),
+        "command": command(),
         "device": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else device,
         "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(),
         "sizes": {"width": settings.width, "layers": settings.layers, "heads": settings.heads},
