@@ -60,7 +60,7 @@ def attend(
         cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1.
         impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``
             (kernels for CUDA devices: softmax with any transport and gate, stick-breaking without Householder steps or
-            gates; D and E multiples of 8 up to 256, of which those beyond 128 with Householder steps (64 in float32), or
+            gates; D and E multiples of 8 up to 256, of which those beyond 128 with Householder steps (float32: 64) or
             with gates in float32, are computed as by ``"blockwise"``; ``Power(2)`` and ``Power(4)`` without Householder
             steps, as attention or chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32), or
             ``"auto"``: the kernels where they serve, else ``"blockwise"``.

@@ -19,6 +19,7 @@ from typing import Any
 from deadreckon.lab.markdown import table
 from deadreckon.lab.power_figures import mean_loss
 from deadreckon.lab.recipes import title_of
+from deadreckon.lab.rotation_table import REPORTED
 
 Found = dict[str, Any]
 
@@ -86,7 +87,14 @@ def rotation_tables(runs: Sequence[Found]) -> list[str]:
             for name, found in named.items()
         ]
         parts += [f"{title}:", "", table(["", *lengths], rows), ""] if lengths else []
-    return parts
+    told = {run["encoding"]: REPORTED[run["encoding"]] for run in runs if run["encoding"] in REPORTED}
+    lengths = sorted({length for found in told.values() for length in found})
+    rows = [
+        [title_of(name), *(f"{found[length]:.2f}" if length in found else "" for length in lengths)]
+        for name, found in told.items()
+    ]
+    title = "The paper's, of 16 layers of 768 after 3.3 billion tokens of OpenWebText, over whole rows"
+    return [*parts, f"{title}:", "", table(["", *lengths], rows), ""] if rows else parts
 
 
 def power_tables(runs: Sequence[Found]) -> list[str]:
