@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from deadreckon.lab import bench, cases, cli, filters
+from deadreckon.lab import bench, cases, cli, filters, powers
 from deadreckon.lab.bench import Figures, peak_bytes, run_bench
 from deadreckon.lab.cases import Shape
 from deadreckon.lab.demo import demo_recipe, run_demo
@@ -256,3 +256,17 @@ def test_drift_tells_the_two_ways_apart() -> None:
     assert 0 < streamed < 1.5 * once < 0.05
     rounded, in_place = in_place_drift(200, 8, "cpu", console)
     assert in_place > 2 * rounded > 0
+
+
+@pytest.mark.parametrize("more", [["--forms"], []])
+def test_powers(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "powers.md"
+    words = ["powers", "--width", "8", "--heads", "1", "--rounds", "1", "--lengths", "64", "128", "--save", str(page)]
+    monkeypatch.setattr("sys.argv", [*words, *more])
+    powers.main()
+    assert "64 |" in capsys.readouterr().out
+    lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert len(lines) == 4 and ("attention" in lines[0]) == bool(more)
+    assert ("1.78" in lines[2]) == bool(more)  # of 36 dimensions

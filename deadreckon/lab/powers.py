@@ -4,11 +4,17 @@
 
 Power(p) with learned gates, one sequence, forward and backward, beside PyTorch's own causal attention, which has none,
 at the shorter lengths; then one more token after a context of each length. Checked against float64 first.
+
+    python -m deadreckon.lab.powers --device cuda --forms --width 64 --power 2
+
+Both forms over as many tokens in rows of growing length: from where on is chunked the faster, which `form="auto"` wants
+to know (`BREAK_EVEN` in `blockwise/power.py`)?
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +29,10 @@ from deadreckon.lab import bench
 from deadreckon.lab.rivals import causal, flash
 
 LENGTHS = {"cpu": [2048, 4096, 8192, 16384, 32768], "cuda": [16384, 65536, 262144, 1048576]}
+FORMS = {"cpu": [512, 1024, 2048, 4096, 8192], "cuda": [512, 1024, 2048, 4096, 8192, 16384]}
 PATIENCE = {"cpu": 16384, "cuda": 65536}  # tokens up to which quadratic attention is timed
 TOKENS = 64  # that are decoded
+ROWS = {"cpu": 1 << 13, "cuda": 1 << 17}  # tokens of all rows, where forms are compared
 
 
 class Inputs(NamedTuple):
@@ -37,12 +45,12 @@ class Inputs(NamedTuple):
     grad: Tensor
 
 
-def draw(length: int, heads: int, width: int, device: str) -> Inputs:
+def draw(length: int, heads: int, width: int, device: str, batch: int = 1) -> Inputs:
     """Gates forget half in some 700 tokens, different ones at every head."""
     generator = torch.Generator(device).manual_seed(0)
-    shape = (1, length, heads, width)
+    shape = (batch, length, heads, width)
     q, k, v, grad = (torch.randn(shape, generator=generator, device=device).to(bench.DTYPES[device]) for _ in range(4))
-    log_gate = logsigmoid(torch.randn(1, length, heads, generator=generator, device=device) + 7)
+    log_gate = logsigmoid(torch.randn(shape[:3], generator=generator, device=device) + 7)
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), log_gate.requires_grad_(), grad)
 
 
@@ -90,6 +98,29 @@ def decode(length: int, heads: int, width: int, p: int, device: str) -> tuple[fl
     return time, sum(x.numel() * x.element_size() for x in past.tensors())
 
 
+def median_time(inputs: Inputs, score: dr.Power | None, rounds: int, device: str) -> float:
+    """Seconds for output and gradients, after a first time that may compile."""
+
+    def work() -> None:
+        run(inputs, score)
+
+    work()
+    return bench.SUMMARIES[device][1]([bench.seconds(work, device) for _ in range(rounds)])
+
+
+def compare_forms(lengths: list[int], heads: int, width: int, p: int, rounds: int, device: str) -> list[list[str]]:
+    """Rows of a table: length, time of attention, time of chunked, and the length over the dimension of φ."""
+    dimension, rows = math.comb(width + p - 1, p), []
+    for length in lengths:
+        inputs = draw(length, heads, width, device, max(1, ROWS[device] // length))
+        forms = (dr.Power(p, form="attention"), dr.Power(p, form="chunked"))
+        attention, chunked = (median_time(inputs, score, rounds, device) for score in forms)
+        times = [bench.milliseconds(attention), bench.milliseconds(chunked), bench.ratio(attention, chunked)]
+        rows.append([str(length), *times, f"{length / dimension:.2f}"])
+        print(" | ".join(rows[-1]), flush=True)
+    return rows
+
+
 def main() -> None:
     """Checks, measures, prints, and saves if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,37 +128,47 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=64, help="channels of a head")
     parser.add_argument("--power", type=int, default=2)
-    parser.add_argument("--lengths", type=int, nargs="+", help=f"{LENGTHS} by default")
+    parser.add_argument("--lengths", type=int, nargs="+", help=f"{LENGTHS} by default, of forms {FORMS}")
+    parser.add_argument("--forms", action="store_true", help="compare forms, in place of long sequences")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", type=Path, help="also write the table as Markdown")
     chosen = parser.parse_args()
     device, heads, width, p = chosen.device, chosen.heads, chosen.width, chosen.power
     bench.check_device(device)
-    error, lengths = check(p, width, device), chosen.lengths or LENGTHS[device]
+    error, lengths = check(p, width, device), chosen.lengths or (FORMS if chosen.forms else LENGTHS)[device]
+    notes = f"forward and backward, {bench.SUMMARIES[device][0]} of {chosen.rounds}; {heads} heads of {width}, gated"
+    about = "; ".join([*bench.setting(device), notes, f"error {error:.2f} of what is allowed"])
+    command = f"python -m deadreckon.lab.powers --device {device} --heads {heads} --width {width} --power {p}"
+    command += f" --lengths {' '.join(map(str, lengths))} --rounds {chosen.rounds}" + " --forms" * chosen.forms
+    if chosen.forms:
+        headings = ["tokens", "attention", "chunked", "× faster", "tokens / dimension of φ"]
+        rows = compare_forms(lengths, heads, width, p, chosen.rounds, device)
+    else:
+        headings, rows = measure_lengths(lengths, heads, width, p, chosen.rounds, device)
+    Console().print(about, bench.draw("Symmetric powers", headings, rows), markup=False, highlight=False)
+    if chosen.save:
+        bench.write(chosen.save, about, command, headings, rows, "Symmetric powers")
+
+
+def measure_lengths(
+    lengths: list[int], heads: int, width: int, p: int, rounds: int, device: str
+) -> tuple[list[str], list[list[str]]]:
+    """The table of long sequences."""
     headings = ["tokens", f"Power({p})", "µs / 1000 tokens", "softmax", "× faster", "memory", "one more token", "state"]
     rows = list[list[str]]()
     for length in lengths:
-        inputs = draw(length, heads, width, device)
-        times = []
-        for score in (dr.Power(p, form="chunked"), *[None] * (length <= PATIENCE[device])):
-            work = partial(run, inputs, score)
-            work()
-            if score is not None:
-                memory = bench.peak_bytes(work, device)
-            found = [bench.seconds(lambda: (work(), None)[1], device) for _ in range(chosen.rounds)]  # noqa: B023
-            times.append(bench.SUMMARIES[device][1](found))
-        softmax = [bench.milliseconds(times[1]), bench.ratio(times[1], times[0])] if len(times) > 1 else ["", ""]
+        inputs, score = draw(length, heads, width, device), dr.Power(p, form="chunked")
+        time = median_time(inputs, score, rounds, device)
+        memory = bench.peak_bytes(partial(run, inputs, score), device)
+        softmax = ["", ""]
+        if length <= PATIENCE[device]:
+            quadratic = median_time(inputs, None, rounds, device)
+            softmax = [bench.milliseconds(quadratic), bench.ratio(quadratic, time)]
         token, state = decode(length, heads, width, p, device)
-        cells = [bench.milliseconds(times[0]), f"{1e9 * times[0] / length:.1f}", *softmax, bench.mebibytes(memory)]
+        cells = [bench.milliseconds(time), f"{1e9 * time / length:.1f}", *softmax, bench.mebibytes(memory)]
         rows.append([str(length), *cells, f"{1e6 * token:.0f} µs", bench.mebibytes(state)])
         print(" | ".join(rows[-1]), flush=True)
-    notes = f"forward and backward, {bench.SUMMARIES[device][0]} of {chosen.rounds}; {heads} heads of {width}, gated"
-    about = "; ".join([*bench.setting(device), notes, f"error {error:.2f} of what is allowed"])
-    Console().print(about, bench.draw("Symmetric powers", headings, rows), markup=False, highlight=False)
-    if chosen.save:
-        command = f"python -m deadreckon.lab.powers --device {device} --heads {heads} --width {width} --power {p}"
-        command += f" --lengths {' '.join(map(str, lengths))} --rounds {chosen.rounds}"
-        bench.write(chosen.save, about, command, headings, rows, "Symmetric powers")
+    return headings, rows
 
 
 if __name__ == "__main__":
