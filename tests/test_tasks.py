@@ -281,10 +281,10 @@ def test_a5_products() -> None:
     assert set((labels != NOT_SCORED).sum(1).tolist()) == set(range(2, 21))
     for row, scored in zip(tokens, labels, strict=True):
         words = A5Products().spell(row).split()
-        assert (row[len(words) :] == a5.ORDER).all() and len(row) > len(words)
+        assert row[0] == a5.ORDER and (row[len(words) + 1 :] == a5.ORDER).all() and len(row) > len(words) + 1
         expected = [compose(words[: place + 1]) for place in range(len(words))]
-        assert A5Products().spell(scored[1 : len(words) + 1]).split() == expected
-        assert scored[0] == NOT_SCORED and (scored[len(words) + 1 :] == NOT_SCORED).all()
+        assert A5Products().spell(scored[2 : len(words) + 2]).split() == expected
+        assert (scored[:2] == NOT_SCORED).all() and (scored[len(words) + 2 :] == NOT_SCORED).all()
 
 
 def test_a5_parts_are_apart_and_a_fifth() -> None:
@@ -296,7 +296,7 @@ def test_a5_parts_are_apart_and_a_fifth() -> None:
     assert not drawn["train"] & drawn["test"] and len(drawn["train"]) > 1400 and len(drawn["test"]) > 500
     mixed, _ = A5Products("test").sample(200, range(2, 6), seed())
     alone, _ = A5Products("test").sample(200, 3, seed())
-    assert a5.is_for_testing(mixed[:, :-1]).all() and a5.is_for_testing(alone[:, :-1]).all()
+    assert a5.is_for_testing(mixed[:, 1:-1]).all() and a5.is_for_testing(alone[:, 1:-1]).all()
     with pytest.raises(ValueError, match="part: expected 'train', 'test' or 'all', got 'dev'"):
         A5Products("dev")
 

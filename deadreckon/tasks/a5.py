@@ -8,6 +8,8 @@ on one side of an 80/20 split. (Merrill, Petty and Sabharwal 2024.) Permutations
     reads     21354 31245 31245
     to say    21354 13254 32154
 
+Rows begin with a token that means nothing, as those of the task's authors do: a place that routes can be taken back
+to. (PaTH with two layers needs it: after 4000 steps it knows all words of four elements, and 6% without it.)
 Labels are not the tokens that stand there: what is to be said after reading place t is the label of place t + 1, and
 one token more, which ends the row, stands for the last.
 
@@ -76,7 +78,7 @@ class A5Products:
     """
 
     part: str = "all"
-    vocab_size: int = ORDER + 1  # 60 is the end and the padding
+    vocab_size: int = ORDER + 1  # 60 is the beginning, the end and the padding
     lengths: Sequence[int] = range(2, task.ENDLESS)
 
     def __post_init__(self) -> None:
@@ -84,7 +86,7 @@ class A5Products:
             raise ValueError(f"part: expected 'train', 'test' or 'all', got {self.part!r}")
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows, one token longer than their length, and the products, each one place after its last factor."""
+        """Rows, two tokens longer than their length, and the products, each one place after its last factor."""
         lengths = task.draw_lengths(count, length, self.lengths, generator)
         there = torch.arange(int(lengths.max())) < lengths[:, None]
         factors = torch.where(there, torch.randint(0, ORDER, there.shape, generator=generator), IDENTITY)
@@ -96,10 +98,8 @@ class A5Products:
             factors[wrong] = torch.where(there[wrong], again, IDENTITY)
         labels = torch.where(there, products(factors), task.NOT_SCORED)
         tokens = torch.where(there, factors, ORDER)
-        return (
-            torch.cat([tokens, task.column(tokens, ORDER)], dim=1),
-            torch.cat([task.column(labels, task.NOT_SCORED), labels], dim=1),
-        )
+        edge, silent = task.column(tokens, ORDER), task.column(labels, task.NOT_SCORED)
+        return torch.cat([edge, tokens, edge], dim=1), torch.cat([silent, silent, labels], dim=1)
 
     def spell(self, tokens: Tensor) -> str:
         """One row as permutations."""
