@@ -7,8 +7,9 @@
 Sizes are the paper's: five layers of eight heads, tied embeddings, width 192 with PRISM and 512 with the baseline, the
 sinusoids of which begin at a random position in training; 140 cursors there, 160 here, four to each head. The copy
 branch and a second module are used where the paper does. It trains 150 000 steps at a rate of 9e-5; the defaults here
-take a few minutes on one GPU, with a higher rate and its curriculum at a faster pace. Cursors have as many positions as
-rows may need: fewer in training than in tests, since no weight depends on their number.
+take a few minutes on one GPU, with a higher rate and its curriculum at a faster pace. So that cursors tell positions
+apart from the beginning, α begins with 20: of that the paper says nothing, and its training lets it grow. Cursors have
+as many positions as rows may need: fewer in training than in tests, since no weight depends on their number.
 
 Results are written as they come, one file an encoding and seed. What is reported is, for each length, the mean of the
 three best evaluations in a training, as in the paper: best, not last, and each length on its own.
@@ -212,7 +213,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8, help="(8)")
     parser.add_argument("--pe-width", type=int, default=340, help="of superpositions (340)")
     parser.add_argument("--positions", type=int, help="of cursors, the baseline's shift (as long as rows, rounded up)")
-    parser.add_argument("--similarity", type=float, default=1.0, help="what α begins with (1)")
+    parser.add_argument("--similarity", type=float, default=20.0, help="what α begins with (20)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--save", type=Path, help="folder for results, models and a picture")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deadreckon.lab.pictures import COLOURS, plt
+from deadreckon.lab.recipes import title_of
 
 if TYPE_CHECKING:
     from deadreckon.lab.cursors import Trace
@@ -19,15 +21,18 @@ def lengths_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
         figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
         names = sorted({result["encoding"] for result in results}, key=lambda name: (name == "prism", name))
         colours = dict(zip(names, cycle(COLOURS), strict=False))
+        seeds = Counter(result["encoding"] for result in results)
+        labels = {name: title_of(name) + (f", {count} seeds" if count > 1 else "") for name, count in seeds.items()}
         for result in results:
-            lengths = [int(length) for length in result["best"]]
-            shares = [100 * share for share in result["best"].values()]
-            label = f"{result['encoding']}, seed {result['seed']}"
-            axes.plot(lengths, shares, "o-", color=colours[result["encoding"]], linewidth=2, markersize=4, label=label)
+            name, best = result["encoding"], {int(n): 100 * share for n, share in result["best"].items()}
+            label = labels.pop(name, None)  # once
+            axes.plot(
+                list(best), list(best.values()), "o-", color=colours[name], linewidth=2, markersize=4, label=label
+            )
         for longest in {result["trained_up_to"] for result in results}:
             axes.axvline(longest, color="#555555", linestyle="--", linewidth=1)
         axes.set(xlabel="length", ylabel="exact match, %", ylim=(-3, 103), xlim=(0, None))
-        axes.set(title=f"{results[0]['task']}: mean of the best evaluations, trained left of the dashed line")
+        axes.set(title=f"{results[0]['task']}, trained left of the dashed line")
         axes.legend(frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160)

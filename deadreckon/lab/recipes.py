@@ -14,7 +14,10 @@ from deadreckon.lab.recipe import Recipe
 from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum
 
 SIZES = ("tiny", "small", "paper")
-TITLES = {"rope": "RoPE", "fox": "FoX", "path": "PaTH", "path-fox": "PaTH-FoX", "alibi": "ALiBi", "nope": "NoPE"}
+TITLES = {
+    "rope": "RoPE", "fox": "FoX", "path": "PaTH", "path-fox": "PaTH-FoX", "alibi": "ALiBi", "nope": "NoPE",
+    "prism": "PRISM",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
