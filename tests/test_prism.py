@@ -128,6 +128,9 @@ def test_waves_are_the_sinusoids_in_fewer_channels(dtype: torch.dtype, channels:
     phase = torch.arange(64, dtype=torch.float64)[:, None] * 10000 ** (-torch.arange(170, dtype=torch.float64) / 170)
     full = torch.cat([phase.sin(), phase.cos()], dim=1)
     assert table.shape == (64, channels)
+    assert waves(64, 340, 10000.0, torch.device("cpu"), dtype) is table
+    with torch.inference_mode():
+        assert not waves(5, 8, 100.0, torch.device("cpu"), dtype).is_inference()
     assert (table.double() @ table.double().T - full @ full.T).abs().max() < 170 * 340**0.5 * torch.finfo(dtype).eps
 
 

@@ -39,8 +39,9 @@ from deadreckon.histogram import histogram_filter, superpose
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.disable
 @cache
+@torch.inference_mode(False)  # or one that is made there would be of no use for training
 def waves(positions: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
     """f of all positions (P, r), turned so that all but r ≤ d channels are zero to rounding, and these alike in size.
 
