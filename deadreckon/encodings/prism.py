@@ -24,7 +24,7 @@ dimensions. State: keys so much longer, the last hidden states and histograms, a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -39,7 +39,6 @@ from deadreckon.histogram import histogram_filter, superpose
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys
 
 
-@torch.compiler.disable
 @cache
 @torch.inference_mode(False)  # or one that is made there would be of no use for training
 def waves(positions: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -55,6 +54,12 @@ def waves(positions: int, width: int, base: float, device: torch.device, dtype: 
     cosines = (torch.pi * (order[:, None] + 0.5) * order / rank).cos() * (2 / rank) ** 0.5  # turns, and mixes
     cosines[:, 0] *= 0.5**0.5
     return (u[:, :rank] * s[:rank] @ cosines.T).to(device, dtype)
+
+
+@cache
+def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, which compilers do not look into. They are imported here at the earliest."""
+    return torch.compiler.disable(function)
 
 
 class Gates(NamedTuple):
@@ -168,7 +173,7 @@ class Cursors(Drawn, nn.Module):
         """Superpositions (B, T, layers, heads, C, r), those of a head scaled to norm √d together."""
         with torch.autocast(x.device.type, enabled=False):
             x, context, real = _unpacked(at_least_single(x), context)
-            table = waves(self.positions, self.width, self.base, x.device, x.dtype)
+            table = _uncompiled(waves)(self.positions, self.width, self.base, x.device, x.dtype)
             filters = self._filters(x, context)
             if context.recent is None:
                 found = [gates.superpositions(table, before)[0] for gates, before in filters]
