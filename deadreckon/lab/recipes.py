@@ -80,7 +80,7 @@ def quicker(curriculum: Curriculum, times: int) -> Curriculum:
     return replace(curriculum, stages=tuple((steps // times, longest) for steps, longest in curriculum.stages))
 
 
-A5_LENGTHS = Curriculum(20, ((2000, 4), (2000, 6), (4000, 8), (4000, 12), (4000, 16)), shortest=2)
+A5_LENGTHS = Curriculum(20, ((4000, 4), (8000, 6), (8000, 8), (8000, 12), (8000, 16)), shortest=2)
 
 
 def a5(layers: int) -> Experiment:
@@ -99,7 +99,7 @@ def a5(layers: int) -> Experiment:
             evaluate_every=1000, validation_rows=500, log_every=50,
         ),
         small={
-            "width": 256, "heads": 4, "steps": 20_000, "learning_rate": 1e-3, "curriculum": quicker(A5_LENGTHS, 2),
+            "width": 256, "heads": 4, "steps": 20_000, "learning_rate": 1e-3, "curriculum": quicker(A5_LENGTHS, 3),
         },
         tiny={
             "width": 64, "heads": 2, "steps": 600, "batch_size": 64, "learning_rate": 4e-3, "warmup": 50,
