@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from deadreckon.lab import bench, cases, cli, filters, powers
+from deadreckon.lab import bench, cases, cli, environment, filters, powers
 from deadreckon.lab.bench import Figures, peak_bytes, run_bench
 from deadreckon.lab.cases import Shape
 from deadreckon.lab.demo import demo_recipe, run_demo
@@ -256,6 +256,13 @@ def test_drift_tells_the_two_ways_apart() -> None:
     assert 0 < streamed < 1.5 * once < 0.05
     rounded, in_place = in_place_drift(200, 8, "cpu", console)
     assert in_place > 2 * rounded > 0
+
+
+def test_commands_are_as_one_types_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [bench.__file__, "--only", "PaTH, FoX"])
+    assert environment.command() == "python -m deadreckon.lab.bench --only 'PaTH, FoX'"
+    monkeypatch.setattr("sys.argv", ["/some/where/bin/deadreckon", "bench"])
+    assert environment.command() == "deadreckon bench"
 
 
 @pytest.mark.parametrize("more", [["--forms"], []])

@@ -134,6 +134,12 @@ def test_waves_are_the_sinusoids_in_fewer_channels(dtype: torch.dtype, channels:
     assert (table.double() @ table.double().T - full @ full.T).abs().max() < 170 * 340**0.5 * torch.finfo(dtype).eps
 
 
+def test_compiled_layers_are_the_same() -> None:
+    """A table that is kept for all calls has to come through a break in the graph."""
+    layer, x = make_layer(), torch.randn(2, 6, 8, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(x), layer(x), rtol=0, atol=0)
+
+
 def superposition(h: list[float], width: int) -> list[float]:
     e = [0.0] * width
     for p, mass in enumerate(h):

@@ -79,6 +79,7 @@ def test_comparisons_go_on_where_they_stopped(
     ):
         page = tmp_path / f"{module.__name__}.md"
         text_pages.write([tmp_path / f"{module.__name__}.json"], page)
+        assert ("| RoPE | 23.54 |" in page.read_text()) == (module is rotation_table)  # what the paper has
         assert expected in page.read_text() and page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="results: expected files of one comparison, got other settings"):
         text_pages.read([tmp_path / f"{module.__name__}.json" for module in (rotation_table, power_figures)])

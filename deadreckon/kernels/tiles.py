@@ -19,7 +19,7 @@ def padded(width: int) -> int:
 
 
 def warps_for(width: int) -> int:
-    """Warps of programs that hold a whole (D, D) matrix: as many as keep it in registers."""
+    """Warps of programs that multiply or add up whole (D, D) matrices: as many as keep them in registers."""
     return 4 if padded(width) == 64 else 8
 
 

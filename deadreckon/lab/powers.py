@@ -32,7 +32,7 @@ LENGTHS = {"cpu": [2048, 4096, 8192, 16384, 32768], "cuda": [16384, 65536, 26214
 FORMS = {"cpu": [512, 1024, 2048, 4096, 8192], "cuda": [512, 1024, 2048, 4096, 8192, 16384]}
 PATIENCE = {"cpu": 16384, "cuda": 65536}  # tokens up to which quadratic attention is timed
 TOKENS = 64  # that are decoded
-ROWS = {"cpu": 1 << 13, "cuda": 1 << 17}  # tokens of all rows, where forms are compared
+BATCH_TOKENS = {"cpu": 1 << 13, "cuda": 1 << 17}  # of all rows together, where forms are compared
 
 
 class Inputs(NamedTuple):
@@ -109,10 +109,10 @@ def median_time(inputs: Inputs, score: dr.Power | None, rounds: int, device: str
 
 
 def compare_forms(lengths: list[int], heads: int, width: int, p: int, rounds: int, device: str) -> list[list[str]]:
-    """Rows of a table: length, time of attention, time of chunked, and the length over the dimension of φ."""
+    """Rows of a table: length, time of each form, how many times as fast chunked is, length over the dimension of φ."""
     dimension, rows = math.comb(width + p - 1, p), []
     for length in lengths:
-        inputs = draw(length, heads, width, device, max(1, ROWS[device] // length))
+        inputs = draw(length, heads, width, device, max(1, BATCH_TOKENS[device] // length))
         forms = (dr.Power(p, form="attention"), dr.Power(p, form="chunked"))
         attention, chunked = (median_time(inputs, score, rounds, device) for score in forms)
         times = [bench.milliseconds(attention), bench.milliseconds(chunked), bench.ratio(attention, chunked)]
