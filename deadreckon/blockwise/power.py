@@ -29,16 +29,17 @@ from deadreckon.blockwise.tree import attend_tree
 from deadreckon.factors import Form, Power
 
 HELD = 1 << 22  # numbers of φ that are held at a time
-BREAK_EVEN = {"cpu": 2.0, "cuda": 2.0}
-"""From how many times the dimension of φ on the chunked form is faster, by device; twice that with states in float64.
+BREAK_EVEN = {("cpu", 2): 2.0, ("cuda", 2): 2.2, ("cuda", 4): 10.0}
+"""From how many times the dimension of φ on the chunked form is faster, by device and p; 4 times where not measured.
 
-On a CPU, measured: one core, float32, 4 heads, forward and backward, process times at four lengths and more, best of
-several runs. Without gates chunked and attention are even at about T = 800 for (D, p) = (16, 2), 1000 for (32, 2), 5200
-for (64, 2), 1250 for (8, 4) and beyond 12 000 for (16, 4); with gates, which cost attention more, at 400, 750, 2600,
-before 1000 and at 5000. On CUDA, where both have kernels for p = 2 and 4, nothing has been measured: 2 is where they do
-the same number of operations.
+On a CPU: one core, float32, 4 heads, forward and backward, process times at four lengths and more, best of several
+runs. Without gates chunked and attention are even at about T = 800 for (D, p) = (16, 2), 1000 for (32, 2), 5200 for
+(64, 2), 1250 for (8, 4) and beyond 12 000 for (16, 4); with gates, which cost attention more, at 400, 750, 2600, before
+1000 and at 5000. States for p > 2 are float64. On an H200, bfloat16, 8 heads, gated (results/powers-h200.md), they are
+even at about T = 2600 for (32, 2) and 4500 for (64, 2), and by extrapolation at 38 000 for (16, 4): the kernels' φ has
+more rows there than it needs.
 """
-FEWEST = 768  # tokens: below, chunks are too small to be fast
+FEWEST = {"cpu": 768, "cuda": 2560}  # tokens: below, chunks are too small to be fast
 
 
 def chunk_tokens(width: int, p: int) -> int:
@@ -50,9 +51,9 @@ def form_for(score: Power, q: Tensor) -> Form:
     """The form to compute q (B, T, Hq, D) in: the one it says or, where the choice is ours, the faster."""
     if score.form != "auto":
         return score.form
-    wide = state_dtype(q.dtype, score.p, q.device).itemsize / work(q.dtype).itemsize
-    even = BREAK_EVEN.get(q.device.type, 2.0) * wide * dimension(q.shape[3], score.p)
-    return "chunked" if q.shape[1] >= max(even, FEWEST) else "attention"
+    device = q.device.type
+    even = BREAK_EVEN.get((device, score.p), 4.0) * dimension(q.shape[3], score.p)
+    return "chunked" if q.shape[1] >= max(even, FEWEST.get(device, 768)) else "attention"
 
 
 def state_dtype(dtype: torch.dtype, p: int, device: torch.device) -> torch.dtype:
