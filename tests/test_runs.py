@@ -514,7 +514,7 @@ def test_pictures_show_everything(metric: str, tmp_path: Path, monkeypatch: pyte
 def test_solved_lengths(tmp_path: Path) -> None:
     changes = ("steps=1", "test_rows=10", "validation_rows=2", "test_lengths=[2, 4, 6]")
     console = quiet()
-    found = compare("a5-1", ("nope",), changes=changes, runs=tmp_path, console=console)
+    found = compare("a5-products", ("nope",), changes=changes, runs=tmp_path, console=console)
     assert "Solved (more than 90% of rows right) up to length: NoPE nowhere." in console.file.getvalue()  # type: ignore[attr-defined]
     found.values["nope"] = {("held out", 2): [1.0], ("held out", 4): [0.95, 0.9], ("held out", 6): [0.9]}
     assert found.solved("held out") == {"nope": 4}

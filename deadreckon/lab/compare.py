@@ -31,6 +31,8 @@ from deadreckon.lab.runs import Run
 from deadreckon.lab.train import quiet_transformers, score_run, train_run
 from deadreckon.lab.training import check_device
 
+WORD_PROBLEMS = ("a5-products", "a5-identity")  # whose lengths are solved, or are not
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -230,7 +232,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             cells[best] = f"[bold]{cells[best]}[/]"
             table.add_row(f"{length}", *cells.values())
         console.print(table)
-        if comparison.recipe.task == "a5-products":
+        if comparison.recipe.task in WORD_PROBLEMS:
             console.print(describe_solved(comparison, condition), highlight=False)
 
 
@@ -282,7 +284,7 @@ def write_page(
             told = [comparison.spell(reported[name]) if name in reported else "" for name in names]
             rows.append([f"the paper's, {experiment.paper.length}", *told])
         lines += ["", f"{comparison.describe(condition)}:", "", table(["length", *map(title_of, names)], rows)]
-        if recipe.task == "a5-products":
+        if recipe.task in WORD_PROBLEMS:
             lines += ["", describe_solved(comparison, condition)]
     if picture is not None:
         place = os.path.relpath(picture, path.parent)

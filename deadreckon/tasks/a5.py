@@ -8,15 +8,19 @@ on one side of an 80/20 split. (Merrill, Petty and Sabharwal 2024.) Permutations
     reads     21354 31245 31245
     to say    21354 13254 32154
 
-Rows begin with a token that means nothing, as those of the task's authors do: a place that routes can be taken back
-to. (PaTH with two layers needs it: after 4000 steps it knows all words of four elements, and 6% without it.)
 Labels are not the tokens that stand there: what is to be said after reading place t is the label of place t + 1, and
 one token more, which ends the row, stands for the last.
 
 `A5Identity`: words over g1 = (1 2 3), g2 = (1 2 4), g3 = (1 2 5) and their inverses: are they the identity? One token
 is scored. (Yang et al. 2025.)
 
-    g1 g2 g1' g2' = no
+    _ g1 g2 g1' g2' = no
+
+Rows of both begin with a token that means nothing, as those of the first form's authors do: a place that routes can be
+taken back to. (PaTH with two layers needs it: after 4000 steps it knows all products of four elements, and 6% without.)
+The second form suits routes of one reflection a token: g = (1 2 x) is (1 2)(1 x) and its inverse (1 x)(1 2), so that a
+word is a product of (1 x) and (2 x), which of them follows from the token and whether its place is even, and of a last
+(1 2) where the word's length is odd. Elements of A5 at large are two reflections each.
 
 Of random words, 1 in 6 is the identity at length 2, 1 in 52 at length 10 and 1 in 60 from length 20 on, so that "no" is
 right for 98.3% of them. Rows here are therefore half and half, each half drawn from all words of its kind, each word
@@ -39,7 +43,7 @@ ORDER = 60
 IDENTITY = 0  # its element: the first
 GENERATORS = ("23145", "24315", "25341", "31245", "41325", "51342")  # (1 2 3), (1 2 4), (1 2 5), then their inverses
 WORDS = ("g1", "g2", "g3", "g1'", "g2'", "g3'", "=", "yes", "no", "_")
-EQUALS, YES, NO, PAD = range(6, 10)
+EQUALS, YES, NO, PAD = range(6, 10)  # the last is the beginning, too
 
 
 @cache
@@ -132,14 +136,15 @@ class A5Identity:
             raise ValueError(f"identity: expected a share or None, got {self.identity!r}")
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Words, then = and the answer, which is what is scored."""
+        """The beginning, words, then = and the answer, which is what is scored."""
         lengths = task.draw_lengths(count, length, self.lengths, generator)
         is_identity = torch.arange(ORDER) == IDENTITY
         ends = torch.stack([~is_identity, is_identity]) if self.identity is not None else torch.ones(2, ORDER)
         kinds = (torch.rand(count, generator=generator) < (self.identity or 0.0)).long()
         words, product = draw_words(lengths, ends.double(), kinds, generator)
         said = torch.where(product == IDENTITY, YES, NO)[:, None]
-        tokens = task.compact(torch.cat([words, task.column(words, EQUALS), said], dim=1), fill=PAD)
+        edge, equals = task.column(words, PAD), task.column(words, EQUALS)
+        tokens = torch.cat([edge, task.compact(torch.cat([words, equals, said], dim=1), fill=PAD)], dim=1)
         return tokens, torch.where((tokens == YES) | (tokens == NO), tokens, task.NOT_SCORED)
 
     def spell(self, tokens: Tensor) -> str:
