@@ -105,20 +105,29 @@ class Reading(NamedTuple):
 
 
 class Recurrence(Drawn, nn.GRU):
-    """A GRU whose hidden-to-hidden matrix W (3 · hidden, hidden) begins, and is kept near, WᵀW = I."""
+    """A GRU whose hidden-to-hidden matrix W (3 · hidden, hidden) begins, and is kept near, WᵀW = I.
+
+    Args:
+        norm: of W, Frobenius, if it is held at that, times a factor that is learnt; then nothing keeps it orthogonal.
+    """
 
     weight_hh_l0: nn.Parameter
     bias_ih_l0: nn.Parameter
     bias_hh_l0: nn.Parameter
 
-    def __init__(self, inputs: int, hidden: int) -> None:
+    def __init__(self, inputs: int, hidden: int, norm: float | None = None) -> None:
         super().__init__(inputs, hidden, batch_first=True)
+        self.norm = norm
+        if norm is not None:
+            self.loudness = nn.Parameter(torch.ones(()))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         nn.init.orthogonal_(self.weight_hh_l0)
         nn.init.zeros_(self.bias_ih_l0)
         nn.init.zeros_(self.bias_hh_l0)
+        if hasattr(self, "loudness"):
+            nn.init.ones_(self.loudness)
 
     def strain(self) -> Tensor:
         """‖WᵀW − I‖², Frobenius, of that matrix."""
@@ -127,8 +136,11 @@ class Recurrence(Drawn, nn.GRU):
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:  # type: ignore[override]
         """Hidden states (B, T, hidden) after each token of x, given that before the first (B, hidden); x's dtype."""
-        weights = [w.to(x.dtype) for w in self.all_weights[0]]
+        from_input, from_hidden, *biases = (w.to(x.dtype) for w in self.all_weights[0])
+        if self.norm is not None:
+            from_hidden = from_hidden * (self.norm * self.loudness.to(x.dtype) / from_hidden.norm())
         train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
+        weights = [from_input, from_hidden, *biases]
         return torch.gru(x, before.unsqueeze(0), weights, True, 1, 0.0, train, False, True)[0]
 
 
@@ -138,12 +150,13 @@ class Cursors(Drawn, nn.Module):
     Args:
         sizes: of each of these layers.
         layers: how many.
-        positions, width, cursors, hidden, copy, base: as for :class:`Prism`.
+        positions, width, cursors, hidden, copy, base, norm: as for :class:`Prism`.
     """
 
     def __init__(
-        self, sizes: Sizes, layers: int, positions: int, width: int, cursors: int, hidden: int, copy: int, base: float
-    ) -> None:
+        self, sizes: Sizes, layers: int, positions: int, width: int, cursors: int, hidden: int, copy: int, base: float,
+        norm: float | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.positions, self.width, self.base = positions, width, base
         self.query_shape = (layers, sizes.n_heads, cursors)
@@ -155,7 +168,7 @@ class Cursors(Drawn, nn.Module):
         self.jumping = self.fixed * self.group
         self.walking_queries = math.prod(self.query_shape) - self.jumping
         self.walking = self.walking_queries + self.keys - self.fixed
-        self.recurrence = Recurrence(sizes.d_model, hidden)
+        self.recurrence = Recurrence(sizes.d_model, hidden, norm)
         self.gates = Projection(hidden, 4 * (self.walking + self.jumping))
         self.sharpness = nn.Parameter(torch.empty(self.walking + self.jumping))  # γ = 1 + exp of it
         if self.jumping:
@@ -294,6 +307,7 @@ class Prism(Encoding):
         base: of the sinusoids' frequencies.
         similarity: what α begins with.
         orthogonality: how strongly training keeps the network's hidden-to-hidden matrix orthogonal.
+        norm: what the Frobenius norm of that matrix is in place of that, times a factor that is learnt.
         modules: layers, counted from 0, that a module of cursors stands before; it serves all up to the next. Its
             input is that of the layer's attention.
     """
@@ -309,6 +323,7 @@ class Prism(Encoding):
         base: float = 10000.0,
         similarity: float = 1.0,
         orthogonality: float = 1e-3,
+        norm: float | None = None,
         modules: Sequence[int] = (0,),
     ) -> None:
         super().__init__()
@@ -318,6 +333,8 @@ class Prism(Encoding):
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"prism: expected {name} to be an integer of {least} or more, got {value!r}")
+        if norm is not None and not norm > 0:
+            raise ValueError(f"prism: expected norm to be positive or None, got {norm!r}")
         if width % 2:
             raise ValueError(f"prism: expected an even width, sines and cosines, got {width}")
         if copy == 1:
@@ -327,14 +344,15 @@ class Prism(Encoding):
             raise ValueError(
                 f"prism: expected modules to be layers from 0 to {sizes.layers - 1}, sorted, got {modules}"
             )
-        self.layer, self.width, self.orthogonality, self.similarity = sizes.layer, width, orthogonality, similarity
+        self.layer, self.width, self.similarity = sizes.layer, width, similarity
+        self.orthogonality = orthogonality if norm is None else 0.0
         self.source = max((layer for layer in modules if layer <= sizes.layer), default=None)
         self.mix = nn.Parameter(torch.empty(sizes.n_heads))  # μ = σ of it
         self.alpha = nn.Parameter(torch.empty(sizes.n_heads, cursors))
         self.cursors: Cursors | None = None
         if self.source == sizes.layer:
             served = min((layer for layer in modules if layer > sizes.layer), default=sizes.layers) - sizes.layer
-            self.cursors = Cursors(sizes, served, positions, width, cursors, hidden, copy, base)
+            self.cursors = Cursors(sizes, served, positions, width, cursors, hidden, copy, base, norm)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

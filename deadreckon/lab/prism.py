@@ -68,6 +68,7 @@ class Settings:
     positions: int  # of cursors in tests, and how far the baseline's sinusoids are shifted
     near: int  # positions of cursors in training
     similarity: float
+    norm: float | None
     recipe: Recipe
 
     def curriculum(self) -> Curriculum:
@@ -82,6 +83,7 @@ class Settings:
             return {
                 "positions": self.near if near else self.positions, "width": self.pe_width,
                 "similarity": self.similarity, "copy": 5 if self.task in COPYING else 0, "modules": modules,
+                "norm": self.norm,
             }  # fmt: skip
         if self.encoding == "sinusoidal":
             return {"shift": self.positions, "gain": (2 / self.width) ** 0.5}  # as loud as the embeddings
@@ -214,6 +216,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pe-width", type=int, default=340, help="of superpositions (340)")
     parser.add_argument("--positions", type=int, help="of cursors, the baseline's shift (as long as rows, rounded up)")
     parser.add_argument("--similarity", type=float, default=20.0, help="what α begins with (20)")
+    parser.add_argument("--norm", type=float, help="of the GRU's hidden-to-hidden matrix, in place of orthogonality")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--save", type=Path, help="folder for results, models and a picture")
@@ -240,7 +243,7 @@ def settings_of(given: argparse.Namespace, encoding: str) -> Settings:
     settings = Settings(
         given.task, encoding, longest, given.pace, tuple(given.lengths or usual), given.count, given.evaluations,
         width, given.layers, given.heads, given.pe_width, given.positions or 0, given.positions or 0,
-        given.similarity, recipe,
+        given.similarity, given.norm, recipe,
     )  # fmt: skip
     if settings.positions:
         return settings
