@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import deadreckon as dr
-from deadreckon.encodings.prism import COPY_WIDTH, Cursors, Prism, waves
+from deadreckon.encodings.prism import COPY_WIDTH, Cursors, Prism, Recurrence, waves
 from deadreckon.lab import prism as lab
 from deadreckon.lab.cursors import show, trace
 from deadreckon.lab.evaluation import exact_match_by_length
@@ -255,6 +255,25 @@ def test_orthogonality_is_part_of_the_loss_in_training() -> None:
     assert make_model("rope").model.penalty() is None
 
 
+def test_recurrence_of_fixed_norm() -> None:
+    recurrence = Recurrence(6, 5, norm=0.3)
+    x, before = torch.randn(2, 7, 6), torch.zeros(2, 5)
+    with torch.no_grad():
+        recurrence.loudness.fill_(2)
+        w = recurrence.weight_hh_l0.clone()
+        plain = Recurrence(6, 5)
+        plain.load_state_dict({name: x for name, x in recurrence.state_dict().items() if name != "loudness"})
+        plain.weight_hh_l0.copy_(w * 2 * 0.3 / w.norm())
+        expected = plain(x, before)
+        for scale in (1, 50):
+            recurrence.weight_hh_l0.copy_(scale * w)
+            torch.testing.assert_close(recurrence(x, before), expected)
+    recurrence(x, before).sum().backward()
+    assert recurrence.loudness.grad is not None and recurrence.loudness.grad.abs() > 0
+    recurrence.reset_parameters()
+    assert recurrence.loudness == 1
+
+
 def test_alpha_has_its_own_group() -> None:
     model = make_model()
     rest, *own = dr.parameter_groups(model, 1e-3, 0.1)
@@ -369,6 +388,7 @@ def test_states_keep_so_many_histograms() -> None:
     [
         ({"positions": 1}, "prism: expected positions to be an integer of 2 or more, got 1"),
         ({"width": 7}, "prism: expected an even width, sines and cosines, got 7"),
+        ({"norm": 0.0}, "prism: expected norm to be positive or None, got 0.0"),
         ({"cursors": 0}, "prism: expected cursors to be an integer of 1 or more, got 0"),
         ({"copy": 1}, "prism: expected copy to be 0 or 2 or more, so that some cursors walk, got 1"),
         ({"modules": [0, 3]}, r"prism: expected modules to be layers from 0 to 2, sorted, got \[0, 3\]"),
