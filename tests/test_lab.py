@@ -198,6 +198,18 @@ def test_bench_times_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         run_bench("cpu", (shape,), rounds=1, only="PaTH")
 
 
+def test_bench_shows_where_the_time_goes(tmp_path: Path) -> None:
+    page, shape = tmp_path / "bench.md", Shape(1, 40, 2, 16)
+    run_bench("cpu", (shape,), rounds=1, only="PaTH", save=page, profile=True)
+    _, section = page.read_text().split("PaTH, 1x40x2x16: forward and backward:")  # ours alone
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[4:]]
+    assert '--only "PaTH" --profile' in page.read_text() and any(name.startswith("aten::") for name, *_ in rows)
+    times = [float(time.removesuffix(" ms")) for _, time, *_ in rows]
+    assert rows[-1][0] == "all" and times[:-1] == sorted(times[:-1], reverse=True)
+    assert 0 < sum(times[:-1]) <= 1.01 * times[-1] + 0.005 * len(times)
+    assert all(int(count) > 0 for *_, count in rows[:-1])
+
+
 def test_bench_checks_in_several_processes() -> None:
     methods = bench.line_up("cpu", "PaTH") | {"wrong": Method(sdpa, "FoX")}
     alone, together = (bench.check_all(methods, (16,), "cpu", workers) for workers in (1, 2))

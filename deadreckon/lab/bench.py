@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
@@ -35,6 +35,7 @@ from deadreckon.lab.environment import processor, version_of
 from deadreckon.lab.rivals import RIVALS, Method, baseline, compiled_rotate, installed
 from deadreckon.lab.training import check_device
 
+PARTS = ["", "time", "share", "calls"]
 SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float]]] = {"cpu": ("best", min), "cuda": ("median", median)}
 
 
@@ -160,6 +161,22 @@ def measure(methods: dict[str, Method], shape: Shape, rounds: int, device: str) 
     return {name: trial.result() for name, trial in trials.items()}
 
 
+def parts(method: Method, shape: Shape, device: str, most: int = 24) -> list[list[str]]:
+    """Where the time of a forward and backward pass goes, the longest first: by kernel on CUDA, else by operator."""
+    trial, kinds = Trial(method, method.prepare(make_inputs(shape, device)), device), torch.profiler.ProfilerActivity
+    trial.warm_up()
+    with torch.profiler.profile(activities=[kinds.CUDA if device == "cuda" else kinds.CPU]) as profile:
+        trial.both()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    clock = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    found = sorted(((getattr(one, clock), one.count, one.key) for one in profile.key_averages()), reverse=True)
+    found = [(time, count, name) for time, count, name in found if time > 0]
+    whole = sum(time for time, _, _ in found)
+    rows = [[name[:70], milliseconds(time / 1e6), ratio(time, whole), str(count)] for time, count, name in found[:most]]
+    return [*rows, ["all", milliseconds(whole / 1e6), "", ""]]
+
+
 def line_up(device: str, only: str) -> dict[str, Method]:
     """Ours and the rivals that are installed, by kind: all, or those that `only` names, and always the baseline."""
     ours = {name: Method(partial(attend, name, "auto"), name, "deadreckon") for name in CASES}
@@ -211,7 +228,12 @@ def check_all(
 
 
 def run_bench(
-    device: str, shapes: tuple[Shape, ...], rounds: int = 5, only: str = "", save: Path | None = None
+    device: str,
+    shapes: tuple[Shape, ...],
+    rounds: int = 5,
+    only: str = "",
+    save: Path | None = None,
+    profile: bool = False,
 ) -> dict[Shape, dict[str, Figures | str]]:
     """Checks, then measures, prints and saves shape by shape; see `deadreckon bench --help`."""
     check_device(device)
@@ -221,7 +243,7 @@ def run_bench(
         raise ValueError("shapes: expected at least one, got none")
     methods, console = line_up(device, only), Console()
     widths = dict.fromkeys(shape.width for shape in shapes)
-    found, rows = dict[Shape, dict[str, Figures | str]](), list[list[str]]()
+    found, rows, sections = dict[Shape, dict[str, Figures | str]](), list[list[str]](), list[str]()
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("checking", total=1 + len(shapes))
         workers = min(len(methods) * len(widths), os.cpu_count() or 1) if device == "cuda" else 1
@@ -238,10 +260,16 @@ def run_bench(
             headings, *lines = tabulate(found[shape], errors[shape.width], device, reach(shape, methods, device))
             console.print(draw(str(shape), headings, lines))
             rows += [[str(shape), *line] for line in lines]
+            if profile:
+                for name, method in sound.items():
+                    if method.package == "deadreckon" and not isinstance(timed[name], str):
+                        title, some = f"{name}, {shape}: forward and backward", parts(method, shape, device)
+                        console.print(draw(title, PARTS, some))
+                        sections += ["", f"{title}:", "", markdown.table(PARTS, some)]
             if save is not None:  # after every shape: a run that is cut short leaves what it has
                 flags = f"--device {device} --shapes {' '.join(map(str, found))} --rounds {rounds}"
-                command = f"deadreckon bench {flags}" + (f' --only "{only}"' if only else "")
-                write(save, about, command, ["B x T x H x D", *headings], rows)
+                command = f"deadreckon bench {flags}" + (f' --only "{only}"' if only else "") + " --profile" * profile
+                write(save, about, command, ["B x T x H x D", *headings], rows, sections=sections)
             progress.advance(bar)
     if save is not None:
         console.print(f"Saved: {save}", markup=False, highlight=False)
@@ -341,12 +369,18 @@ def draw(title: str, headings: list[str], rows: list[list[str]]) -> Table:
 
 
 def write(
-    path: Path, about: str, command: str, headings: list[str], rows: list[list[str]], title: str = "Attention"
+    path: Path,
+    about: str,
+    command: str,
+    headings: list[str],
+    rows: list[list[str]],
+    title: str = "Attention",
+    sections: Sequence[str] = (),
 ) -> None:
-    """For the record."""
+    """For the record: a table, and lines of what else there is to say."""
     machine, _ = about.split("; ", 1)
     lines = [f"# {title} on {machine}", "", f"{date.today()}: {about}. Inputs drawn with seed 0.", ""]
-    lines += [f"    {command}", "", markdown.table(headings, rows, left=2)]
+    lines += [f"    {command}", "", markdown.table(headings, rows, left=2), *sections]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
 
@@ -359,9 +393,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timings of each case")
     parser.add_argument("--only", default="", help='names, such as "PaTH,fla PaTH"')
     parser.add_argument("--save", type=Path, help="also write the tables as Markdown")
+    parser.add_argument("--profile", action="store_true", help="also show where the time of ours goes")
     chosen = parser.parse_args()
     try:
-        run_bench(chosen.device, tuple(map(Shape.parse, chosen.shapes)), chosen.rounds, chosen.only, chosen.save)
+        shapes = tuple(map(Shape.parse, chosen.shapes))
+        run_bench(chosen.device, shapes, chosen.rounds, chosen.only, chosen.save, chosen.profile)
     except ValueError as error:
         parser.error(str(error))
 

@@ -232,6 +232,7 @@ def bench(
     rounds: int = 5,
     only: str = "",
     save: Path | None = None,
+    profile: bool = False,
 ) -> None:
     """Time every mechanism beside other people's attention in one run, with peak memory, as ratios.
 
@@ -249,12 +250,13 @@ def bench(
         rounds: timings of each case; the best counts on a CPU, which others may share, and the median on a GPU.
         only: names to run beside the baseline, separated by commas: "PaTH,fla PaTH".
         save: also write the tables as Markdown.
+        profile: also show where the time of ours goes: kernels on a GPU, operators on a CPU.
     """
     from deadreckon.lab.bench import run_bench
     from deadreckon.lab.cases import Shape
 
     chosen = [Shape.parse(shape) for shape in shapes] or [Shape(batch, n, heads, head_dim) for n in lengths]
-    run_bench(device, tuple(chosen), rounds, only, save)
+    run_bench(device, tuple(chosen), rounds, only, save, profile)
 
 
 def generate(
