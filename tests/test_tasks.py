@@ -316,8 +316,25 @@ def test_a5_identity() -> None:
     assert compose(commutator) != "12345"
     tokens, labels = A5Identity().sample(50, 9, seed())
     assert ((labels != NOT_SCORED).sum(1) == 1).all() and (labels[:, -1] == tokens[:, -1]).all()
+    assert tokens.shape[1] == 1 + 9 + 2 and (tokens[:, 0] == a5.PAD).all() and (tokens[:, 1:] != a5.PAD).all()
     with pytest.raises(ValueError, match="identity: expected a share or None, got 2"):
         A5Identity(2)
+
+
+def test_a5_words_are_products_of_one_swap_a_letter() -> None:
+    """What `a5.py` says: (1 x) or (2 x), by the letter and its place, and (1 2) at the end of a word of odd length."""
+
+    def swap(x: int, y: int) -> str:
+        return "12345".translate({48 + x: str(y), 48 + y: str(x)})
+
+    for row in A5Identity(identity=None).sample(300, range(2, 12), seed())[0]:
+        letters = A5Identity().spell(row).split(" = ")[0].split()
+        swaps = []
+        for place, letter in enumerate(letters):
+            with_two = place % 2 == (1 if letter.endswith("'") else 0)  # places counted from 0
+            swaps.append(swap(2 if with_two else 1, int(letter[1]) + 2))
+        swaps += [swap(1, 2)] * (len(letters) % 2)
+        assert compose(swaps) == compose([LETTERS[letter] for letter in letters])
 
 
 def test_a5_identity_draws_every_word_alike() -> None:
