@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import Case, relative_errors, run
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import deadreckon as dr
 from deadreckon.attention import attend_next
@@ -231,6 +232,10 @@ def test_auto_takes_chunks_where_they_are_faster() -> None:
     assert form_for(dr.Power(2), q.expand(1, 2048, 1, 64)) == "attention"
     assert form_for(dr.Power(4), q.expand(1, 65536, 1, 64)) == "attention"
     assert form_for(dr.Power(4, "chunked"), q) == "chunked"
+    with FakeTensorMode():  # which has GPUs
+        for width, p, even in ((64, 2, 4576), (32, 2, 2560), (16, 4, 38760)):
+            for length, form in ((even - 1, "attention"), (even, "chunked")):
+                assert form_for(dr.Power(p), torch.empty(1, length, 1, width, device="cuda")) == form
 
 
 # Memory and magnitudes ------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""Runs: recipes, checkpoints, going on after any interruption, scores, comparisons and reports."""
+"""Runs: recipes, checkpoints, going on after any interruption, and scores."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -21,36 +20,21 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
+from small_runs import SMALL, quiet, run_cli, small
 from transformers import AutoTokenizer
 
 import deadreckon as dr
-from deadreckon.lab import cli, pictures, runs
+from deadreckon.lab import runs
 from deadreckon.lab import train as train_module
-from deadreckon.lab.compare import Comparison, compare
 from deadreckon.lab.evaluation import places_to_test, score
 from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.recipes import RECIPES, SIZES, find_recipe
-from deadreckon.lab.report import write_report
 from deadreckon.lab.runs import Progress, Run, recover, replaced
 from deadreckon.lab.texts import read_language
-from deadreckon.lab.train import score_run, train_run
+from deadreckon.lab.train import train_run
 from deadreckon.lab.training import Training, make_model, train
 from deadreckon.tasks.curriculum import Curriculum
-
-SMALL = (
-    "length=16", "batch_size=4", "accumulate=2", "width=16", "steps=24", "evaluate_every=6", "validation_rows=4",
-    "test_lengths=[8, 16, 32]", "test_rows=4",
-)  # fmt: skip
-
-
-def small(encoding: str = "path", seed: int = 0, *changes: str) -> Recipe:
-    return find_recipe("flipflop", "tiny", encoding, seed, (*SMALL, *changes))
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=200)
 
 
 def contents(run: Run) -> dict[str, Any]:
@@ -440,171 +424,3 @@ def test_scores_of_random_encodings_repeat() -> None:
     assert torch.equal(torch.rand(3), expected)  # nobody else's numbers were used up
     torch.rand(5)
     assert score(model, recipe, "as trained", 16) == first
-
-
-def test_compare_by_several_processes(tmp_path: Path) -> None:
-    changes, console = (*SMALL, "steps=4"), quiet()
-    some = compare("flipflop", ("rope", "path"), changes=changes, runs=tmp_path / "2", jobs=2, console=console)
-    assert "2 of 2" in console.file.getvalue()  # type: ignore[attr-defined]
-    alone = compare("flipflop", ("rope", "path"), changes=changes, runs=tmp_path / "1", console=quiet())
-    assert some == alone
-    with pytest.raises(ValueError, match="jobs: expected 1 or more, got 0"):
-        compare("flipflop", ("rope",), runs=tmp_path, jobs=0, console=quiet())
-
-
-def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    console = quiet()
-    changes = (*SMALL, "steps=4")
-    first = compare("flipflop", ("rope", "path"), seeds=2, changes=changes, console=console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "trained at 16, mean ± standard deviation of 2 seeds" in said and "PaTH" in said
-    [picture] = (tmp_path / "runs").glob("*/comparison.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    values = first.values["rope"]["sparse", 32]
-    runs_of_rope = [Run(picture.parent / f"rope-{seed}") for seed in (0, 1)]
-    assert values == [run.scores()["sparse", 32].error for run in runs_of_rope]
-    middle, spread = sum(values) / 2, abs(values[0] - values[1]) / math.sqrt(2)
-    assert first.cell("rope", "sparse", 32) == f"{100 * middle:.1f} ± {100 * spread:.{2 if spread < 0.1 else 1}f}"
-    monkeypatch.setattr(Training, "advance", lambda self: pytest.fail("trained again"))
-    again = compare("flipflop", ("rope", "path"), seeds=2, changes=changes, console=quiet())
-    assert again == first
-    longer = compare("flipflop", ("path",), seeds=2, changes=changes, lengths=(16, 64), console=quiet())
-    assert longer.lengths("dense") == [16, 64]
-    assert longer.values["path"]["dense", 16] == first.values["path"]["dense", 16]
-    page = tmp_path / "pages" / "page.md"
-    again = compare("flipflop", ("rope", "path"), seeds=2, changes=changes, page=page, console=quiet())
-    assert again == first
-    said = page.read_text()
-    assert f"| 32 | {first.cell('rope', 'sparse', 32)} | {first.cell('path', 'sparse', 32)} |" in said
-    assert "| the paper's, 512 | 40.3 | 0.0001 |" in said and "seeds 0 to 1" in said
-    assert (page.parent / re.findall(r"!\[.*\]\((.*)\)", said)[0]).exists()
-    monkeypatch.setitem(sys.modules, "deadreckon.lab.pictures", None)
-    console = quiet()
-    compare("flipflop", ("path",), changes=changes, console=console)
-    assert "No picture:" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("metric", ["error", "exact", "perplexity"])
-def test_pictures_show_everything(metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {
-        "rope": {("as trained", 8): [0.2, 0.3], ("as trained", 32): [0.4], ("sparse", 8): [0.9]},
-        "path": {("as trained", 8): [0.01], ("sparse", 8): [0.5, 0.4]},
-    }
-    figures: list[Any] = []
-    monkeypatch.setattr(pictures.plt, "close", figures.append)
-    comparison = Comparison("a title", replace(small(), metric=metric), values)
-    pictures.comparison_picture(comparison, tmp_path / "all.png")
-    pictures.scores_svg(comparison, "sparse")
-    panels = [axes for figure in figures for axes in figure.axes]
-    assert len(panels) == 3
-    for axes, condition in zip(panels, ("as trained", "sparse", "sparse"), strict=True):
-        (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-        *curves, mark = axes.lines
-        assert list(mark.get_xdata()) == [16, 16] and left < 16 < right
-        for (name, row), curve in zip(values.items(), curves, strict=True):
-            lengths, heights = curve.get_xdata(), curve.get_ydata()
-            found = {length: some for (of, length), some in row.items() if of == condition}
-            scale = 1 if metric == "perplexity" else 100
-            assert list(lengths) == list(found), name
-            assert list(heights) == pytest.approx([scale * sum(some) / len(some) for some in found.values()])
-            assert all(left <= x <= right for x in lengths) and all(low <= y <= high for y in heights)
-
-
-def test_solved_lengths(tmp_path: Path) -> None:
-    changes = ("steps=1", "test_rows=10", "validation_rows=2", "test_lengths=[2, 4, 6]")
-    console = quiet()
-    found = compare("a5-products", ("nope",), changes=changes, runs=tmp_path, console=console)
-    assert "Solved (more than 90% of rows right) up to length: NoPE nowhere." in console.file.getvalue()  # type: ignore[attr-defined]
-    found.values["nope"] = {("held out", 2): [1.0], ("held out", 4): [0.95, 0.9], ("held out", 6): [0.9]}
-    assert found.solved("held out") == {"nope": 4}
-
-
-def test_report_is_one_page(tmp_path: Path) -> None:
-    compare("flipflop", ("rope", "path-fox"), changes=(*SMALL, "steps=4"), runs=tmp_path, console=quiet())
-    train_run(find_recipe("copy", "tiny", "nope", 0, ("steps=2", "test_rows=3")), tmp_path / "c", console=quiet())
-    begun = Run.create(tmp_path / "begun", small("alibi"))
-    begun.note_start("cpu")
-    page = tmp_path / "out" / "report.html"
-    assert write_report([tmp_path], page) == 4
-    text = page.read_text()
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    assert "<script" not in text and not re.search(r'(src|href)=(?!"data:)', text)
-    assert text.count("<h2>") == 3 and text.count("data:image/svg+xml;base64,") == 3 + 1 + 1 + 1
-    assert "PaTH-FoX" in text and "0 of 24" in text and torch.__version__ in text and "&quot;heads&quot;: 2" in text
-    score_of_path = next(run for run in runs.find_runs([tmp_path]) if run.recipe.encoding == "path-fox").scores()
-    assert f"<td>{100 * score_of_path['dense', 32].error:.1f}</td>" in text.replace(" class=best", "")
-    with pytest.raises(ValueError, match=r"run: expected a folder with recipe\.json, or with such folders in it, got"):
-        write_report([tmp_path / "nowhere"], page)
-
-
-def run_cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["deadreckon", *words])
-    try:
-        cli.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
-def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    change = ["--change", *SMALL, "steps=2"]
-    assert (
-        run_cli(monkeypatch, "train", "flipflop", "--encoding", "rope", "--seed", "1", "--out", "runs/x", *change) == 0
-    )
-    assert "error, sparse, at length 8: " in capsys.readouterr().out
-    assert run_cli(monkeypatch, "eval", "runs/x", "--lengths", "16,64", "--checkpoint", "best") == 0
-    assert re.search(r"error, dense, at length 16: [\d.]+%, 64: [\d.]+%\n", capsys.readouterr().out)
-    assert set(score_run(Run(Path("runs/x")), (16, 64), kind="best")) == set(places_to_test(small(), (16, 64)))
-    assert run_cli(monkeypatch, "probe", "runs/x", "--rows", "2", "--length", "64") == 0
-    assert "predicted range: " in capsys.readouterr().out and Path("runs/x/probe/probe.png").exists()
-    words = ["flipflop", "--encodings", "rope,nope", "--lengths", "8,16"]
-    assert run_cli(monkeypatch, "compare", *words, "--picture", "a.png", *change) == 0
-    assert "Picture: a.png" in capsys.readouterr().out and Path("a.png").exists()
-    assert run_cli(monkeypatch, "report", "runs", "-o", "r.html") == 0
-    assert capsys.readouterr().out.startswith("r.html: 3 runs, ")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("train chess --out x", "recipe: expected one of flipflop, a5-1,"),
-        ("train flipflop --encoding rotary --out x", "encoding: expected one of nope,"),
-        ("train flipflop --out x --device tpu", "device: expected one that is here, got 'tpu'"),
-        ("compare chess", "recipe: expected one of flipflop, a5-1,"),
-        ("compare flipflop --encodings rope,rotary", "got 'rotary'"),
-        ("probe nowhere", "run: expected a folder with recipe.json"),
-        ("compare flipflop --encodings rope --seeds 0", "seeds: expected 1 or more, got 0"),
-        ("compare flipflop --encodings rope --lengths 8,long", "lengths: expected whole numbers above 0"),
-        ("eval nowhere", "run: expected a folder with recipe.json, as train writes it, got 'nowhere'"),
-        ("report nowhere", "run: expected a folder with recipe.json, or with such folders in it, got 'nowhere'"),
-        ("report", "runs: expected one or more folders, got none"),
-    ],
-)
-def test_command_line_names_what_is_wrong(
-    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_cli(monkeypatch, *words.split()) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
-    assert not list(tmp_path.iterdir())
-
-
-def test_lengths_that_a_task_does_not_have(tmp_path: Path) -> None:
-    run = train_run(small("rope", 0, "steps=1"), tmp_path, console=quiet())
-    with pytest.raises(ValueError, match=r"lengths: expected lengths that flip-flop \(as trained\) has, got 7"):
-        score_run(run, (7,))
-    shutil.rmtree(tmp_path / "best")
-    with pytest.raises(ValueError, match="has no best checkpoint yet"):
-        run.load("best")
-
-
-def test_all_but_the_command_line_works_without_tyro() -> None:
-    code = (
-        "import sys; sys.modules['tyro'] = sys.modules['matplotlib'] = None; "
-        "from deadreckon.lab import compare, train, runs, report, demo, recipes, evaluation; print('fine')"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert found.stdout == "fine\n", found.stderr

@@ -260,12 +260,11 @@ def run_bench(
             headings, *lines = tabulate(found[shape], errors[shape.width], device, reach(shape, methods, device))
             console.print(draw(str(shape), headings, lines))
             rows += [[str(shape), *line] for line in lines]
-            if profile:
-                for name, method in sound.items():
-                    if method.package == "deadreckon" and not isinstance(timed[name], str):
-                        title, some = f"{name}, {shape}: forward and backward", parts(method, shape, device)
-                        console.print(draw(title, PARTS, some))
-                        sections += ["", f"{title}:", "", markdown.table(PARTS, some)]
+            worked = [name for name, figures in timed.items() if not isinstance(figures, str)]
+            for name in [name for name in worked if profile and methods[name].package == "deadreckon"]:
+                title, some = f"{name}, {shape}: forward and backward", parts(methods[name], shape, device)
+                console.print(draw(title, PARTS, some))
+                sections += ["", f"{title}:", "", markdown.table(PARTS, some)]
             if save is not None:  # after every shape: a run that is cut short leaves what it has
                 flags = f"--device {device} --shapes {' '.join(map(str, found))} --rounds {rounds}"
                 command = f"deadreckon bench {flags}" + (f' --only "{only}"' if only else "") + " --profile" * profile

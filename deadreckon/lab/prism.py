@@ -7,9 +7,10 @@
 Sizes are the paper's: five layers of eight heads, tied embeddings, width 192 with PRISM and 512 with the baseline, the
 sinusoids of which begin at a random position in training; 140 cursors there, 160 here, four to each head. The copy
 branch and a second module are used where the paper does. It trains 150 000 steps at a rate of 9e-5; the defaults here
-take a few minutes on one GPU, with a higher rate and its curriculum at a faster pace. So that cursors tell positions
-apart from the beginning, α begins with 20: of that the paper says nothing, and its training lets it grow. Cursors have
-as many positions as rows may need: fewer in training than in tests, since no weight depends on their number.
+take a few minutes on one GPU, with a higher rate, AdamW's β₂ = 0.999 in place of 0.98, and its curriculum at a faster
+pace. So that cursors tell positions apart from the beginning, α begins with 20: of that the paper says nothing, and its
+training lets it grow. Cursors have as many positions as rows may need: fewer in training than in tests, since no weight
+depends on their number.
 
 Results are written as they come, one file an encoding and seed. What is reported is, for each length, the mean of the
 three best evaluations in a training, as in the paper: best, not last, and each length on its own.
