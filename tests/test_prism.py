@@ -227,6 +227,10 @@ def test_how_parameters_begin() -> None:
     assert encoding.mix.sigmoid().min() >= 0 and encoding.mix.sigmoid().max() <= 1
     reading = cursors.read(torch.randn(1, 30, 16), dr.Context.of(torch.randn(1, 30, 16)))
     assert (reading.reset.queries - 0.5).abs().max() < 0.2 and (reading.move.queries - 1 / 3).abs().max() < 0.2
+    other = dr.AttentionLayer(16, 4, "prism", encoding_options={"gamma": 1.25, "content": 0.2, "similarity": 3.0})
+    assert isinstance(other.encoding, Prism) and (other.encoding.alpha == 3).all()
+    torch.testing.assert_close(1 + cursors_of(other).sharpness.exp(), torch.full_like(cursors.sharpness, 1.25))
+    torch.testing.assert_close(other.encoding.mix.sigmoid(), torch.full((4,), 0.2))
 
 
 def test_orthogonality_is_part_of_the_loss_in_training() -> None:
@@ -266,6 +270,50 @@ def test_recurrence_of_fixed_norm() -> None:
     assert recurrence.loudness.grad is not None and recurrence.loudness.grad.abs() > 0
     recurrence.reset_parameters()
     assert recurrence.loudness == 1
+
+
+def test_noise_is_for_training() -> None:
+    """With gates that are 0 but for noise, moves differ from token to token; in tests nothing is drawn."""
+    layer, x = make_layer(noise=2.0, copy=2), torch.randn(1, 4000, 8, dtype=torch.float64)
+    cursors, quiet = cursors_of(layer), cursors_of(make_layer(copy=2))
+    with torch.no_grad():
+        for part in (cursors.gates, quiet.gates, cursors.no_copy, quiet.no_copy):
+            part.weight.zero_()
+            part.bias.zero_()
+    context = dr.Context.of(x)
+    still, moved = (cursors.train(mode).read(x, context) for mode in (False, True))
+    assert torch.equal(still.reset.queries, torch.full_like(still.reset.queries, 0.5))
+    assert torch.equal(still.histograms.queries, quiet.read(x, context).histograms.queries)
+    logits = moved.reset.queries.logit()
+    assert abs(float(logits.mean())) < 5 * 2 / logits.numel() ** 0.5  # five standard errors
+    assert abs(float(logits.std()) - 2) < 5 * 2 / (2 * logits.numel()) ** 0.5
+    assert not torch.equal(moved.histograms.queries, cursors.read(x, context).histograms.queries)
+
+
+@pytest.mark.parametrize("copy", [0, 2])
+@torch.no_grad()
+def test_superpositions_in_half_precision(copy: int) -> None:
+    """As near to those in float64 as roundings let them.
+
+    With u = 2⁻⁹ and m the table's largest: histograms, the table and their products are rounded, 3 u m in all. That
+    moves a norm ‖e‖ of n channels by √n as much, and channels by their share in it. What comes out is rounded again.
+    Single precision's part, the filter's, is small beside all this.
+    """
+    layer, x = make_layer(heads=4, copy=copy), torch.randn(2, 9, 8, dtype=torch.float64)
+    q, k = torch.randn(2, 9, 4, 2, dtype=torch.float64), torch.randn(2, 9, 2, 2, dtype=torch.float64)
+    context, half, width = dr.Context.of(x), torch.bfloat16, SMALL["width"]
+    assert isinstance(layer.encoding, Prism)
+    exact, streams = layer.encoding.widen(q, k, x, context), cursors_of(layer)(x, context, torch.float64)[0]
+    gain = (1 - layer.encoding.mix.sigmoid())[:, None, None] * layer.encoding.alpha.abs()[..., None]
+    gains = gain * (2 / (SMALL["cursors"] * width)) ** 0.5, torch.ones(())
+    found = layer.float().encoding.widen(q.to(half), k.to(half), x.float(), context)
+    largest = waves(9, width, 10000.0, torch.device("cpu"), torch.float64).abs().max()
+    for mine, true, e, gain in zip(found, exact, streams, gains, strict=True):
+        norm = e.norm(dim=(-2, -1), keepdim=True)
+        torch.testing.assert_close(true[..., 2:].unflatten(-1, e.shape[-2:]), e * gain * width**0.5 / norm)
+        moved = 3 * 2**-9 * largest * (1 + e.abs() / norm * e[0, 0, 0].numel() ** 0.5) * gain * width**0.5 / norm
+        bound = moved.flatten(-2) + 2**-9 * true[..., 2:].abs()
+        assert mine.dtype == half and ((mine[..., 2:] - true[..., 2:]).abs() <= 1.01 * bound).all()
 
 
 def test_alpha_has_its_own_group() -> None:
@@ -383,6 +431,9 @@ def test_states_keep_so_many_histograms() -> None:
         ({"positions": 1}, "prism: expected positions to be an integer of 2 or more, got 1"),
         ({"width": 7}, "prism: expected an even width, sines and cosines, got 7"),
         ({"norm": 0.0}, "prism: expected norm to be positive or None, got 0.0"),
+        ({"gamma": 1.0}, "prism: expected gamma to be above 1, got 1.0"),
+        ({"content": 1.0}, "prism: expected content to be above 0 and below 1, got 1.0"),
+        ({"noise": -1.0}, "prism: expected noise to be 0 or more, got -1.0"),
         ({"cursors": 0}, "prism: expected cursors to be an integer of 1 or more, got 0"),
         ({"copy": 1}, "prism: expected copy to be 0 or 2 or more, so that some cursors walk, got 1"),
         ({"modules": [0, 3]}, r"prism: expected modules to be layers from 0 to 2, sorted, got \[0, 3\]"),

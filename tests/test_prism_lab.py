@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deadreckon.encodings.prism import Cursors
 from deadreckon.lab import prism as lab
 from deadreckon.lab.cursors import show
 from deadreckon.lab.evaluation import exact_match_by_length
@@ -38,6 +40,28 @@ def test_settings_are_the_papers() -> None:
     assert lab.best_by_length([{5: 0.2, 9: 0.1}, {5: 0.4, 9: 0.0}]) == pytest.approx({5: 0.3, 9: 0.05})
     best = lab.best_by_length([{5: share} for share in (0.2, 0.9, 0.5, 0.7)])
     assert best == pytest.approx({5: 0.7})
+    grows = settings("--noise", "0.2", "1", "--steps", "1000")
+    assert [grows.noise_at(n) for n in (0, 300, 450, 600, 1000)] == pytest.approx([0.2, 0.2, 0.6, 1, 1])
+    assert settings("--noise", "2").noise_at(0) == 2 and settings().noise_at(5000) == 0
+    for wrong in (["-1"], ["0", "1", "2"]):
+        with pytest.raises(ValueError, match="noise: expected one or two numbers of 0 or more, got"):
+            settings("--noise", *wrong)
+
+
+def test_noise_grows_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each step adds to gates, seen where it is added; none in the evaluations between them."""
+    seen: list[float] = []
+    decide = Cursors._decide
+
+    def look(self: Cursors, part: Any, hidden: Any) -> Any:
+        if self.training:
+            seen.append(float(self.noise))
+        return decide(self, part, hidden)
+
+    monkeypatch.setattr(Cursors, "_decide", look)
+    chosen = settings("--task", "copy", "--lengths", "2", "--noise", "0", "1", *TINY.split())
+    lab.run(replace(chosen, recipe=replace(chosen.recipe, steps=10)), "cpu", None)
+    assert seen == pytest.approx([chosen.noise[1] * share for share in (0, 0, 0, 0, 1 / 3, 2 / 3, 1, 1, 1, 1)])
 
 
 def test_runs_leave_results_pictures_and_a_model_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,9 +91,9 @@ class Streams(NamedTuple):
     queries: Tensor
     keys: Tensor
 
-    def of_layer(self, number: int) -> Streams:
-        """Without the dimension of layers."""
-        return Streams(self.queries[:, :, number], self.keys[:, :, number])
+    def of_layers(self) -> list[Streams]:
+        """Each layer's, without that dimension."""
+        return [Streams(*pair) for pair in zip(self.queries.unbind(2), self.keys.unbind(2), strict=True)]
 
 
 class Reading(NamedTuple):
@@ -150,15 +150,16 @@ class Cursors(Drawn, nn.Module):
     Args:
         sizes: of each of these layers.
         layers: how many.
-        positions, width, cursors, hidden, copy, base, norm: as for :class:`Prism`.
+        positions, width, cursors, hidden, copy, base, gamma, norm, noise: as for :class:`Prism`.
     """
 
     def __init__(
         self, sizes: Sizes, layers: int, positions: int, width: int, cursors: int, hidden: int, copy: int, base: float,
-        norm: float | None,
+        gamma: float, norm: float | None, noise: float,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.positions, self.width, self.base = positions, width, base
+        self.positions, self.width, self.base, self.gamma = positions, width, base, gamma
+        self.noise: float | Tensor = noise  # a tensor where it changes in training, which a CUDA graph reads again
         self.query_shape = (layers, sizes.n_heads, cursors)
         self.key_shape = (layers, sizes.n_kv_heads, cursors)
         self.copy, self.group = copy, sizes.n_heads // sizes.n_kv_heads
@@ -178,15 +179,15 @@ class Cursors(Drawn, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.sharpness)
+        nn.init.constant_(self.sharpness, math.log(self.gamma - 1))
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
 
-    def forward(self, x: Tensor, context: Context) -> Streams:
-        """Superpositions (B, T, layers, heads, C, r), those of a head scaled to norm √d together."""
+    def forward(self, x: Tensor, context: Context, dtype: torch.dtype) -> list[Streams]:
+        """Superpositions (B, T, heads, C, r) for each layer, in a dtype: histograms are never of half precision."""
         with torch.autocast(x.device.type, enabled=False):
             x, context, real = _unpacked(at_least_single(x), context)
-            table = _uncompiled(waves)(self.positions, self.width, self.base, x.device, x.dtype)
+            table = _uncompiled(waves)(self.positions, self.width, self.base, x.device, x.dtype).to(dtype)
             filters = self._filters(x, context)
             if context.recent is None:
                 found = [gates.superpositions(table, before)[0] for gates, before in filters]
@@ -196,7 +197,7 @@ class Cursors(Drawn, nn.Module):
                 _remember(context.recent, "histogram", torch.cat([h for _, h in kept], dim=2))
             places = context.positions.clamp(0, self.positions - 1)
             streams = self._sort(torch.cat(found, dim=2), table[places].expand(len(x), -1, -1))
-            return Streams(*(_packed(_normed(e, self.width), real) for e in streams))
+            return Streams(*(_packed(e, real) for e in streams)).of_layers()
 
     @torch.no_grad()
     def read(self, x: Tensor, context: Context) -> Reading:
@@ -220,7 +221,7 @@ class Cursors(Drawn, nn.Module):
     def _filters(self, x: Tensor, context: Context) -> list[tuple[Gates, Tensor | None]]:
         """Gates of the cursors that only walk and of those that also jump, with their histograms so far."""
         hidden = self._recur(x, context)
-        actions = _apply(self.gates, hidden).unflatten(-1, (-1, 4))
+        actions = self._decide(self.gates, hidden).unflatten(-1, (-1, 4))
         reset, move = actions[..., 0].sigmoid(), actions[..., 1:].softmax(-1)
         copy = self._copies(x, hidden, context) if self.jumping else None
         if context.recent is not None:  # padding leaves a cursor where it starts
@@ -238,6 +239,12 @@ class Cursors(Drawn, nn.Module):
                 before = None if kept is None else kept[:, -1, part]
                 filters.append((Gates(reset[:, :, part], move[:, :, part], gamma[part], jumps), before))
         return filters
+
+    def _decide(self, part: nn.Linear, hidden: Tensor) -> Tensor:
+        """The logits of gates, in training with noise, which only clear decisions withstand."""
+        logits = _apply(part, hidden)
+        silent = not self.training or not (isinstance(self.noise, Tensor) or self.noise)
+        return logits if silent else logits + self.noise * torch.randn_like(logits)
 
     def _recur(self, x: Tensor, context: Context) -> Tensor:
         """Hidden states (B, T, hidden); zero before a sequence begins."""
@@ -271,7 +278,7 @@ class Cursors(Drawn, nn.Module):
         places = context.positions[:, -1:] + torch.arange(1 - keys, 1, device=x.device)  # (B or 1, S)
         seen = (places[:, None] >= 0) & (places[:, None] <= context.positions[..., None])  # (B or 1, T, S)
         scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
-        chances = torch.cat([scores, _apply(self.no_copy, hidden).unsqueeze(-1)], dim=-1).softmax(-1)
+        chances = torch.cat([scores, self._decide(self.no_copy, hidden).unsqueeze(-1)], dim=-1).softmax(-1)
         jumps, none = chances[..., :keys], chances[..., keys:]
         # A token beyond the last position is at the last position.
         beyond = (jumps * (places >= self.positions - 1)[:, None, None]).sum(-1, keepdim=True)
@@ -306,8 +313,12 @@ class Prism(Encoding):
         copy: one in so many key cursors is fixed, and its query cursors may jump; 0 for none.
         base: of the sinusoids' frequencies.
         similarity: what α begins with.
+        gamma: what γ begins with, above 1. Where it is large, only what is likeliest is remembered, so that nothing is
+            learnt from what a cursor might have done instead.
+        content: what μ begins with, above 0 and below 1.
         orthogonality: how strongly training keeps the network's hidden-to-hidden matrix orthogonal.
         norm: what the Frobenius norm of that matrix is in place of that, times a factor that is learnt.
+        noise: standard deviation of what is added to the logits of gates in training, so that cursors come to decide.
         modules: layers, counted from 0, that a module of cursors stands before; it serves all up to the next. Its
             input is that of the layer's attention.
     """
@@ -322,8 +333,11 @@ class Prism(Encoding):
         copy: int = 5,
         base: float = 10000.0,
         similarity: float = 1.0,
+        gamma: float = 2.0,
+        content: float = 0.5,
         orthogonality: float = 1e-3,
         norm: float | None = None,
+        noise: float = 0.0,
         modules: Sequence[int] = (0,),
     ) -> None:
         super().__init__()
@@ -333,8 +347,14 @@ class Prism(Encoding):
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"prism: expected {name} to be an integer of {least} or more, got {value!r}")
+        if not 1 < gamma < math.inf:
+            raise ValueError(f"prism: expected gamma to be above 1, got {gamma!r}")
+        if not 0 < content < 1:
+            raise ValueError(f"prism: expected content to be above 0 and below 1, got {content!r}")
         if norm is not None and not norm > 0:
             raise ValueError(f"prism: expected norm to be positive or None, got {norm!r}")
+        if not noise >= 0:
+            raise ValueError(f"prism: expected noise to be 0 or more, got {noise!r}")
         if width % 2:
             raise ValueError(f"prism: expected an even width, sines and cosines, got {width}")
         if copy == 1:
@@ -344,7 +364,7 @@ class Prism(Encoding):
             raise ValueError(
                 f"prism: expected modules to be layers from 0 to {sizes.layers - 1}, sorted, got {modules}"
             )
-        self.layer, self.width, self.similarity = sizes.layer, width, similarity
+        self.layer, self.width, self.similarity, self.content = sizes.layer, width, similarity, content
         self.orthogonality = orthogonality if norm is None else 0.0
         self.source = max((layer for layer in modules if layer <= sizes.layer), default=None)
         self.mix = nn.Parameter(torch.empty(sizes.n_heads))  # μ = σ of it
@@ -352,11 +372,11 @@ class Prism(Encoding):
         self.cursors: Cursors | None = None
         if self.source == sizes.layer:
             served = min((layer for layer in modules if layer > sizes.layer), default=sizes.layers) - sizes.layer
-            self.cursors = Cursors(sizes, served, positions, width, cursors, hidden, copy, base, norm)
+            self.cursors = Cursors(sizes, served, positions, width, cursors, hidden, copy, base, gamma, norm, noise)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.zeros_(self.mix)
+        nn.init.constant_(self.mix, math.log(self.content / (1 - self.content)))
         nn.init.constant_(self.alpha, self.similarity)
         super().reset_parameters()
 
@@ -366,19 +386,20 @@ class Prism(Encoding):
     def widen(self, q: Tensor, k: Tensor, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         here = ("prism", self.source)
         if self.cursors is not None:
-            context.shared[here] = self.cursors(x, context)
+            context.shared[here] = self.cursors(x, context, q.dtype)
         if self.source is None or here not in context.shared:
             raise ValueError(
                 f"prism: expected a module of cursors before layer {self.layer}, got none; say where by `modules`, "
                 "and give that layer this encoding"
             )
-        queries, keys = context.shared[here].of_layer(self.layer - self.source)  # (B, T, Hq, C, r), (B, T, H, C, r)
+        queries, keys = context.shared[here][self.layer - self.source]  # (B, T, Hq, C, r), (B, T, H, C, r)
         mix, alpha = at_least_single(self.mix).sigmoid(), at_least_single(self.alpha)
         # The logits will be scaled by D^(−1/2), which these channels are not meant to be.
         loudness = (1 - mix).unsqueeze(-1) * alpha.abs() * (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
-        wider = (queries * loudness.unsqueeze(-1)).flatten(-2)
+        wider = queries * (_to_norm(queries, self.width) * loudness.unsqueeze(-1))
+        longer = keys * _to_norm(keys, self.width)
         q = q * mix.to(q.dtype).unsqueeze(-1)
-        return torch.cat([q, wider.to(q.dtype)], dim=-1), torch.cat([k, keys.flatten(-2).to(k.dtype)], dim=-1)
+        return torch.cat([q, wider.to(q.dtype).flatten(-2)], -1), torch.cat([k, longer.to(k.dtype).flatten(-2)], -1)
 
     def penalty(self) -> Tensor | None:
         if self.cursors is None or not self.orthogonality:
@@ -399,9 +420,10 @@ def _apply(part: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, part.weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
 
 
-def _normed(e: Tensor, width: int) -> Tensor:
-    """The superpositions of a head (…, C, r), scaled to norm √d together."""
-    return e * (width**0.5 / e.flatten(-2).norm(dim=-1))[..., None, None]
+def _to_norm(e: Tensor, width: int) -> Tensor:
+    """What makes the norm of a head's superpositions (…, C, r) √d: (…, 1, 1), at least in single precision."""
+    dtype = torch.promote_types(e.dtype, torch.float32)
+    return width**0.5 / torch.linalg.vector_norm(e, dim=(-2, -1), keepdim=True, dtype=dtype)
 
 
 def _superpose_and_keep(gates: Gates, table: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -412,7 +434,7 @@ def _superpose_and_keep(gates: Gates, table: Tensor, before: Tensor | None) -> t
         e, before = gates.between(0, cut).superpositions(table, before)
         found.append(e)
     h = gates.between(cut, length).histograms(len(table), before)
-    return torch.cat([*found, h @ table], dim=1), h
+    return torch.cat([*found, h.to(table.dtype) @ table], dim=1), h
 
 
 def _remember(recent: dict[str, Tensor], name: str, x: Tensor) -> None:

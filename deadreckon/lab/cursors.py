@@ -70,7 +70,7 @@ def trace(
     finally:
         for hook in hooks:
             hook.remove()
-    x, context = caught["before"]
+    x, context, _ = caught["before"]
     reading = owner.encoding.cursors.read(x, context)
     q, k = attention.encoding.widen(caught["q"], caught["k"], caught["x"], context)
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
@@ -78,7 +78,7 @@ def trace(
     weights = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf).softmax(-1)
 
     def of_head(name: str) -> tuple[Tensor, Tensor]:  # (T, C, ·) of queries, of keys
-        streams = getattr(reading, name).of_layer(layer - attention.encoding.source)
+        streams = getattr(reading, name).of_layers()[layer - attention.encoding.source]
         return streams.queries[0, :, head], streams.keys[0, :, head * streams.keys.shape[2] // streams.queries.shape[2]]
 
     gates = [torch.cat(both, dim=-1)[:, cursor] for both in zip(of_head("reset"), of_head("move"), strict=True)]

@@ -7,10 +7,13 @@
 Sizes are the paper's: five layers of eight heads, tied embeddings, width 192 with PRISM and 512 with the baseline, the
 sinusoids of which begin at a random position in training; 140 cursors there, 160 here, four to each head. The copy
 branch and a second module are used where the paper does. It trains 150 000 steps at a rate of 9e-5; the defaults here
-take a few minutes on one GPU, with a higher rate, AdamW's β₂ = 0.999 in place of 0.98, and its curriculum at a faster
-pace. So that cursors tell positions apart from the beginning, α begins with 20: of that the paper says nothing, and its
-training lets it grow. Cursors have as many positions as rows may need: fewer in training than in tests, since no weight
-depends on their number.
+take a few minutes on one GPU, with a higher rate and its curriculum at a faster pace. So that cursors tell positions
+apart from the beginning, α begins with 20: of that the paper says nothing, and its training lets it grow. Cursors have
+as many positions as rows may need: fewer in training than in tests, since no weight depends on their number.
+
+What a model knows of longer sequences is up to how sure its cursors are. `--noise` makes them decide. Where content
+alone leads to an answer they are not needed and never come to count; with a small `--content` and a `--gamma` near 1
+they do: see `results/prism-reverse.md` and `results/prism-addition.md`.
 
 Results are written as they come, one file an encoding and seed. What is reported is, for each length, the mean of the
 three best evaluations in a training, as in the paper: best, not last, and each length on its own.
@@ -65,11 +68,10 @@ class Settings:
     width: int
     layers: int
     heads: int
-    pe_width: int
     positions: int  # of cursors in tests, and how far the baseline's sinusoids are shifted
     near: int  # positions of cursors in training
-    similarity: float
-    norm: float | None
+    cursors: dict[str, Any]  # other options of PRISM
+    noise: tuple[float, float]  # to begin with, in the end
     recipe: Recipe
 
     def curriculum(self) -> Curriculum:
@@ -82,9 +84,8 @@ class Settings:
         if self.encoding == "prism":
             modules = [0, 3] if self.task in TWO_MODULES and self.layers > 3 else [0]
             return {
-                "positions": self.near if near else self.positions, "width": self.pe_width,
-                "similarity": self.similarity, "copy": 5 if self.task in COPYING else 0, "modules": modules,
-                "norm": self.norm,
+                **self.cursors, "positions": self.near if near else self.positions, "noise": self.noise[1],
+                "copy": 5 if self.task in COPYING else 0, "modules": modules,
             }  # fmt: skip
         if self.encoding == "sinusoidal":
             return {"shift": self.positions, "gain": (2 / self.width) ** 0.5}  # as loud as the embeddings
@@ -99,6 +100,11 @@ class Settings:
             initializer_range=self.width**-0.5, encoding_options={self.encoding: self.options(near)},
         )  # fmt: skip
         return dr.DeadReckonForCausalLM(config)
+
+    def noise_at(self, step: int) -> float:
+        """How much there is after so many steps: it grows from 30% to 60% of them."""
+        first, last = self.noise
+        return first + (last - first) * min(max((step / self.recipe.steps - 0.3) / 0.3, 0.0), 1.0)
 
     def room_for(self, length: int) -> int:
         """The tokens of a row, rounded up."""
@@ -122,13 +128,19 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else device,
         "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "parameters": model.num_parameters(),
         "sizes": {"width": settings.width, "layers": settings.layers, "heads": settings.heads},
-        "options": settings.options(), "positions_in_training": settings.near,
+        "options": settings.options(), "positions_in_training": settings.near, "noise": settings.noise,
         "recipe": {**vars(recipe), "curriculum": vars(settings.curriculum())}, "count": settings.count,
         "evaluations": [], "best": {},
     }  # fmt: skip
+    noise = torch.tensor(settings.noise_at(0), device=device)
+    if settings.encoding == "prism" and any(settings.noise):
+        for layer in model.model.layers:
+            if layer.self_attn.encoding.cursors is not None:
+                layer.self_attn.encoding.cursors.noise = noise
     every = max(1, recipe.steps // settings.evaluations)
     began, losses = time.perf_counter(), []
     for step in train(model, settings.make_task(), replace(recipe, curriculum=settings.curriculum())):
+        noise.fill_(settings.noise_at(step.number))
         losses.append(step.losses)  # still on the device: to read it is to wait
         if step.number % every and step.number != recipe.steps:
             continue
@@ -210,6 +222,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5000, help="(5000)")
     parser.add_argument("--batch-size", type=int, default=100, help="(100)")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="(3e-4)")
+    parser.add_argument("--beta2", type=float, default=0.98, help="of AdamW (0.98)")
     parser.add_argument("--weight-decay", type=float, default=0.01, help="(0.01)")
     parser.add_argument("--width", type=int, help="of the residual stream (192 with prism, else 512)")
     parser.add_argument("--layers", type=int, default=5, help="(5)")
@@ -217,7 +230,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pe-width", type=int, default=340, help="of superpositions (340)")
     parser.add_argument("--positions", type=int, help="of cursors, the baseline's shift (as long as rows, rounded up)")
     parser.add_argument("--similarity", type=float, default=20.0, help="what α begins with (20)")
+    parser.add_argument("--gamma", type=float, default=2.0, help="what γ begins with (2)")
+    parser.add_argument("--content", type=float, default=0.5, help="what μ begins with (0.5)")
     parser.add_argument("--norm", type=float, help="of the GRU's hidden-to-hidden matrix, in place of orthogonality")
+    parser.add_argument(
+        "--noise", type=float, nargs="+", default=[0.0], metavar="STD",
+        help="on the logits of gates in training; two: it grows from the one to the other (0)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--save", type=Path, help="folder for results, models and a picture")
@@ -232,19 +251,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def settings_of(given: argparse.Namespace, encoding: str) -> Settings:
     """Defaults that depend on task and encoding filled in."""
+    if not 1 <= len(given.noise) <= 2 or min(given.noise) < 0:
+        raise ValueError(f"noise: expected one or two numbers of 0 or more, got {given.noise}")
     longest = given.longest or PRISM_CURRICULA[given.task].longest
     usual = LENGTHS.get(given.task) or tuple(n for n in (round(longest * t) for t in TIMES) if n <= LONGEST_SCORED)
     width = given.width or WIDTHS.get(encoding, 512)
     recipe = Recipe(
         task=given.task, encoding=encoding, layers=given.layers, width=width, heads=given.heads, tied=True,
         initial=width**-0.5, steps=given.steps, batch_size=given.batch_size, length=longest,
-        learning_rate=given.learning_rate, weight_decay=given.weight_decay, warmup=min(100, given.steps),
-        seed=given.seed, metric="exact",
+        learning_rate=given.learning_rate, betas=(0.9, given.beta2), weight_decay=given.weight_decay,
+        warmup=min(100, given.steps), seed=given.seed, metric="exact",
     )  # fmt: skip
+    cursors = {name: getattr(given, name) for name in ("similarity", "gamma", "content", "norm")}
     settings = Settings(
-        given.task, encoding, longest, given.pace, tuple(given.lengths or usual), given.count, given.evaluations,
-        width, given.layers, given.heads, given.pe_width, given.positions or 0, given.positions or 0,
-        given.similarity, given.norm, recipe,
+        task=given.task, encoding=encoding, longest=longest, pace=given.pace, lengths=tuple(given.lengths or usual),
+        count=given.count, evaluations=given.evaluations, width=width, layers=given.layers, heads=given.heads,
+        positions=given.positions or 0, near=given.positions or 0, cursors={"width": given.pe_width, **cursors},
+        noise=(given.noise[0], given.noise[-1]), recipe=recipe,
     )  # fmt: skip
     if settings.positions:
         return settings
