@@ -353,7 +353,7 @@ class Prism(Encoding):
             raise ValueError(f"prism: expected content to be above 0 and below 1, got {content!r}")
         if norm is not None and not norm > 0:
             raise ValueError(f"prism: expected norm to be positive or None, got {norm!r}")
-        if not noise >= 0:
+        if not 0 <= noise < math.inf:
             raise ValueError(f"prism: expected noise to be 0 or more, got {noise!r}")
         if width % 2:
             raise ValueError(f"prism: expected an even width, sines and cosines, got {width}")
@@ -396,10 +396,10 @@ class Prism(Encoding):
         mix, alpha = at_least_single(self.mix).sigmoid(), at_least_single(self.alpha)
         # The logits will be scaled by D^(−1/2), which these channels are not meant to be.
         loudness = (1 - mix).unsqueeze(-1) * alpha.abs() * (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
-        wider = queries * (_to_norm(queries, self.width) * loudness.unsqueeze(-1))
-        longer = keys * _to_norm(keys, self.width)
+        queries = queries * (_to_norm(queries, self.width) * loudness.unsqueeze(-1))
+        keys = keys * _to_norm(keys, self.width)
         q = q * mix.to(q.dtype).unsqueeze(-1)
-        return torch.cat([q, wider.to(q.dtype).flatten(-2)], -1), torch.cat([k, longer.to(k.dtype).flatten(-2)], -1)
+        return torch.cat([q, queries.to(q.dtype).flatten(-2)], -1), torch.cat([k, keys.to(k.dtype).flatten(-2)], -1)
 
     def penalty(self) -> Tensor | None:
         if self.cursors is None or not self.orthogonality:

@@ -133,7 +133,7 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
         "evaluations": [], "best": {},
     }  # fmt: skip
     noise = torch.tensor(settings.noise_at(0), device=device)
-    if settings.encoding == "prism" and any(settings.noise):
+    if settings.encoding == "prism" and settings.noise[0] != settings.noise[1]:  # else the model has it as an option
         for layer in model.model.layers:
             if layer.self_attn.encoding.cursors is not None:
                 layer.self_attn.encoding.cursors.noise = noise
