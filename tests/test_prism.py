@@ -41,7 +41,8 @@ def cursors_of(layer: dr.AttentionLayer) -> Cursors:
 def gru(cursors: Cursors, x: Tensor) -> list[Tensor]:
     """Hidden states after each token of x (T, d), by the GRU's own equations."""
     w_i, w_h, b_i, b_h = cursors.recurrence.all_weights[0]
-    h, found = x.new_zeros(cursors.recurrence.hidden_size), []
+    start = cursors.recurrence.start
+    h, found = x.new_zeros(cursors.recurrence.hidden_size) if start is None else start, []
     for token in x:
         from_x, from_h = (w_i @ token + b_i).chunk(3), (w_h @ h + b_h).chunk(3)
         r, z = (from_x[0] + from_h[0]).sigmoid(), (from_x[1] + from_h[1]).sigmoid()
@@ -175,10 +176,12 @@ def attention(layer: dr.AttentionLayer, x: Tensor) -> Tensor:
     return layer.o_proj(outputs.flatten(1))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "copy"), [(2, 2, 0), (2, 2, 5), (4, 2, 2)])
-def test_a_layer_is_the_papers_formula(heads: int, kv_heads: int, copy: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "copy", "start"), [(2, 2, 0, False), (2, 2, 5, False), (4, 2, 2, False), (2, 2, 0, True)]
+)
+def test_a_layer_is_the_papers_formula(heads: int, kv_heads: int, copy: int, start: bool) -> None:
     """With twelve tokens and nine positions, so that cursors and places meet the end."""
-    layer = make_layer(heads, kv_heads, copy=copy)
+    layer = make_layer(heads, kv_heads, copy=copy, start=start)
     x = torch.randn(2, 12, 8, dtype=torch.float64)
     with torch.no_grad():
         expected = torch.stack([attention(layer, row) for row in x])
@@ -272,6 +275,23 @@ def test_recurrence_of_fixed_norm() -> None:
     assert recurrence.loudness == 1
 
 
+def test_the_first_hidden_state() -> None:
+    """It is a parameter only where it is asked for; training moves it from zero, and to begin anew is to forget it."""
+    plain, learnt = (cursors_of(dr.AttentionLayer(8, 2, "prism", encoding_options={"start": s})) for s in (False, True))
+    assert [set(learnt.state_dict()) - set(plain.state_dict())] == [{"recurrence.start"}]
+    x = torch.randn(2, 5, 8)
+    plain.load_state_dict({name: value for name, value in learnt.state_dict().items() if name != "recurrence.start"})
+    torch.testing.assert_close(learnt.read(x, dr.Context.of(x)), plain.read(x, dr.Context.of(x)), rtol=0, atol=0)
+    start = learnt.recurrence.start
+    assert start is not None
+    torch.nn.init.normal_(start)
+    assert not torch.allclose(
+        learnt.read(x, dr.Context.of(x)).reset.queries, plain.read(x, dr.Context.of(x)).reset.queries
+    )
+    learnt.recurrence.reset_parameters()
+    assert not start.any()
+
+
 def test_noise_is_for_training() -> None:
     """With gates that are 0 but for noise, moves differ from token to token; in tests nothing is drawn."""
     layer, x = make_layer(noise=2.0, copy=2), torch.randn(1, 4000, 8, dtype=torch.float64)
@@ -343,7 +363,7 @@ def make_model(encoding: str = "prism", layers: int = 3, **options: Any) -> dr.D
 
 
 def test_one_module_serves_the_layers_up_to_the_next() -> None:
-    model, ids = make_model(modules=[0, 2]), torch.randint(0, VOCABULARY, (2, 20))
+    model, ids = make_model(modules=[0, 2], start=True), torch.randint(0, VOCABULARY, (2, 20))
     encodings = [layer.self_attn.encoding for layer in model.model.layers]
     assert [encoding.cursors is not None for encoding in encodings] == [True, False, True]
     assert [encodings[n].cursors.query_shape for n in (0, 2)] == [(2, 4, 3), (1, 4, 3)]
@@ -368,10 +388,14 @@ def test_one_module_serves_the_layers_up_to_the_next() -> None:
     torch.testing.assert_close(model(ids).logits, deaf)
 
 
-@pytest.mark.parametrize("copy", [0, 2])
-def test_models_stream_and_pad(copy: int) -> None:
+@pytest.mark.parametrize(("copy", "start"), [(0, False), (2, True)])
+def test_models_stream_and_pad(copy: int, start: bool) -> None:
     """Two modules, pieces of any length, rows that begin late: as each row alone, all at once."""
-    model, ids = make_model(modules=[0, 2], copy=copy, positions=30).eval(), torch.randint(0, VOCABULARY, (3, 150))
+    model = make_model(modules=[0, 2], copy=copy, positions=30, start=start).eval()
+    ids = torch.randint(0, VOCABULARY, (3, 150))
+    for name, parameter in model.named_parameters():
+        if name.endswith("start"):
+            torch.nn.init.normal_(parameter)
     padding = torch.tensor([0, 75, 21])
     mask = (torch.arange(150) >= padding[:, None]).long()
     cache = DynamicCache(config=model.config)
@@ -433,6 +457,7 @@ def test_states_keep_so_many_histograms() -> None:
         ({"norm": 0.0}, "prism: expected norm to be positive or None, got 0.0"),
         ({"gamma": 1.0}, "prism: expected gamma to be above 1, got 1.0"),
         ({"content": 1.0}, "prism: expected content to be above 0 and below 1, got 1.0"),
+        ({"start": 1}, "prism: expected start to be True or False, got 1"),
         ({"noise": -1.0}, "prism: expected noise to be 0 or more, got -1.0"),
         ({"cursors": 0}, "prism: expected cursors to be an integer of 1 or more, got 0"),
         ({"copy": 1}, "prism: expected copy to be 0 or 2 or more, so that some cursors walk, got 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,9 @@ def test_runs_leave_results_pictures_and_a_model_to_show(tmp_path: Path, capsys:
         lab.main(["--draw", str(tmp_path / "prism-0")])
 
 
-def test_copying_is_learnt_and_goes_beyond_the_lengths_of_training(tmp_path: Path) -> None:
+def test_copying_is_learnt_and_goes_beyond_the_lengths_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Trained on up to 5 digits; guessing 8 digits and the end would be right once in 10⁸."""
     arguments = "--longest 5 --steps 140 --batch-size 32 --learning-rate 3e-3 --similarity 10 --pace 0.001"
     sizes = "--width 64 --layers 1 --heads 2 --pe-width 32 --positions 32"
@@ -93,3 +96,8 @@ def test_copying_is_learnt_and_goes_beyond_the_lengths_of_training(tmp_path: Pat
     found = exact_match_by_length(model, chosen.make_task(), (5, 8), count=100)
     assert found[5] > 0.9 and found[8] > 0.3
     assert show(model, "31415", tmp_path / "cursors.png") == "31415=31415."
+    model.save_pretrained(tmp_path / "saved")
+    lab.main(["--score", str(tmp_path / "saved"), "--task", "copy", "--count", "100", "--lengths", "5", "8", "40"])
+    scores = dict(re.findall(r"(\d+): ([\d.]+)", capsys.readouterr().out.rpartition("%")[2]))
+    assert [float(scores[n]) for n in ("5", "8")] == pytest.approx([100 * found[n] for n in (5, 8)], abs=1)
+    assert float(scores["40"]) <= float(scores["8"])

@@ -109,30 +109,37 @@ class Recurrence(Drawn, nn.GRU):
 
     Args:
         norm: of W, Frobenius, if it is held at that, times a factor that is learnt; then nothing keeps it orthogonal.
+        start: whether the state before the first token is learnt, from zero, or is zero.
     """
 
     weight_hh_l0: nn.Parameter
     bias_ih_l0: nn.Parameter
     bias_hh_l0: nn.Parameter
 
-    def __init__(self, inputs: int, hidden: int, norm: float | None = None) -> None:
+    def __init__(self, inputs: int, hidden: int, norm: float | None = None, start: bool = False) -> None:
         super().__init__(inputs, hidden, batch_first=True)
         self.norm = norm
         if norm is not None:
             self.loudness = nn.Parameter(torch.ones(()))
+        self.start = nn.Parameter(torch.zeros(hidden)) if start else None
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         nn.init.orthogonal_(self.weight_hh_l0)
         nn.init.zeros_(self.bias_ih_l0)
         nn.init.zeros_(self.bias_hh_l0)
-        if hasattr(self, "loudness"):
-            nn.init.ones_(self.loudness)
+        for name, value in (("loudness", 1.0), ("start", 0.0)):  # neither is there yet when GRUs are first reset
+            if getattr(self, name, None) is not None:
+                nn.init.constant_(getattr(self, name), value)
 
     def strain(self) -> Tensor:
         """‖WᵀW − I‖², Frobenius, of that matrix."""
         w = at_least_single(self.weight_hh_l0)
         return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
+
+    def first(self, x: Tensor) -> Tensor:
+        """The hidden state before a sequence begins (hidden,), for tokens x."""
+        return x.new_zeros(self.hidden_size) if self.start is None else self.start.to(x.dtype)
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:  # type: ignore[override]
         """Hidden states (B, T, hidden) after each token of x, given that before the first (B, hidden); x's dtype."""
@@ -141,7 +148,7 @@ class Recurrence(Drawn, nn.GRU):
             from_hidden = from_hidden * (self.norm * self.loudness.to(x.dtype) / from_hidden.norm())
         train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
         weights = [from_input, from_hidden, *biases]
-        return torch.gru(x, before.unsqueeze(0), weights, True, 1, 0.0, train, False, True)[0]
+        return torch.gru(x, before.unsqueeze(0).contiguous(), weights, True, 1, 0.0, train, False, True)[0]
 
 
 class Cursors(Drawn, nn.Module):
@@ -150,12 +157,13 @@ class Cursors(Drawn, nn.Module):
     Args:
         sizes: of each of these layers.
         layers: how many.
-        positions, width, cursors, hidden, copy, base, gamma, norm, noise: as for :class:`Prism`.
+        recurrence: the network.
+        positions, width, cursors, copy, base, gamma, noise: as for :class:`Prism`.
     """
 
     def __init__(
-        self, sizes: Sizes, layers: int, positions: int, width: int, cursors: int, hidden: int, copy: int, base: float,
-        gamma: float, norm: float | None, noise: float,
+        self, sizes: Sizes, layers: int, recurrence: Recurrence, positions: int, width: int, cursors: int, copy: int,
+        base: float, gamma: float, noise: float,
     ) -> None:  # fmt: skip
         super().__init__()
         self.positions, self.width, self.base, self.gamma = positions, width, base, gamma
@@ -169,7 +177,7 @@ class Cursors(Drawn, nn.Module):
         self.jumping = self.fixed * self.group
         self.walking_queries = math.prod(self.query_shape) - self.jumping
         self.walking = self.walking_queries + self.keys - self.fixed
-        self.recurrence = Recurrence(sizes.d_model, hidden, norm)
+        self.recurrence, hidden = recurrence, recurrence.hidden_size
         self.gates = Projection(hidden, 4 * (self.walking + self.jumping))
         self.sharpness = nn.Parameter(torch.empty(self.walking + self.jumping))  # γ = 1 + exp of it
         if self.jumping:
@@ -247,10 +255,10 @@ class Cursors(Drawn, nn.Module):
         return logits if silent else logits + self.noise * torch.randn_like(logits)
 
     def _recur(self, x: Tensor, context: Context) -> Tensor:
-        """Hidden states (B, T, hidden); zero before a sequence begins."""
-        recent = context.recent
+        """Hidden states (B, T, hidden)."""
+        recent, start = context.recent, self.recurrence.first(x)
         past = None if recent is None else recent.get("hidden")
-        before = x.new_zeros(len(x), self.recurrence.hidden_size) if past is None else past[:, -1]
+        before = start.expand(len(x), -1) if past is None else past[:, -1]
         waiting = 0 if recent is None else (-context.positions[:, :1]).clamp(0, x.shape[1])  # (B, 1) tokens of padding
         if isinstance(waiting, Tensor) and bool(waiting.any()):
             # Rows begin at their first token and end with what nobody reads; then they go back to where they were.
@@ -258,7 +266,7 @@ class Cursors(Drawn, nn.Module):
             rolled = x.gather(1, (order % x.shape[1]).unsqueeze(-1).expand_as(x))
             hidden = self.recurrence(rolled, before)
             back = (order - 2 * waiting).clamp(min=0).unsqueeze(-1).expand_as(hidden)
-            hidden = torch.where((context.positions >= 0).unsqueeze(-1), hidden.gather(1, back), 0.0)
+            hidden = torch.where((context.positions >= 0).unsqueeze(-1), hidden.gather(1, back), start)
         else:
             hidden = self.recurrence(x, before)
         if recent is not None:
@@ -318,6 +326,8 @@ class Prism(Encoding):
         content: what μ begins with, above 0 and below 1.
         orthogonality: how strongly training keeps the network's hidden-to-hidden matrix orthogonal.
         norm: what the Frobenius norm of that matrix is in place of that, times a factor that is learnt.
+        start: whether the network's first hidden state is learnt, or zero. A number that opens a row can then be as
+            one that follows a separator.
         noise: standard deviation of what is added to the logits of gates in training, so that cursors come to decide.
         modules: layers, counted from 0, that a module of cursors stands before; it serves all up to the next. Its
             input is that of the layer's attention.
@@ -337,6 +347,7 @@ class Prism(Encoding):
         content: float = 0.5,
         orthogonality: float = 1e-3,
         norm: float | None = None,
+        start: bool = False,
         noise: float = 0.0,
         modules: Sequence[int] = (0,),
     ) -> None:
@@ -353,6 +364,8 @@ class Prism(Encoding):
             raise ValueError(f"prism: expected content to be above 0 and below 1, got {content!r}")
         if norm is not None and not norm > 0:
             raise ValueError(f"prism: expected norm to be positive or None, got {norm!r}")
+        if not isinstance(start, bool):
+            raise ValueError(f"prism: expected start to be True or False, got {start!r}")
         if not 0 <= noise < math.inf:
             raise ValueError(f"prism: expected noise to be 0 or more, got {noise!r}")
         if width % 2:
@@ -372,7 +385,8 @@ class Prism(Encoding):
         self.cursors: Cursors | None = None
         if self.source == sizes.layer:
             served = min((layer for layer in modules if layer > sizes.layer), default=sizes.layers) - sizes.layer
-            self.cursors = Cursors(sizes, served, positions, width, cursors, hidden, copy, base, gamma, norm, noise)
+            recurrence = Recurrence(sizes.d_model, hidden, norm, start)
+            self.cursors = Cursors(sizes, served, recurrence, positions, width, cursors, copy, base, gamma, noise)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -2,6 +2,7 @@
 
     python -m deadreckon.lab.prism --task copy --encoding prism sinusoidal --device cuda --save results/copy
     python -m deadreckon.lab.prism --draw results/copy
+    python -m deadreckon.lab.prism --score results/copy/prism-0 --task copy --lengths 200 400
     python -m deadreckon.lab.prism --show results/copy/prism-0 --input 12345
 
 Sizes are the paper's: five layers of eight heads, tied embeddings, width 192 with PRISM and 512 with the baseline, the
@@ -111,6 +112,10 @@ class Settings:
         rows, _ = self.make_task(length).sample(100, length, torch.Generator().manual_seed(0))
         return -(-rows.shape[1] // 64) * 64
 
+    def score(self, model: dr.DeadReckonForCausalLM) -> dict[int, float]:
+        """Exact match by length."""
+        return {n: exact_match(model, self.make_task(n), n, count=self.count, batch_size=50) for n in self.lengths}
+
     def make_task(self, length: int = 1) -> Task:
         """The task; SCAN's longer commands are in another split."""
         if self.task == "scan":
@@ -146,15 +151,12 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
             continue
         seconds = time.perf_counter() - began
         tested.load_state_dict(model.state_dict())
-        exact = {
-            n: exact_match(tested, settings.make_task(n), n, count=settings.count, batch_size=50)
-            for n in settings.lengths
-        }
+        exact = settings.score(tested)
         loss = float(torch.stack(losses[-50:]).mean())
         losses.clear()
         results["evaluations"].append({"step": step.number, "seconds": seconds, "loss": loss, "exact": exact})
         results["best"] = best_by_length([one["exact"] for one in results["evaluations"]])
-        scores = "  ".join(f"{n}: {100 * share:.0f}" for n, share in exact.items())
+        scores = in_percent(exact, digits=0)
         print(f"{settings.task} {name}  step {step.number}  {seconds:.0f} s  loss {loss:.4f}  % {scores}", flush=True)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -165,10 +167,24 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
     return results
 
 
+def score(path: Path, given: argparse.Namespace) -> dict[int, float]:
+    """What a saved model makes of any lengths: its cursors get as many positions as these need."""
+    config = dr.DeadReckonConfig.from_pretrained(path)
+    settings = settings_of(given, config.encoding)
+    if config.encoding == "prism":
+        config.encoding_options["prism"]["positions"] = settings.positions
+    return settings.score(dr.DeadReckonForCausalLM.from_pretrained(path, config=config).to(given.device))
+
+
 def best_by_length(evaluations: Sequence[dict[int, float]]) -> dict[int, float]:
     """For each length the mean of the three best evaluations, or of all while there are fewer."""
     best = min(3, len(evaluations))
     return {n: mean_of_best([one[n] for one in evaluations], best) for n in evaluations[0]}
+
+
+def in_percent(shares: dict[int, float], digits: int = 1) -> str:
+    """By length, on one line."""
+    return "  ".join(f"{n}: {100 * share:.{digits}f}" for n, share in shares.items())
 
 
 def draw(folder: Path) -> Path:
@@ -232,6 +248,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--similarity", type=float, default=20.0, help="what α begins with (20)")
     parser.add_argument("--gamma", type=float, default=2.0, help="what γ begins with (2)")
     parser.add_argument("--content", type=float, default=0.5, help="what μ begins with (0.5)")
+    parser.add_argument("--start", action="store_true", help="learn the GRU's first hidden state, which else is 0")
     parser.add_argument("--norm", type=float, help="of the GRU's hidden-to-hidden matrix, in place of orthogonality")
     parser.add_argument(
         "--noise", type=float, nargs="+", default=[0.0], metavar="STD",
@@ -241,6 +258,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--save", type=Path, help="folder for results, models and a picture")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw saved results and stop")
+    parser.add_argument(
+        "--score", type=Path, metavar="MODEL", help="score a saved model at --lengths of --task, and stop"
+    )
     parser.add_argument("--show", type=Path, metavar="MODEL", help="draw what a saved model's cursors do, and stop")
     parser.add_argument("--input", default="12345", help="question to show, without its = (12345)")
     parser.add_argument("--layer", type=int, help="to show; by default what position matters most to, as are these:")
@@ -262,7 +282,7 @@ def settings_of(given: argparse.Namespace, encoding: str) -> Settings:
         learning_rate=given.learning_rate, betas=(0.9, given.beta2), weight_decay=given.weight_decay,
         warmup=min(100, given.steps), seed=given.seed, metric="exact",
     )  # fmt: skip
-    cursors = {name: getattr(given, name) for name in ("similarity", "gamma", "content", "norm")}
+    cursors = {name: getattr(given, name) for name in ("similarity", "gamma", "content", "norm", "start")}
     settings = Settings(
         task=given.task, encoding=encoding, longest=longest, pace=given.pace, lengths=tuple(given.lengths or usual),
         count=given.count, evaluations=given.evaluations, width=width, layers=given.layers, heads=given.heads,
@@ -289,10 +309,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{show(model, given.input, path, given.layer, given.head, given.cursor)}\nPicture: {path}")
         return
     check_device(given.device)
+    if given.score is not None:
+        print(f"{given.task} {given.score}: exact match, %  {in_percent(score(given.score, given))}")
+        return
     for encoding in given.encoding:
-        found = run(settings_of(given, encoding), given.device, given.save)
-        scores = "  ".join(f"{n}: {100 * share:.1f}" for n, share in found["best"].items())
-        print(f"{given.task} {encoding}: exact match, mean of the best evaluations, %  {scores}", flush=True)
+        best = in_percent(run(settings_of(given, encoding), given.device, given.save)["best"])
+        print(f"{given.task} {encoding}: exact match, mean of the best evaluations, %  {best}", flush=True)
     if given.save is not None:
         try:
             print(f"Picture: {draw(given.save)}")
