@@ -107,7 +107,8 @@ def test_exact_match_is_greedy_decoding() -> None:
 @pytest.mark.parametrize("encoding", ["rope", "path", "path-fox", "prism", "random-rotation", "sinusoidal"])
 def test_graphs_train_as_launches_do(encoding: str) -> None:
     """Two shapes of batches, of which the first comes back; what is drawn at random is the same too."""
-    options = {"prism": {"positions": 32, "width": 8, "hidden": 8}, "sinusoidal": {"shift": 16}}.get(encoding, {})
+    prism = {"positions": 32, "width": 8, "hidden": 8, "start": True}
+    options = {"prism": prism, "sinusoidal": {"shift": 16}}.get(encoding, {})
     curriculum = Curriculum(9, ((4, 3), (4, 9), (2, 3)), shortest=3)
     recipe = Recipe(encoding=encoding, encoding_options=options, steps=12, batch_size=64, curriculum=curriculum)
     losses = []
