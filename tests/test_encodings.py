@@ -271,3 +271,18 @@ def test_positions_added_to_embeddings() -> None:
     assert (places.diff() > 0.5).all()
     assert -0.5 < places.min() < places.max() < 999.5
     assert not torch.equal(drawn.embed(x, dr.Context.of(x)), drawn.embed(x, dr.Context.of(x)))
+
+
+def test_sinusoids_shift_in_training_only() -> None:
+    layer = dr.AttentionLayer(16, 2, "sinusoidal", encoding_options={"shift": 40, "gain": 1.0})
+    x = torch.zeros(300, 7, 16)
+    context = dr.Context.of(x)
+    still, moved = layer.eval().encoding.embed(x, context), layer.train().encoding.embed(x, context)
+    assert torch.equal(still, still[:1].expand_as(still))
+    long = dr.Context.of(torch.zeros(1, 47, 16))
+    table = layer.eval().encoding.embed(torch.zeros(1, 47, 16), long)[0]
+    begins = torch.cdist(moved[:, 0], table).argmin(1)  # the position of each row's first token
+    torch.testing.assert_close(moved, table[begins[:, None] + torch.arange(7)])
+    assert begins.min() == 0 and begins.max() == 40 and begins.unique().numel() == 41
+    with pytest.raises(ValueError, match="sinusoidal: expected shift to be an integer of 0 or more, got -1"):
+        dr.AttentionLayer(16, 2, "sinusoidal", encoding_options={"shift": -1})

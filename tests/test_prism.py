@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import deadreckon as dr
-from deadreckon.encodings.prism import COPY_WIDTH, Cursors, Prism, Recurrence, waves
-from deadreckon.lab.cursors import trace
+from deadreckon.cursors import COPY_WIDTH, Cursors, waves
+from deadreckon.encodings.prism import Prism
 
 SMALL = {"positions": 9, "width": 6, "cursors": 3, "hidden": 5}
 VOCABULARY = 13
@@ -114,19 +114,6 @@ def histograms(layer: dr.AttentionLayer, x: Tensor) -> tuple[dict[Any, list[Any]
             [float(p == min(t, cursors.positions - 1)) for p in range(cursors.positions)] for t in range(len(x))
         ]
     return found["query"], found["key"]
-
-
-@pytest.mark.parametrize(("dtype", "channels"), [(torch.float32, 32), (torch.float64, 48)])
-def test_waves_are_the_sinusoids_in_fewer_channels(dtype: torch.dtype, channels: int) -> None:
-    """All inner products, of which the largest is 170, as exactly as sums of 340 products are rounded."""
-    table = waves(64, 340, 10000.0, torch.device("cpu"), dtype)
-    phase = torch.arange(64, dtype=torch.float64)[:, None] * 10000 ** (-torch.arange(170, dtype=torch.float64) / 170)
-    full = torch.cat([phase.sin(), phase.cos()], dim=1)
-    assert table.shape == (64, channels)
-    assert waves(64, 340, 10000.0, torch.device("cpu"), dtype) is table
-    with torch.inference_mode():
-        assert not waves(5, 8, 100.0, torch.device("cpu"), dtype).is_inference()
-    assert (table.double() @ table.double().T - full @ full.T).abs().max() < 170 * 340**0.5 * torch.finfo(dtype).eps
 
 
 def test_compiled_layers_are_the_same() -> None:
@@ -254,42 +241,6 @@ def test_orthogonality_is_part_of_the_loss_in_training() -> None:
     torch.testing.assert_close(with_penalty - w.grad, pull, rtol=1e-3, atol=1e-5)
     assert plain.isfinite()
     assert make_model("rope").model.penalty() is None
-
-
-def test_recurrence_of_fixed_norm() -> None:
-    recurrence = Recurrence(6, 5, norm=0.3)
-    x, before = torch.randn(2, 7, 6), torch.zeros(2, 5)
-    with torch.no_grad():
-        recurrence.loudness.fill_(2)
-        w = recurrence.weight_hh_l0.clone()
-        plain = Recurrence(6, 5)
-        plain.load_state_dict({name: x for name, x in recurrence.state_dict().items() if name != "loudness"})
-        plain.weight_hh_l0.copy_(w * 2 * 0.3 / w.norm())
-        expected = plain(x, before)
-        for scale in (1, 50):
-            recurrence.weight_hh_l0.copy_(scale * w)
-            torch.testing.assert_close(recurrence(x, before), expected)
-    recurrence(x, before).sum().backward()
-    assert recurrence.loudness.grad is not None and recurrence.loudness.grad.abs() > 0
-    recurrence.reset_parameters()
-    assert recurrence.loudness == 1
-
-
-def test_the_first_hidden_state() -> None:
-    """It is a parameter only where it is asked for; training moves it from zero, and to begin anew is to forget it."""
-    plain, learnt = (cursors_of(dr.AttentionLayer(8, 2, "prism", encoding_options={"start": s})) for s in (False, True))
-    assert [set(learnt.state_dict()) - set(plain.state_dict())] == [{"recurrence.start"}]
-    x = torch.randn(2, 5, 8)
-    plain.load_state_dict({name: value for name, value in learnt.state_dict().items() if name != "recurrence.start"})
-    torch.testing.assert_close(learnt.read(x, dr.Context.of(x)), plain.read(x, dr.Context.of(x)), rtol=0, atol=0)
-    start = learnt.recurrence.start
-    assert start is not None
-    torch.nn.init.normal_(start)
-    assert not torch.allclose(
-        learnt.read(x, dr.Context.of(x)).reset.queries, plain.read(x, dr.Context.of(x)).reset.queries
-    )
-    learnt.recurrence.reset_parameters()
-    assert not start.any()
 
 
 def test_noise_is_for_training() -> None:
@@ -434,7 +385,7 @@ def test_kernels_serve_the_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     expected = run()
     for name in ("superpose", "histogram_filter"):
-        monkeypatch.setattr(f"deadreckon.encodings.prism.{name}", partial(getattr(dr, name), impl="triton"))
+        monkeypatch.setattr(f"deadreckon.cursors.{name}", partial(getattr(dr, name), impl="triton"))
     found = run()
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[1:], expected[1:], rtol=1e-3, atol=1e-4)
@@ -473,51 +424,3 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 def test_layers_before_the_first_module_say_so() -> None:
     with pytest.raises(ValueError, match="prism: expected a module of cursors before layer 0, got none; say where by"):
         make_model(modules=[1])(torch.zeros(1, 3, dtype=torch.int64))
-
-
-def test_traces_show_what_the_model_computes() -> None:
-    model, tokens = make_model(modules=[0, 2]).eval(), torch.randint(0, VOCABULARY, (1, 9))
-    for layer in range(3):
-        for head in range(4):
-            found = trace(model, tokens, 4, layer, head, 1)
-            attention = model.model.layers[layer].self_attn
-            heard: list[Tensor] = []
-            hooks = [
-                attention.o_proj.register_forward_pre_hook(lambda _, given, heard=heard: heard.append(given[0])),
-                attention.v_proj.register_forward_hook(lambda _, x, v, heard=heard: heard.append(v)),
-            ]
-            with torch.no_grad():
-                model(tokens)
-            for hook in hooks:
-                hook.remove()
-            v, output = heard[0].unflatten(-1, (2, -1)), heard[1].unflatten(-1, (4, -1))
-            torch.testing.assert_close(found.attention @ v[0, :, head // 2], output[0, :, head], rtol=0, atol=1e-5)
-            assert (found.layer, found.head, found.cursor) == (layer, head, 1)
-            for side in ("query", "key"):
-                assert found.gates[side].shape == (9, 4) and found.histograms[side].shape == (9, 9)
-                torch.testing.assert_close(found.gates[side][:, 1:].sum(-1), torch.ones(9))
-                assert torch.equal(found.histograms[side].argmax(-1), found.modes[side][:, 1])
-    with torch.no_grad():
-        model.model.layers[1].self_attn.encoding.alpha[2, 1] = -9.0
-    chosen = trace(model, tokens, 4)
-    assert (chosen.layer, chosen.head, chosen.cursor) == (1, 2, 1)
-    with pytest.raises(ValueError, match="head: expected 0 to 3, got 4"):
-        trace(model, tokens, 4, head=4)
-
-
-# The baseline ---------------------------------------------------------------------------------------------------------
-
-
-def test_sinusoids_shift_in_training_only() -> None:
-    layer = dr.AttentionLayer(16, 2, "sinusoidal", encoding_options={"shift": 40, "gain": 1.0})
-    x = torch.zeros(300, 7, 16)
-    context = dr.Context.of(x)
-    still, moved = layer.eval().encoding.embed(x, context), layer.train().encoding.embed(x, context)
-    assert torch.equal(still, still[:1].expand_as(still))
-    long = dr.Context.of(torch.zeros(1, 47, 16))
-    table = layer.eval().encoding.embed(torch.zeros(1, 47, 16), long)[0]
-    begins = torch.cdist(moved[:, 0], table).argmin(1)  # the position of each row's first token
-    torch.testing.assert_close(moved, table[begins[:, None] + torch.arange(7)])
-    assert begins.min() == 0 and begins.max() == 40 and begins.unique().numel() == 41
-    with pytest.raises(ValueError, match="sinusoidal: expected shift to be an integer of 0 or more, got -1"):
-        dr.AttentionLayer(16, 2, "sinusoidal", encoding_options={"shift": -1})

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from deadreckon.encodings.prism import Cursors
+import deadreckon as dr
+from deadreckon.cursors import Cursors
 from deadreckon.lab import prism as lab
-from deadreckon.lab.cursors import show
+from deadreckon.lab.cursors import show, trace
 from deadreckon.lab.evaluation import exact_match_by_length
 from deadreckon.lab.training import train
 
@@ -84,6 +87,43 @@ def test_runs_leave_results_pictures_and_a_model_to_show(tmp_path: Path, capsys:
         lab.main(["--draw", str(tmp_path / "prism-0")])
 
 
+def test_traces_show_what_the_model_computes() -> None:
+    """In each layer and head: where it looks follows from what it says, and gates and histograms are the pair's."""
+    torch.manual_seed(0)
+    small = {"positions": 9, "width": 6, "cursors": 3, "hidden": 5, "similarity": 5.0, "modules": [0, 2]}
+    config = dr.DeadReckonConfig(
+        encoding="prism", vocab_size=13, hidden_size=16, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, encoding_options={"prism": small},
+    )  # fmt: skip
+    model, tokens = dr.DeadReckonForCausalLM(config).eval(), torch.randint(0, 13, (1, 9))
+    for layer in range(3):
+        for head in range(4):
+            found = trace(model, tokens, 4, layer, head, 1)
+            attention = model.model.layers[layer].self_attn
+            heard: list[Tensor] = []
+            hooks = [
+                attention.o_proj.register_forward_pre_hook(lambda _, given, heard=heard: heard.append(given[0])),
+                attention.v_proj.register_forward_hook(lambda _, x, v, heard=heard: heard.append(v)),
+            ]
+            with torch.no_grad():
+                model(tokens)
+            for hook in hooks:
+                hook.remove()
+            v, output = heard[0].unflatten(-1, (2, -1)), heard[1].unflatten(-1, (4, -1))
+            torch.testing.assert_close(found.attention @ v[0, :, head // 2], output[0, :, head], rtol=0, atol=1e-5)
+            assert (found.layer, found.head, found.cursor) == (layer, head, 1)
+            for side in ("query", "key"):
+                assert found.gates[side].shape == (9, 4) and found.histograms[side].shape == (9, 9)
+                torch.testing.assert_close(found.gates[side][:, 1:].sum(-1), torch.ones(9))
+                assert torch.equal(found.histograms[side].argmax(-1), found.modes[side][:, 1])
+    with torch.no_grad():
+        model.model.layers[1].self_attn.encoding.alpha[2, 1] = -9.0
+    chosen = trace(model, tokens, 4)
+    assert (chosen.layer, chosen.head, chosen.cursor) == (1, 2, 1)
+    with pytest.raises(ValueError, match="head: expected 0 to 3, got 4"):
+        trace(model, tokens, 4, head=4)
+
+
 def test_copying_is_learnt_and_goes_beyond_the_lengths_of_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +138,13 @@ def test_copying_is_learnt_and_goes_beyond_the_lengths_of_training(
     assert show(model, "31415", tmp_path / "cursors.png") == "31415=31415."
     model.save_pretrained(tmp_path / "saved")
     lab.main(["--score", str(tmp_path / "saved"), "--task", "copy", "--count", "100", "--lengths", "5", "8", "40"])
-    scores = dict(re.findall(r"(\d+): ([\d.]+)", capsys.readouterr().out.rpartition("%")[2]))
+    scores = dict(re.findall(r"exact match at (\d+), of 100: ([\d.]+)%", capsys.readouterr().out))
     assert [float(scores[n]) for n in ("5", "8")] == pytest.approx([100 * found[n] for n in (5, 8)], abs=1)
     assert float(scores["40"]) <= float(scores["8"])
+    config = dr.DeadReckonConfig(encoding="nope", vocab_size=5, hidden_size=16, num_hidden_layers=1)
+    dr.DeadReckonForCausalLM(config).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="task: expected one of 5 tokens, as the model has, got 'copy'"):
+        lab.main(["--score", str(tmp_path / "other"), "--task", "copy"])
+    for action in ("--score", "--show"):
+        with pytest.raises(ValueError, match=r"model: expected a folder with config\.json, as save_pretrained"):
+            lab.main([action, str(tmp_path / "nowhere")])

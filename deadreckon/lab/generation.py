@@ -10,7 +10,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, TextStreamer
 
 import deadreckon as dr
-from deadreckon.lab.training import check_device
+from deadreckon.lab.training import check_device, check_model
 
 
 def run_generate(
@@ -18,8 +18,7 @@ def run_generate(
 ) -> str:
     """Continues the prompt with the model and tokenizer of a folder, and prints how fast it was."""
     check_device(device)
-    if not (Path(model) / "config.json").exists():
-        raise ValueError(f"model: expected a folder with config.json, as save_pretrained writes it, got {model!r}")
+    check_model(Path(model))
     if tokens < 1:
         raise ValueError(f"tokens: expected 1 or more, got {tokens}")
     if temperature < 0:

@@ -26,7 +26,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from deadreckon.lab.evaluation import exact_match, mean_of_best
 from deadreckon.lab.markdown import table
 from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.train import quiet_transformers
-from deadreckon.lab.training import check_device, train
+from deadreckon.lab.training import check_device, check_model, train
 from deadreckon.tasks import TASKS, Task
 from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum
 from deadreckon.tasks.scan import LONGEST_TRAINED, Scan
@@ -112,9 +112,10 @@ class Settings:
         rows, _ = self.make_task(length).sample(100, length, torch.Generator().manual_seed(0))
         return -(-rows.shape[1] // 64) * 64
 
-    def score(self, model: dr.DeadReckonForCausalLM) -> dict[int, float]:
-        """Exact match by length."""
-        return {n: exact_match(model, self.make_task(n), n, count=self.count, batch_size=50) for n in self.lengths}
+    def score(self, model: dr.DeadReckonForCausalLM) -> Iterator[tuple[int, float]]:
+        """Exact match at one length after the other."""
+        for n in self.lengths:
+            yield n, exact_match(model, self.make_task(n), n, count=self.count, batch_size=50)
 
     def make_task(self, length: int = 1) -> Task:
         """The task; SCAN's longer commands are in another split."""
@@ -151,7 +152,7 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
             continue
         seconds = time.perf_counter() - began
         tested.load_state_dict(model.state_dict())
-        exact = settings.score(tested)
+        exact = dict(settings.score(tested))
         loss = float(torch.stack(losses[-50:]).mean())
         losses.clear()
         results["evaluations"].append({"step": step.number, "seconds": seconds, "loss": loss, "exact": exact})
@@ -167,13 +168,16 @@ def run(settings: Settings, device: str, folder: Path | None) -> dict[str, Any]:
     return results
 
 
-def score(path: Path, given: argparse.Namespace) -> dict[int, float]:
-    """What a saved model makes of any lengths: its cursors get as many positions as these need."""
-    config = dr.DeadReckonConfig.from_pretrained(path)
+def score_saved(given: argparse.Namespace) -> Iterator[tuple[int, float]]:
+    """Exact match of a saved model at any lengths: its cursors get as many positions as these need."""
+    check_model(given.score)
+    config = dr.DeadReckonConfig.from_pretrained(given.score)
     settings = settings_of(given, config.encoding)
+    if config.vocab_size != settings.make_task().vocab_size:
+        raise ValueError(f"task: expected one of {config.vocab_size} tokens, as the model has, got {given.task!r}")
     if config.encoding == "prism":
         config.encoding_options["prism"]["positions"] = settings.positions
-    return settings.score(dr.DeadReckonForCausalLM.from_pretrained(path, config=config).to(given.device))
+    return settings.score(dr.DeadReckonForCausalLM.from_pretrained(given.score, config=config).to(given.device))
 
 
 def best_by_length(evaluations: Sequence[dict[int, float]]) -> dict[int, float]:
@@ -301,16 +305,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.draw is not None:
         print(f"Picture: {draw(given.draw)}")
         return
+    check_device(given.device)
     if given.show is not None:
         from deadreckon.lab.cursors import show
 
+        check_model(given.show)
         model = dr.DeadReckonForCausalLM.from_pretrained(given.show).to(given.device)
         path = (given.save or given.show) / "cursors.png"
         print(f"{show(model, given.input, path, given.layer, given.head, given.cursor)}\nPicture: {path}")
         return
-    check_device(given.device)
     if given.score is not None:
-        print(f"{given.task} {given.score}: exact match, %  {in_percent(score(given.score, given))}")
+        for length, share in score_saved(given):
+            print(
+                f"{given.task} {given.score}: exact match at {length}, of {given.count}: {100 * share:.1f}%", flush=True
+            )
         return
     for encoding in given.encoding:
         best = in_percent(run(settings_of(given, encoding), given.device, given.save)["best"])

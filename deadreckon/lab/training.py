@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,6 +28,14 @@ def check_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device: expected one that is here, got {name!r} ({str(error).splitlines()[0]})") from error
+
+
+def check_model(folder: Path) -> None:
+    """Says so if no model has been saved in a folder: from_pretrained would look for it elsewhere."""
+    if not (folder / "config.json").exists():
+        raise ValueError(
+            f"model: expected a folder with config.json, as save_pretrained writes it, got {str(folder)!r}"
+        )
 
 
 def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:

@@ -17,7 +17,7 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.probe.probe import run_probe
 from deadreckon.lab.probe.report import print_findings
-from deadreckon.lab.training import check_device
+from deadreckon.lab.training import check_device, check_model
 from deadreckon.tasks import TASKS
 
 
@@ -63,8 +63,7 @@ def main() -> None:
     chosen = parser.parse_args()
     try:
         check_device(chosen.device)
-        if not (chosen.model / "config.json").exists():
-            raise ValueError(f"model: expected a folder with config.json in it, got {str(chosen.model)!r}")
+        check_model(chosen.model)
         tokens, labels = read_data(chosen.data, chosen.model, chosen.rows, chosen.length, chosen.seed)
         model = dr.DeadReckonForCausalLM.from_pretrained(chosen.model).to(chosen.device)
         found = run_probe(
