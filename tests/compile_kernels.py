@@ -21,15 +21,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import deadreckon.fused.tree
-from deadreckon.blockwise.decode import attend_token
-from deadreckon.blockwise.past import Past
-from deadreckon.blockwise.stream import attend_stream
-from deadreckon.factors import Factors, Form, Householder, Rotation
-from deadreckon.fused import attend_fused
-from deadreckon.fused.decode import KernelDecoder
-from deadreckon.fused.histogram import filter_fused, superpose_fused
-from deadreckon.fused.power import attend_power
+import deadreckon.ops.triton.householder.tree
+from deadreckon.filters.triton import filter_fused, superpose_fused
+from deadreckon.ops.factors import Factors, Form, Householder, Rotation
+from deadreckon.ops.streaming.decode import attend_token
+from deadreckon.ops.streaming.fused import KernelDecoder
+from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.stream import attend_stream
+from deadreckon.ops.triton.attend import attend_fused
+from deadreckon.ops.triton.power.operator import attend_power
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
@@ -132,7 +132,7 @@ def call_power(
 
 
 JITFunction.run = compile_only  # type: ignore[method-assign]
-deadreckon.fused.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
+deadreckon.ops.triton.householder.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.bfloat16, 1100, 1, 128, "householder", False)
 call(torch.float32, 100, 2, 64, "householder", False)

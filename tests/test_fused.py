@@ -15,9 +15,9 @@ from cases import Case, relative_errors, run
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.kernels import gates
-from deadreckon.kernels.leaf import Frames
-from deadreckon.kernels.walk import Walk
+from deadreckon.ops.triton.gated import gates
+from deadreckon.ops.triton.householder.leaf import Frames
+from deadreckon.ops.triton.householder.walk import Walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = ("w", "beta", "angles", "log_gate")
@@ -107,14 +107,14 @@ def test_strong_gates_are_pruned_and_right(
     transport: str | None, monkeypatch: pytest.MonkeyPatch, short_walks: None
 ) -> None:
     """Gates that leave a few blocks in reach: what is skipped is much, and nobody misses it."""
-    monkeypatch.setattr("deadreckon.fused.operators.PRUNED", 1)
+    monkeypatch.setattr("deadreckon.ops.triton.gated.gates.PRUNED", 1)
     found: list[gates.Reach] = []
 
     def watched(*arguments: object) -> gates.Reach:
         found.append(gates.reach_of(*arguments))  # type: ignore[arg-type]
         return found[-1]
 
-    monkeypatch.setattr(f"deadreckon.fused.{transport or 'gated'}.reach_of", watched)
+    monkeypatch.setattr(f"deadreckon.ops.triton.{transport or 'gated'}.operator.reach_of", watched)
     case = Case(transport, "learned", length=500, batch=1, heads=1)
     leaves = {name: x.float().to(DEVICE) for name, x in case.inputs().items()}
     leaves["log_gate"] = leaves["log_gate"] * 10
@@ -157,7 +157,7 @@ def test_steps_that_grow_reach_farther() -> None:
 
 
 def test_gates_that_grow_are_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deadreckon.fused.operators.PRUNED", 1)
+    monkeypatch.setattr("deadreckon.ops.triton.gated.gates.PRUNED", 1)
     q, k, v = (torch.randn(1, 200, 1, 16, device=DEVICE) for _ in range(3))
     log_gate = torch.where(torch.arange(200, device=DEVICE) % 2 == 0, -40.0, 39.0).view(1, 200, 1)
     found = dr.attend(q, k, v, log_gate=log_gate, impl="triton")

@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deadreckon as dr
-from deadreckon.blockwise.decode import attend_token
-from deadreckon.blockwise.past import Past
-from deadreckon.blockwise.stream import attend_stream
-from deadreckon.fused import STREAM
-from deadreckon.fused.decode import KernelDecoder
-from deadreckon.kernels import frames
+from deadreckon.ops.streaming.decode import attend_token
+from deadreckon.ops.streaming.fused import STREAM, KernelDecoder
+from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.stream import attend_stream
+from deadreckon.ops.triton.householder import frames
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [

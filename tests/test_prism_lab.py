@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.cursors import Cursors
+from deadreckon.encodings.cursors import Cursors
 from deadreckon.lab import prism as lab
 from deadreckon.lab.cursors import show, trace
 from deadreckon.lab.evaluation import exact_match_by_length

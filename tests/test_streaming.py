@@ -13,12 +13,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import deadreckon as dr
-from deadreckon.attention import attend_next
-from deadreckon.blockwise.decode import TokenDecoder, attend_token
-from deadreckon.blockwise.past import Past
-from deadreckon.blockwise.stream import attend_stream
-from deadreckon.fused import STREAM
-from deadreckon.fused.decode import KernelDecoder
+from deadreckon.ops.attention import attend_next
+from deadreckon.ops.streaming.decode import TokenDecoder, attend_token
+from deadreckon.ops.streaming.fused import STREAM, KernelDecoder
+from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.stream import attend_stream
 
 VOCABULARY = 13
 DRAWN = ("random-rotation", "random-rotation-values", "randomized")  # afresh in each forward pass
@@ -74,8 +73,8 @@ def test_long_pieces_climb_by_kernels(gate: str | None) -> None:
 @pytest.mark.parametrize("gate", [None, "learned", "learned per key head"])
 def test_single_tokens(gate: str | None, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Across closings of segments, between longer pieces, after going back, and twice from one place."""
-    monkeypatch.setattr("deadreckon.blockwise.decode.ROOM", 128)
-    monkeypatch.setattr("deadreckon.fused.decode.SHORTEST", 64)
+    monkeypatch.setattr("deadreckon.ops.streaming.decode.ROOM", 128)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 64)
     case = Case("householder", gate, length=212, batch=2, heads=1, group=3)
     leaves = {name: x.float() for name, x in case.inputs().items()}
     expected = case.attend({name: x.double() for name, x in leaves.items()})
