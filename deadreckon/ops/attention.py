@@ -91,7 +91,7 @@ def attend(
             if reason is None:
                 from deadreckon.ops.triton.attend import attend_fused
 
-                return attend_fused(q, k, v, factors, scale, documents)
+                return attend_fused(q, k, v, factors, scale, cu_seqlens)
             if impl == "triton":
                 raise ValueError(f"impl: 'triton' needs {reason}")
         if impl in ("auto", "blockwise"):

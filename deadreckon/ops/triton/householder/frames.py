@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.gated.flash import Documents
 from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, mul_exact, padded, store_matrix, through, warps_for
 
 ROWS = 64  # of a tile
@@ -33,10 +34,24 @@ class Side(NamedTuple):
     step: int  # rows from one block to the next
 
 
+@triton.jit
+def _onward(p_bound, row, origin, rows, step, GROUP, QUERIES: tl.constexpr):
+    """Whether a document of this tile goes on beyond the block that its rows would cross.
+
+    Queries of a right block cross the left one: to keys before that, where their document begins (p_bound). Keys of a
+    left block cross the right one: to queries after that, where it ends.
+    """
+    if QUERIES:
+        return tl.load(p_bound + (origin + tl.minimum(tl.min(row, 0), rows - 1)) // GROUP) < (origin + rows - step) // GROUP
+    else:
+        return tl.load(p_bound + origin + tl.minimum(tl.max(row, 0), rows - 1)) > origin + step
+
+
 @triton.jit(do_not_specialize=["start", "count", "rows", "step", "first", "every", "CHUNKS"])
 def _cross(
-    p_x, p_kept, p_to, p_products, s_x, s_to, start, count, rows, step, s_products, first, every, CHUNKS,
-    TRANSPOSED: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    p_x, p_kept, p_to, p_products, p_bound, s_x, s_to, start, count, rows, step, s_products, first, every,
+    CHUNKS, GROUP,
+    TRANSPOSED: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     DTYPE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     i_chunk, i_block = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
@@ -54,13 +69,18 @@ def _cross(
         b_x = tl.load(p_x + offsets, mask=mask, other=0.0)
         if KEEP:
             tl.store(p_kept + offsets, b_x, mask=mask)
-        tl.store(p_to + offsets, through(b_x, b_p, TRANSPOSED, DTYPE).to(DTYPE), mask=mask)
+        onward = True
+        if PACKED:
+            onward = _onward(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)
+        if onward:
+            tl.store(p_to + offsets, through(b_x, b_p, TRANSPOSED, DTYPE).to(DTYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["start", "count", "rows", "step", "first", "CHUNKS"])
 def _cross_back(
-    p_grad, p_kept, p_fresh, p_outer, p_products, s_x, start, count, rows, step, s_products, first, CHUNKS,
-    TRANSPOSED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    p_grad, p_kept, p_fresh, p_outer, p_products, p_bound, s_x, start, count, rows, step, s_products, first,
+    CHUNKS, GROUP,
+    TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     DTYPE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of rows before they crossed, the block's own (fresh) added; and this chunk's part of P's gradient."""
@@ -77,14 +97,18 @@ def _cross_back(
         row = (i_chunk * TILES + tile) * BM + tl.arange(0, BM)
         mask = (row < rows)[:, None] & (channel < D)[None, :]
         offsets = row.to(tl.int64)[:, None] * D + channel[None, :]
-        b_grad = tl.load(p_grad + offsets, mask=mask, other=0.0)
-        b_kept = tl.load(p_kept + offsets, mask=mask, other=0.0)
-        if TRANSPOSED:  # rows crossed by x Pᵀ
-            b_outer += mul(tl.trans(b_grad), b_kept, DTYPE)
-        else:
-            b_outer += mul(tl.trans(b_kept), b_grad, DTYPE)
-        b_new = through(b_grad, b_p, not TRANSPOSED, DTYPE)
-        b_new += tl.load(p_fresh + offsets, mask=mask, other=0.0).to(tl.float32)
+        b_new = tl.load(p_fresh + offsets, mask=mask, other=0.0).to(tl.float32)
+        onward = True
+        if PACKED:
+            onward = _onward(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)
+        if onward:
+            b_grad = tl.load(p_grad + offsets, mask=mask, other=0.0)
+            b_kept = tl.load(p_kept + offsets, mask=mask, other=0.0)
+            if TRANSPOSED:  # rows crossed by x Pᵀ
+                b_outer += mul(tl.trans(b_grad), b_kept, DTYPE)
+            else:
+                b_outer += mul(tl.trans(b_kept), b_grad, DTYPE)
+            b_new += through(b_grad, b_p, not TRANSPOSED, DTYPE)
         tl.store(p_grad + offsets, b_new.to(DTYPE), mask=mask)
     store_matrix(p_outer + tl.program_id(0).to(tl.int64) * D * D, b_outer, D, BD)
 
@@ -163,13 +187,18 @@ def _chunks(side: Side, most: int = CHUNK) -> tuple[int, dict[str, int]]:
     return triton.cdiv(side.rows, ROWS * tiles), {"BM": ROWS, "TILES": tiles}
 
 
+def _bound(products: Tensor, documents: Documents | None, queries: bool) -> Tensor:
+    """Where documents begin, for queries that go back; where they end, for keys that go on."""
+    return products if documents is None else documents.start if queries else documents.end
+
+
 def cross(
     x: Tensor, products: Tensor, first: int, every: int, side: Side, transposed: bool,
-    to: Tensor | None = None, keep: bool = False,
+    to: Tensor | None = None, keep: bool = False, documents: Documents | None = None, group: int = 1,
 ) -> Tensor | None:  # fmt: skip
     """Rows of x (n, rows, D) cross the product of a block: x P, or x Pᵀ if transposed; in place, or into those of `to`.
 
-    The blocks' products are those from `first` on, one in `every`. Returns what the rows were before, (n, count, rows,
+    The blocks' products are those from `first` on, one in `every`. Rows whose documents end before what they would see stay as they are. Returns what the rows were before, (n, count, rows,
     D), if it shall be kept.
     """
     chunks, tiles = _chunks(side)
@@ -178,15 +207,17 @@ def cross(
     kept = x.new_empty(x.shape[0], side.blocks, side.rows, x.shape[-1]) if keep else None
     to = x if to is None else to
     _cross[(x.shape[0] * side.blocks * chunks,)](
-        x, x if kept is None else kept, to, products, x.stride(0), to.stride(0), *side, products.stride(0),
-        first, every, chunks, TRANSPOSED=transposed, KEEP=keep, **_sizes(x), **tiles, num_warps=4,
+        x, x if kept is None else kept, to, products, _bound(products, documents, transposed), x.stride(0),
+        to.stride(0), *side, products.stride(0), first, every, chunks, group,
+        TRANSPOSED=transposed, KEEP=keep, PACKED=documents is not None, **_sizes(x), **tiles, num_warps=4,
     )  # fmt: skip
     return kept
 
 
 def cross_back(
-    grad: Tensor, kept: Tensor, fresh: Tensor, products: Tensor, first: int, side: Side, transposed: bool
-) -> Tensor:
+    grad: Tensor, kept: Tensor, fresh: Tensor, products: Tensor, first: int, side: Side, transposed: bool,
+    documents: Documents | None = None, group: int = 1,
+) -> Tensor:  # fmt: skip
     """Takes grad (n, rows, D) back before the crossing and adds fresh (n, count, rows, D).
 
     Returns the products' gradients in parts, (n, count, parts, D, D) float32.
@@ -195,8 +226,8 @@ def cross_back(
     width = grad.shape[-1]
     outer = products.new_empty(grad.shape[0], side.blocks, chunks, width, width)
     _cross_back[(grad.shape[0] * side.blocks * chunks,)](
-        grad, kept, fresh, outer, products, grad.stride(0), *side, products.stride(0), first, chunks,
-        TRANSPOSED=transposed, **_sizes(grad), **tiles, num_warps=4, num_stages=2,
+        grad, kept, fresh, outer, products, _bound(products, documents, transposed), grad.stride(0), *side,
+        products.stride(0), first, chunks, group, TRANSPOSED=transposed, PACKED=documents is not None, **_sizes(grad), **tiles, num_warps=4, num_stages=2,
     )  # fmt: skip
     return outer
 

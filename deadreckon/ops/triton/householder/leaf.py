@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.triton.gated.flash import Sums
+from deadreckon.ops.triton.gated.flash import Documents, Sums
 from deadreckon.ops.triton.tiles import DTYPES, LOG2E, load_rows, mul, mul_exact, padded, store_tile
 
 
@@ -64,11 +64,11 @@ def _place(LEAVES):
 
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_forward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_frame_q, p_frame_k, p_values, p_products, p_inverse, p_out, p_lse, scale2,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_frame_q, p_frame_k, p_values, p_products, p_inverse, p_out, p_lse, scale2,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
     s_fq, s_fk, s_fv, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
-    GATED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     i_leaf, i_n = _place(LEAVES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
@@ -78,6 +78,9 @@ def _leaf_forward(
     channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
     lower = i_row[:, None] >= i_row[None, :]
     strict = i_row[:, None] > i_row[None, :]
+    visible = lower
+    if PACKED:  # routes into another document are computed with the others, and nobody looks
+        visible = lower & (tl.load(p_start + token)[:, None] <= token[None, :])
     b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD)
     b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
@@ -115,7 +118,7 @@ def _leaf_forward(
             b_left = tl.load(p_gate + token)
             b_s += tl.where(lower, b_left[None, :] - b_left[:, None], 0.0)
         at = i_n * s_fl + token * GROUP + g
-        b_s = tl.where(lower, b_s, float("-inf"))
+        b_s = tl.where(visible, b_s, float("-inf"))
         b_max = tl.max(b_s, 1)
         b_e = tl.exp2(b_s - b_max[:, None])
         b_sum = tl.sum(b_e, 1)
@@ -142,12 +145,12 @@ def sum_runs(b_total, runs, places, i_n, i_tile, row, channel, W: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_backward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_inverse, p_do, p_delta, p_own, p_by_query, p_by_key,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_inverse, p_do, p_delta, p_own, p_by_query, p_by_key,
     p_frame_dq, p_frame_dk, p_dp, runs, places, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
     s_fq, s_fk, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
-    GATED: tl.constexpr, FRAMES: tl.constexpr, RUNS: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     i_leaf, i_n = _place(LEAVES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
@@ -158,6 +161,9 @@ def _leaf_backward(
     m_to = m_token[:, None] & (channel < D)[None, :]
     lower = i_row[:, None] >= i_row[None, :]
     strict = i_row[:, None] > i_row[None, :]
+    visible = lower
+    if PACKED:
+        visible = lower & (tl.load(p_start + token)[:, None] <= token[None, :])
     square = i_row[:, None] * 64 + i_row[None, :]
     b_dv = sum_runs(tl.zeros([64, BE], tl.float32), runs, places, i_n, i_leaf, i_row, value_channel, E, BE, RUNS)
     b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD).to(DTYPE)
@@ -182,7 +188,7 @@ def _leaf_backward(
         if GATED:
             p_gate = p_left + (i_b * GATES + (i_h * GROUP + g) // (HEADS * GROUP // GATES)) * LEAVES * 64
             b_s += tl.load(p_gate + token)[None, :]  # those of the row are in its own term
-        b_e = tl.where(lower, tl.exp2(b_s + b_own[:, None]), 0.0)
+        b_e = tl.where(visible, tl.exp2(b_s + b_own[:, None]), 0.0)
         b_do = load_rows(p_do + i_n * s_fo + g * E, token, GROUP * E, value_channel, m_token, E, BE)
         b_dv += mul(tl.trans(b_e.to(DTYPE)), b_do, DTYPE)
         b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
@@ -265,6 +271,7 @@ class Leaves(NamedTuple):
     w: Tensor  # (B, T, H, D)
     beta: Tensor  # (B, T, H)
     sums: Sums | None
+    documents: Documents | None
     scale: float
     first: int
     taken: int
@@ -278,7 +285,8 @@ class Leaves(NamedTuple):
         return self.q.shape[2] // self.k.shape[2]
 
     def _inputs(self) -> tuple[Any, ...]:
-        return self.q, self.k, self.v, self.w, self.beta, self.beta if self.sums is None else self.sums.left
+        left = self.beta if self.sums is None else self.sums.left
+        return self.q, self.k, self.v, self.w, self.beta, left, left if self.documents is None else self.documents.start
 
     def _strides(self) -> tuple[int, ...]:
         return tuple(size for x in (self.q, self.k, self.v, self.w) for size in x.stride()[:3]) + self.beta.stride()
@@ -293,6 +301,7 @@ class Leaves(NamedTuple):
         return {
             "D": width, "E": value_width, "BD": padded(width), "BE": padded(value_width),
             "DTYPE": DTYPES[self.q.dtype], "GATED": self.sums is not None,
+            "PACKED": self.documents is not None,
         }  # fmt: skip
 
     def forward(self, frames: Frames | None, inverse: Tensor | None, out: Tensor, lse: Tensor) -> None:
