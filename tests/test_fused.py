@@ -200,10 +200,10 @@ def test_operators(transport: str | None, gate: str | None) -> None:
     leaves = {name: x.float().to(DEVICE).requires_grad_() for name, x in case.inputs().items()}
     log_gate = leaves.get("log_gate")
     if transport:
-        inputs = (*(leaves[name] for name in ("q", "k", "v", "w", "beta")), log_gate, 0.25, True)
+        inputs = (*(leaves[name] for name in ("q", "k", "v", "w", "beta")), log_gate, None, 0.25, True)
         operator = torch.ops.deadreckon.householder.default
     else:
-        inputs = (*(leaves[name] for name in ("q", "k", "v")), log_gate, 0.25)
+        inputs = (*(leaves[name] for name in ("q", "k", "v")), log_gate, None, 0.25)
         operator = torch.ops.deadreckon.gated.default
     torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
     compiled = torch.compile(lambda leaves: case.attend(leaves, impl="triton"), fullgraph=True, backend="aot_eager")

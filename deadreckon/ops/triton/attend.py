@@ -61,9 +61,7 @@ def have_room(q: Tensor, v: Tensor, factors: Factors) -> bool:
     return isinstance(score, Power) or max(q.shape[3], v.shape[3]) <= widest
 
 
-def attend_fused(
-    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None
-) -> Tensor:
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None) -> Tensor:
     """See :func:`deadreckon.attend`; the arguments are already checked, and there is no reason against."""
     transport, log_gate, score = factors
     q, scale = usual_scale(q, scale)

@@ -138,6 +138,9 @@ def _forward(
     b_start, inner = row, begin  # keys from `inner` on are of the same document as all rows
     if PACKED:
         b_start, begin, inner = _document_of(p_start, origin_q, origin_k, first_row, row, ROWS, begin, whole, BN)
+        if not CAUSAL:
+            if begin >= keys:  # no row looks here, and nobody asks
+                return
     b_acc = tl.zeros([BM, BE], tl.float32)
     b_max = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
@@ -244,6 +247,9 @@ def _query_gradients(
     b_start, inner = row, begin  # keys from `inner` on are of the same document as all rows
     if PACKED:
         b_start, begin, inner = _document_of(p_start, origin_q, origin_k, first_row, row, ROWS, begin, whole, BN)
+        if not CAUSAL:
+            if begin >= keys:  # no row looks here, and nobody asks
+                return
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_rows = tl.zeros([BM], tl.float32)
     if PACKED:
@@ -329,6 +335,9 @@ def _key_gradients(
         b_end = tl.load(p_end + origin_k + tl.minimum(key, last_key)) - origin_q
         oldest = tl.load(p_end + origin_k + first_key) - origin_q
         newest = tl.load(p_end + origin_k + last_key) - origin_q
+        if not CAUSAL:
+            if newest <= 0:
+                return
     for g in range(GROUP):
         i_g = tl.cast(g, tl.int64)
         i_stat = i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair * s_lp

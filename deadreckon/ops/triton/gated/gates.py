@@ -113,6 +113,7 @@ def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int
     ends = by_query - by_key
     if ends.shape[2] * heads != log_gate.shape[2]:
         ends = ends.sum(2, keepdim=True)
-    ends = ends.flip(1).cumsum(1, dtype=torch.float64).flip(1)  # long sums, of which little is left
-    ends = ends.unflatten(0, (log_gate.shape[0], heads)).transpose(1, 2).flatten(2, 3)
+    ends = ends.mT.contiguous()  # (B·H, G, T): a scan along the last dimension is many times as fast
+    ends = ends.flip(2).cumsum(2, dtype=torch.float64).flip(2)  # long sums, of which little is left
+    ends = ends.view(log_gate.shape[0], -1, ends.shape[2]).mT
     return ends[:, : log_gate.shape[1]].to(log_gate.dtype).contiguous()

@@ -25,8 +25,10 @@ def gated_forward(
     heads = k.shape[2]
     out, lse = results(q, k, v)
     with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, heads)
-        reach = reach_of(q, k, log_gate, sums.edge, scale) if sums is not None and pruned(k) else None
+        sums = reach = None
+        if log_gate is not None:
+            sums = gate_sums(log_gate, heads)
+            reach = reach_of(q, k, log_gate, sums.edge, scale) if pruned(k) else None
         flash_forward(
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
             reach=reach, documents=_documents(cu_seqlens, q),

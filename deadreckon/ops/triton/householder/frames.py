@@ -35,16 +35,30 @@ class Side(NamedTuple):
 
 
 @triton.jit
-def _onward(p_bound, row, origin, rows, step, GROUP, QUERIES: tl.constexpr):
-    """Whether a document of this tile goes on beyond the block that its rows would cross.
+def _related(p_bound, row, origin, rows, step, GROUP, QUERIES: tl.constexpr):
+    """Which rows' documents reach into the other block of the pair, and which beyond it; with p_bound where they do.
 
-    Queries of a right block cross the left one: to keys before that, where their document begins (p_bound). Keys of a
-    left block cross the right one: to queries after that, where it ends.
+    Queries of a right block look at the left one and cross it to what is before, where their document begins. Keys of a
+    left block are looked at from the right one and cross it to what is after, where it ends.
     """
+    row = tl.minimum(row, rows - 1)
     if QUERIES:
-        return tl.load(p_bound + (origin + tl.minimum(tl.min(row, 0), rows - 1)) // GROUP) < (origin + rows - step) // GROUP
+        b_bound = tl.load(p_bound + (origin + row) // GROUP)
+        return b_bound < origin // GROUP, b_bound < (origin + rows - step) // GROUP
     else:
-        return tl.load(p_bound + origin + tl.minimum(tl.max(row, 0), rows - 1)) > origin + step
+        b_bound = tl.load(p_bound + origin + row)
+        return b_bound > origin + rows, b_bound > origin + step
+
+
+@triton.jit
+def _kept(p_bound, row, origin, rows, GROUP, QUERIES: tl.constexpr):
+    """Whether dense attention loads this tile on its way back: it does so with up to 128 tokens at a time."""
+    if QUERIES:
+        first = tl.min(row, 0) // GROUP // 128 * 128
+        return tl.load(p_bound + origin // GROUP + tl.minimum(first, rows // GROUP - 1)) < origin // GROUP
+    else:
+        last = tl.max(row, 0) // 128 * 128 + 127
+        return tl.load(p_bound + origin + tl.minimum(last, rows - 1)) > origin + rows
 
 
 @triton.jit(do_not_specialize=["start", "count", "rows", "step", "first", "every", "CHUNKS"])
@@ -66,13 +80,20 @@ def _cross(
         row = (i_chunk * TILES + tile) * BM + tl.arange(0, BM)
         mask = (row < rows)[:, None] & (channel < D)[None, :]
         offsets = row.to(tl.int64)[:, None] * D + channel[None, :]
-        b_x = tl.load(p_x + offsets, mask=mask, other=0.0)
-        if KEEP:
-            tl.store(p_kept + offsets, b_x, mask=mask)
-        onward = True
         if PACKED:
-            onward = _onward(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)
-        if onward:
+            onward = tl.max(
+                _related(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)[1].to(tl.int32), 0
+            )
+            if KEEP:
+                if _kept(p_bound, row, start + i_pair * step, rows, GROUP, TRANSPOSED):
+                    tl.store(p_kept + offsets, tl.load(p_x + offsets, mask=mask, other=0.0), mask=mask)
+            if onward > 0:
+                b_x = tl.load(p_x + offsets, mask=mask, other=0.0)
+                tl.store(p_to + offsets, through(b_x, b_p, TRANSPOSED, DTYPE).to(DTYPE), mask=mask)
+        else:
+            b_x = tl.load(p_x + offsets, mask=mask, other=0.0)
+            if KEEP:
+                tl.store(p_kept + offsets, b_x, mask=mask)
             tl.store(p_to + offsets, through(b_x, b_p, TRANSPOSED, DTYPE).to(DTYPE), mask=mask)
 
 
@@ -97,11 +118,13 @@ def _cross_back(
         row = (i_chunk * TILES + tile) * BM + tl.arange(0, BM)
         mask = (row < rows)[:, None] & (channel < D)[None, :]
         offsets = row.to(tl.int64)[:, None] * D + channel[None, :]
-        b_new = tl.load(p_fresh + offsets, mask=mask, other=0.0).to(tl.float32)
-        onward = True
+        onward = 1
+        m_fresh = mask
         if PACKED:
-            onward = _onward(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)
-        if onward:
+            looks, beyond = _related(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)
+            m_fresh, onward = mask & looks[:, None], tl.max(beyond.to(tl.int32), 0)
+        b_new = tl.load(p_fresh + offsets, mask=m_fresh, other=0.0).to(tl.float32)
+        if onward > 0:
             b_grad = tl.load(p_grad + offsets, mask=mask, other=0.0)
             b_kept = tl.load(p_kept + offsets, mask=mask, other=0.0)
             if TRANSPOSED:  # rows crossed by x Pᵀ
@@ -153,8 +176,9 @@ def _multiply_back(
 
 @triton.jit(do_not_specialize=["rows", "boundary"])
 def _place(
-    p_x, p_fresh, s_x, boundary, rows, TILES, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BEFORE: tl.constexpr
-):
+    p_x, p_fresh, p_bound, s_x, boundary, rows, TILES, GROUP,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     i_tile, i_n = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     row = i_tile * BM + tl.arange(0, BM)
     channel = tl.arange(0, BD)
@@ -163,18 +187,24 @@ def _place(
         m_fresh, at, fresh_rows = row < boundary, row, boundary
     else:
         m_fresh, at, fresh_rows = row >= boundary, row - boundary, rows - boundary
+    if PACKED:
+        b_bound = tl.load(p_bound + tl.minimum(row, rows - 1) // GROUP)
+        m_fresh = m_fresh & ((b_bound > boundary) if BEFORE else (b_bound < boundary // GROUP))
     at = i_n * fresh_rows * D + at.to(tl.int64)[:, None] * D + channel[None, :]
     b_x = tl.load(p_fresh + at, mask=mask & m_fresh[:, None], other=0.0)
     tl.store(p_x + i_n * s_x + row.to(tl.int64)[:, None] * D + channel[None, :], b_x, mask=mask)
 
 
-def place(x: Tensor, fresh: Tensor, boundary: int, before: bool) -> None:
+def place(
+    x: Tensor, fresh: Tensor, boundary: int, before: bool, documents: Documents | None = None, group: int = 1
+) -> None:
     """Fills the rows of x (n, rows, D) before or from the boundary on with fresh ones, the others with zeros."""
     count, rows, width = x.shape
     tiles = triton.cdiv(rows, 128)
     _place[(count * tiles,)](
-        x, fresh, x.stride(0), boundary, rows, tiles, D=width, BD=padded(width), BM=128, BEFORE=before
-    )
+        x, fresh, _bound(x, documents, not before), x.stride(0), boundary, rows, tiles, group,
+        D=width, BD=padded(width), BM=128, BEFORE=before, PACKED=documents is not None,
+    )  # fmt: skip
 
 
 def _sizes(x: Tensor) -> dict[str, Any]:
@@ -187,9 +217,9 @@ def _chunks(side: Side, most: int = CHUNK) -> tuple[int, dict[str, int]]:
     return triton.cdiv(side.rows, ROWS * tiles), {"BM": ROWS, "TILES": tiles}
 
 
-def _bound(products: Tensor, documents: Documents | None, queries: bool) -> Tensor:
+def _bound(other: Tensor, documents: Documents | None, queries: bool) -> Tensor:
     """Where documents begin, for queries that go back; where they end, for keys that go on."""
-    return products if documents is None else documents.start if queries else documents.end
+    return other if documents is None else documents.start if queries else documents.end
 
 
 def cross(
@@ -198,8 +228,8 @@ def cross(
 ) -> Tensor | None:  # fmt: skip
     """Rows of x (n, rows, D) cross the product of a block: x P, or x Pᵀ if transposed; in place, or into those of `to`.
 
-    The blocks' products are those from `first` on, one in `every`. Rows whose documents end before what they would see stay as they are. Returns what the rows were before, (n, count, rows,
-    D), if it shall be kept.
+    The blocks' products are those from `first` on, one in `every`. Rows of documents that end before what they
+    would see stay as they are. Returns what the rows were before, (n, count, rows, D), if it shall be kept.
     """
     chunks, tiles = _chunks(side)
     if x.shape[0] * side.blocks * chunks < FEW:
@@ -227,7 +257,8 @@ def cross_back(
     outer = products.new_empty(grad.shape[0], side.blocks, chunks, width, width)
     _cross_back[(grad.shape[0] * side.blocks * chunks,)](
         grad, kept, fresh, outer, products, _bound(products, documents, transposed), grad.stride(0), *side,
-        products.stride(0), first, chunks, group, TRANSPOSED=transposed, PACKED=documents is not None, **_sizes(grad), **tiles, num_warps=4, num_stages=2,
+        products.stride(0), first, chunks, group,
+        TRANSPOSED=transposed, PACKED=documents is not None, **_sizes(grad), **tiles, num_warps=4, num_stages=2,
     )  # fmt: skip
     return outer
 

@@ -64,8 +64,8 @@ def _place(LEAVES):
 
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_forward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_frame_q, p_frame_k, p_values, p_products, p_inverse, p_out, p_lse, scale2,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_frame_q, p_frame_k, p_values, p_products, p_inverse,
+    p_out, p_lse, scale2, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
     s_fq, s_fk, s_fv, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
@@ -128,24 +128,31 @@ def _leaf_forward(
 
 
 @triton.jit
-def sum_runs(b_total, runs, places, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.constexpr, RUNS: tl.constexpr):
+def sum_runs(
+    b_total, runs, places, p_end, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.constexpr, RUNS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
     """Adds what each run has for this tile of 64 tokens, where it lies in the run's left blocks."""
+    if PACKED:
+        b_end = tl.load(p_end + i_tile * 64 + row)
     for r in tl.static_range(RUNS):
         p_x = runs[r]
         start, count, left, right = places[r]
         start, count, left, right = start // 16, count // 16, left // 16, right // 16
         at = i_tile * 64 - start
         i_pair, at = at // (left + right), at % (left + right)
-        inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left)
+        inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left) & (row >= 0)
+        if PACKED:  # keys that are looked at from the run's right blocks, of which the last run has none
+            inside = inside & ((b_end > start + i_pair * (left + right) + left) | (right == 0))
         offset = ((i_n * count + i_pair) * left + at) * W
         # A mask rather than a branch: the loads of all runs are under way at once.
-        b_total += load_rows(p_x + offset, row, W, channel, (row >= 0) & inside, W, BW).to(tl.float32)
+        b_total += load_rows(p_x + offset, row, W, channel, inside, W, BW).to(tl.float32)
     return b_total
 
 
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_backward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_inverse, p_do, p_delta, p_own, p_by_query, p_by_key,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_inverse, p_do, p_delta, p_own, p_by_query, p_by_key,
     p_frame_dq, p_frame_dk, p_dp, runs, places, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
     s_fq, s_fk, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
@@ -165,7 +172,9 @@ def _leaf_backward(
     if PACKED:
         visible = lower & (tl.load(p_start + token)[:, None] <= token[None, :])
     square = i_row[:, None] * 64 + i_row[None, :]
-    b_dv = sum_runs(tl.zeros([64, BE], tl.float32), runs, places, i_n, i_leaf, i_row, value_channel, E, BE, RUNS)
+    b_dv = sum_runs(
+        tl.zeros([64, BE], tl.float32), runs, places, p_end, i_n, i_leaf, i_row, value_channel, E, BE, RUNS, PACKED
+    )
     b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD).to(DTYPE)
     b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
@@ -286,7 +295,7 @@ class Leaves(NamedTuple):
 
     def _inputs(self) -> tuple[Any, ...]:
         left = self.beta if self.sums is None else self.sums.left
-        return self.q, self.k, self.v, self.w, self.beta, left, left if self.documents is None else self.documents.start
+        return self.q, self.k, self.v, self.w, self.beta, left, *(self.documents or (left, left))
 
     def _strides(self) -> tuple[int, ...]:
         return tuple(size for x in (self.q, self.k, self.v, self.w) for size in x.stride()[:3]) + self.beta.stride()

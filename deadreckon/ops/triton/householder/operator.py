@@ -122,7 +122,8 @@ def _(
 @torch.library.custom_op("deadreckon::householder_backward", mutates_args=())
 def householder_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
-    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor,
+    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor,
+    keys: Tensor, values: Tensor, products: Tensor,
     inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta and, if there is one, log_gate."""
@@ -144,7 +145,8 @@ def householder_backward(
 @householder_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
-    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor,
+    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor,
+    keys: Tensor, values: Tensor, products: Tensor,
     inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     return gradients_for(q, k, v, w, beta, *([] if log_gate is None else [log_gate]))

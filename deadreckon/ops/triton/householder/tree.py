@@ -205,7 +205,7 @@ class Tree:
             if closed:
                 closed.take_leaves(self.frames)
             parts = above.ascend(closed, to_top) if above else []
-        merge(part, lse, parts, out, row, self.leaves.first)
+        merge(part, lse, parts, out, row, self.leaves.first, self.leaves.documents)
         return above.frames.queries if above and to_top else None
 
     def descend(self, out: Tensor, grad: Tensor, lse: Tensor, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -305,8 +305,8 @@ class Blocks:
                 fresh_q, fresh_k, fresh_v = self.dense.backward(run, q, k, rows)
                 parts.append((fresh_v, run))
                 if at_top:  # one pair of blocks
-                    place(grad_q.flatten(1, 2), fresh_q, run.left * self.group, before=False)
-                    place(grad_k, fresh_k, run.left, before=True)
+                    place(grad_q.flatten(1, 2), fresh_q, run.left * self.group, False, documents, self.group)
+                    place(grad_k, fresh_k, run.left, True, documents)
                     continue
                 queries, keys = self.sides(run)
                 outer_q = cross_back(

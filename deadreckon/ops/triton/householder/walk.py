@@ -303,7 +303,8 @@ class Walk:
         """Adds a block's keys to out (n, T, G, E) and lse (n, T, G) of leaves; puts queries at its start in `to`."""
         some = self.frames.queries
         _walk_forward[(self.count * self.leaves * self.group,)](
-            *self.frames, *self.gates, self.documents.start, out, lse, some if to is None else to, some, self.scale * LOG2E, *self.steps,
+            *self.frames, *self.gates, self.documents.start, out, lse, some if to is None else to, some,
+            self.scale * LOG2E, *self.steps,
             out.stride(0), lse.stride(0), 0 if to is None else to.stride(0), *self.sizes,
             **self.flags, ONWARD=to is not None, BACK=False, num_stages=2 if self.narrow["BD"] == 64 else 1,
         )  # fmt: skip
@@ -313,7 +314,8 @@ class Walk:
         q = self.frames.queries
         passing = q.new_empty(self.count, self.blocks * PASSED, self.group, LEAF, q.shape[3])
         _walk_forward[(self.count * self.leaves * self.group,)](
-            *self.frames, *self.gates, self.documents.start, q, self.frames.products, q if to is None else to, passing, self.scale * LOG2E,
+            *self.frames, *self.gates, self.documents.start, q, self.frames.products, q if to is None else to,
+            passing, self.scale * LOG2E,
             *self.steps, 0, 0, 0 if to is None else to.stride(0), *self.sizes,
             **self.flags, ONWARD=to is not None, BACK=True, num_stages=1,
         )  # fmt: skip
@@ -331,7 +333,8 @@ class Walk:
         steps = (*self.steps[1:], back.grad.stride(0), back.delta.stride(0))
         flags = {**self.flags, "ONWARD": suffixes is not None}
         _walk_back[(self.count * self.leaves * self.group,)](
-            k, v, products, *self.gates, self.documents.start, back.grad, back.delta, back.own, grad_q, passing, passing_grad, back.by_query,
+            k, v, products, *self.gates, self.documents.start, back.grad, back.delta, back.own, grad_q,
+            passing, passing_grad, back.by_query,
             self.scale, self.scale * LOG2E, *steps, grad_q.stride(0), *self.sizes, **flags, num_stages=1,
         )  # fmt: skip
         _gather[(self.count * self.leaves,)](
