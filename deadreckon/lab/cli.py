@@ -14,6 +14,8 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
 
+from deadreckon.lab.bench.flags import Attention, Benchmark
+
 Size = Literal["tiny", "small", "paper"]
 
 
@@ -222,41 +224,11 @@ def probe(
     console.print(f"Saved: {folder}", highlight=False)
 
 
-def bench(
-    device: Literal["cpu", "cuda"] = "cpu",
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
-    batch: int = 1,
-    heads: int = 4,
-    head_dim: int = 64,
-    shapes: tuple[str, ...] = (),
-    rounds: int = 5,
-    only: str = "",
-    save: Path | None = None,
-    profile: bool = False,
-) -> None:
-    """Time every mechanism beside other people's attention in one run, with peak memory, as ratios.
+def bench(benchmark: Annotated[Benchmark, tyro.conf.arg(name="")] = Attention()) -> None:  # noqa: B008
+    """Time ours beside what else there is, after checking it: attention unless another is named."""
+    from importlib import import_module
 
-    The baseline is PyTorch's causal attention on a CPU, and RoPE with FlashAttention-2 on a GPU, where
-    flash-linear-attention and the FoX authors' kernel run too, if installed. Each mechanism is checked against the
-    float64 definition before anything is timed; the errors of the others are shown.
-
-    Args:
-        device: where to run; float32 on a CPU, bfloat16 on a GPU.
-        lengths: sequence lengths T.
-        batch: B.
-        heads: H.
-        head_dim: D.
-        shapes: in place of these four, any of BxTxHxD, such as 32x4096x32x64.
-        rounds: timings of each case; the best counts on a CPU, which others may share, and the median on a GPU.
-        only: names to run beside the baseline, separated by commas: "PaTH,fla PaTH".
-        save: also write the tables as Markdown.
-        profile: also show where the time of ours goes: kernels on a GPU, operators on a CPU.
-    """
-    from deadreckon.lab.bench import run_bench
-    from deadreckon.lab.cases import Shape
-
-    chosen = [Shape.parse(shape) for shape in shapes] or [Shape(batch, n, heads, head_dim) for n in lengths]
-    run_bench(device, tuple(chosen), rounds, only, save, profile)
+    import_module(f"deadreckon.lab.bench.{benchmark.name}").run(benchmark)
 
 
 def generate(
