@@ -178,8 +178,17 @@ def report(
 def probe(
     run: Path,
     /,
+    data: str = "",
     length: int = 0,
     rows: int = 4,
+    trained: int = 0,
+    window: int = 0,
+    queries: int = 32,
+    cursors: bool = False,
+    question: str = "",
+    layer: int | None = None,
+    head: int | None = None,
+    cursor: int | None = None,
     checkpoint: Literal["last", "best"] = "last",
     seed: int = 0,
     device: str = "cpu",
@@ -189,38 +198,43 @@ def probe(
 
     For each layer and head: how fast the mean of routes fades with their length, the attention that goes to far tokens
     beside the theory's lower bound, what their values add up to; and the range that follows, beside the one measured.
+    With --cursors, how PRISM's cursors move while the model answers a question.
 
     Args:
-        run: folder of a run.
+        run: folder of a run, or of a model as save_pretrained writes it.
+        data: what to read, a task or a text file; by default what the run was trained on.
         length: of the sequences to look at; by default four times the training length.
         rows: how many of them.
+        trained: tokens of a training sequence; by default those of the run.
+        window: tokens after which a token is far; by default each head's own.
+        queries: looked at in each sequence.
+        cursors: draw cursors.png instead.
+        question: to answer, without its =; by default one of the task, as long as in training.
+        layer: to draw; by default the one that position matters most to, and so on.
+        head: to draw.
+        cursor: to draw.
         checkpoint: the last weights, or those that did best while training.
         seed: of the sequences.
         device: cpu, cuda, …
-        output: folder for probe.json and probe.png; by default `probe` in that of the run.
+        output: folder for probe.json and probe.png, or cursors.png; by default `probe` in that of the run.
     """
-    import torch
-
     from deadreckon.lab.probe import run_probe
     from deadreckon.lab.probe.report import print_findings
-    from deadreckon.lab.runs import Run
-    from deadreckon.lab.train import quiet_transformers
-    from deadreckon.lab.training import check_device
+    from deadreckon.lab.probe.source import Source
 
-    check_device(device)
-    if rows < 1:
-        raise ValueError(f"rows: expected 1 or more, got {rows}")
-    found, console, folder = Run(run), Console(), output or run / "probe"
-    recipe, task = found.recipe, found.recipe.make_task()
-    generator = torch.Generator().manual_seed(seed)
-    trained = task.sample(1, recipe.length, generator)[0].shape[1]
-    tokens, labels = task.sample(rows, length or 4 * recipe.length, generator)
-    text = recipe.metric == "perplexity"  # every token is scored: no labels needed
-    with quiet_transformers():
-        model = found.load(checkpoint, device)
-    print_findings(
-        run_probe(model, tokens, folder, labels=None if text else labels, trained=trained, seed=seed), console
-    )
+    console, folder, source = Console(), output or run / "probe", Source(run, checkpoint, device)
+    if cursors:
+        from deadreckon.lab.probe.cursors_picture import show
+
+        asked = question or source.question(data, length, seed)
+        console.print(show(source.model, asked, folder / "cursors.png", layer, head, cursor), highlight=False)
+    else:
+        tokens, labels, usual = source.rows(data, rows, length, seed)
+        found = run_probe(
+            source.model, tokens, folder, labels=labels, trained=trained or usual, window=window or None,
+            queries=queries, seed=seed,
+        )  # fmt: skip
+        print_findings(found, console)
     console.print(f"Saved: {folder}", highlight=False)
 
 

@@ -1,10 +1,10 @@
 """The theory of "Why Do Accumulated Transformations Extrapolate?" made measurable on a trained model.
 
     findings = run_probe(model, tokens, Path("probe"))
-    python -m deadreckon.lab.probe MODEL_FOLDER --data flip-flop --length 512 --trained 128 --out probe
 
-`theory` has the paper's closed forms and bounds, `transport` estimates means of routes, `attention` looks at a few
-queries, `layers` makes a head's findings of both, and `reach` says how long a context that bears.
+`deadreckon probe` does that for the model of a run. `theory` has the paper's closed forms and bounds, `transport`
+estimates means of routes, `attention` looks at a few queries, `layers` makes a head's findings of both, and `reach`
+says how long a context that bears. Apart from these, `cursors` reads what PRISM's cursors do.
 """
 
 from __future__ import annotations
