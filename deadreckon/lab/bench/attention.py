@@ -117,28 +117,23 @@ def parts(method: Method, shape: Shape, device: str) -> list[Row]:
     return [*rows, ["all", milliseconds(whole), "", ""]]
 
 
-def line_up(device: str, packed: bool) -> dict[str, Method]:
+def everyone(device: str, packed: bool) -> dict[str, Method]:
     """Ours and the rivals that are installed, by kind."""
     kinds = cases.PACKED if packed else {name: name for name in cases.CASES}
     ours = {name: Method(partial(cases.attend, kind, "auto"), kind, "deadreckon") for name, kind in kinds.items()}
-    everyone, order = {**installed(rivals_on(device, packed)), **ours}, list(cases.KINDS)
-    return dict(sorted(everyone.items(), key=lambda one: order.index(one[1].kind)))
+    found, order = {**installed(rivals_on(device, packed)), **ours}, list(cases.KINDS)
+    return dict(sorted(found.items(), key=lambda one: order.index(one[1].kind)))
 
 
-def chosen_from(line_ups: dict[bool, dict[str, Method]], only: str, device: str) -> dict[bool, dict[str, Method]]:
+def line_up(device: str, packed: bool, only: str = "") -> dict[str, Method]:
     """All, or those that `only` names, and always the baseline."""
     wanted = {name.strip().lower() for name in only.split(",") if name.strip()}
-    names = dict.fromkeys(name for methods in line_ups.values() for name in methods)
-    strangers = wanted - {name.lower() for name in names}
+    known = everyone(device, False) | everyone(device, True)
+    strangers = wanted - {name.lower() for name in known}
     if strangers:
-        raise ValueError(f"only: expected names among {', '.join(names)}; got {', '.join(sorted(strangers))}")
-    return {
-        packed: {
-            name: method for name, method in methods.items()
-            if not wanted or name.lower() in wanted or name == next(iter(rivals_on(device, packed)))
-        }
-        for packed, methods in line_ups.items()
-    }  # fmt: skip
+        raise ValueError(f"only: expected names among {', '.join(known)}; got {', '.join(sorted(strangers))}")
+    wanted |= {next(iter(rivals_on(device, packed))).lower()} if wanted else set()
+    return {name: one for name, one in everyone(device, packed).items() if not wanted or name.lower() in wanted}
 
 
 def _checked(method: Method, what: Checked, device: str) -> dict[str, float] | str:
@@ -199,8 +194,7 @@ def run(flags: Attention) -> dict[Shape, Found]:
     device, shapes = flags.device, shapes_of(flags)
     page = Page(flags, "Attention", ("triton", "fla-core"))
     kinds = dict.fromkeys((shape.width, bool(shape.documents)) for shape in shapes)
-    line_ups = {packed: line_up(device, packed) for _, packed in kinds}
-    line_ups = chosen_from(line_ups, flags.only, device)
+    line_ups = {packed: line_up(device, packed, flags.only) for _, packed in kinds}
     errors = check_all(line_ups, kinds, device, (os.cpu_count() or 1) if device == "cuda" else 1)
     page.note(*notes(device, list(line_ups)))
     found = dict[Shape, Found]()

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import deadreckon as dr
-from deadreckon.lab.bench.cases import DTYPES
+from deadreckon.lab.bench.cases import DTYPES, Inputs, Shape, make_inputs
 from deadreckon.lab.bench.flags import Decode
 from deadreckon.lab.bench.page import Page, Row, microseconds, milliseconds, ratio
 from deadreckon.lab.bench.rivals import rotate
 from deadreckon.lab.bench.timing import repeated, seconds_per_step
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 64
+WEAK = 0.02  # gates forget half in some thousands of tokens
 LONGEST_CHECKED = 8192
 STEPS = 256  # tokens that are timed, after as many that are not: each has two closings of a segment
 CACHES = {"cpu": (1024,), "cuda": (4096, 32768, 131072)}
@@ -49,27 +51,19 @@ class Rope:
         return 2 * self.keys.nbytes
 
 
-class Inputs:
-    """Random tokens of one sequence, as attention gets them."""
+Piece = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # q, k and v, and factors
 
-    def __init__(self, length: int, gated: bool, dtype: torch.dtype, device: str) -> None:
-        generator = torch.Generator(device).manual_seed(0)
 
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(1, length, *shape, generator=generator, device=device)
+def piece_of(x: Inputs, gated: bool, tokens: slice, batch: int = 1) -> Piece:
+    """Some tokens of a sequence, the same in all of a batch."""
 
-        self.q, self.k, self.v = (draw(heads, WIDTH).to(dtype) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
-        self.w, self.beta = normalize(draw(KEY_HEADS, WIDTH), dim=-1), 2 * draw(KEY_HEADS).sigmoid()
-        self.gate = logsigmoid(draw(HEADS) + 9) if gated else None  # half is forgotten in some thousands of tokens
+    def some(name: str, heads: int) -> Tensor:
+        part = x[name].detach()[:, tokens, :heads]
+        return part.expand(batch, *[-1] * (part.dim() - 1)).contiguous()
 
-    def piece(self, tokens: slice, batch: int = 1) -> tuple[tuple[Tensor, Tensor, Tensor], dr.Factors]:
-        """Some of the tokens, the same in every sequence."""
-        q, k, v, w, beta = (
-            x[:, tokens].expand(batch, *[-1] * (x.dim() - 1)).contiguous()
-            for x in (self.q, self.k, self.v, self.w, self.beta)
-        )
-        gate = None if self.gate is None else self.gate[:, tokens].expand(batch, -1, -1).contiguous()
-        return (q, k, v), dr.Factors(dr.Householder(w, beta), gate)
+    steps = dr.Householder(some("w", KEY_HEADS), some("beta", KEY_HEADS))
+    factors = {"transport": steps, "log_gate": some("log_gate", HEADS) if gated else None}
+    return (some("q", HEADS), some("k", KEY_HEADS), some("v", KEY_HEADS)), factors
 
 
 def held_by(past: dr.Past) -> int:
@@ -81,26 +75,25 @@ def held_by(past: dr.Past) -> int:
 def measure(batch: int, length: int, gated: bool, device: str) -> tuple[float, float, float, float]:
     """Seconds of a token with RoPE and with PaTH, PaTH's bytes over RoPE's, the error of the last against one pass."""
     end = length + 2 * STEPS
-    tokens = Inputs(end, gated, DTYPES[device], device)
-    past = dr.Past()
+    past, piece = dr.Past(), partial(piece_of, make_inputs(Shape(1, end, HEADS, WIDTH), device, WEAK), gated)
     for start in range(0, length, LONGEST_CHECKED):  # in pieces, to keep what a piece needs small
-        (q, k, v), factors = tokens.piece(slice(start, min(start + LONGEST_CHECKED, length)))
-        dr.attend_next(q, k, v, **factors._asdict(), past=past)
+        (q, k, v), factors = piece(slice(start, min(start + LONGEST_CHECKED, length)))
+        dr.attend_next(q, k, v, **factors, past=past)
     past = past.map(1, lambda x: x.expand(batch, *[-1] * (x.dim() - 1)).contiguous())
-    pieces = [tokens.piece(slice(place, place + 1), batch) for place in range(length, end)]
+    pieces = [piece(slice(place, place + 1), batch) for place in range(length, end)]
     outputs = list[Tensor]()
 
     def path(number: int) -> None:
         (q, k, v), factors = pieces[number]
-        outputs.append(dr.attend_next(q, k, v, **factors._asdict(), past=past))
+        outputs.append(dr.attend_next(q, k, v, **factors, past=past))
 
     ours = seconds_per_step(path, STEPS, device)
     rope = Rope(batch, end, DTYPES[device], device)
     theirs = seconds_per_step(lambda number: rope.step(*pieces[number][0], length + number), STEPS, device)
     error = 0.0
     if length <= LONGEST_CHECKED:  # longer ones in one pass take long
-        (q, k, v), factors = tokens.piece(slice(None))
-        exact = dr.attend_next(q, k, v, **factors._asdict(), past=dr.Past())[:, length:].double()
+        (q, k, v), factors = piece(slice(None))
+        exact = dr.attend_next(q, k, v, **factors, past=dr.Past())[:, length:].double()
         error = float((torch.cat(outputs, dim=1)[:1].double() - exact).norm() / exact.norm())
     return theirs, ours, held_by(past) / rope.bytes(), error
 
@@ -108,10 +101,9 @@ def measure(batch: int, length: int, gated: bool, device: str) -> tuple[float, f
 @torch.no_grad()
 def prefill(length: int, gated: bool, device: str) -> tuple[float, float]:
     """Seconds of attention as in training, forward only, and of the same that leaves a cache."""
-    (q, k, v), factors = Inputs(length, gated, DTYPES[device], device).piece(slice(None))
-    alone = partial(dr.attend, q, k, v, **factors._asdict())
-    filling = lambda: dr.attend_next(q, k, v, **factors._asdict(), past=dr.Past())  # noqa: E731
-    return repeated(alone, 11, device), repeated(filling, 11, device)
+    (q, k, v), factors = piece_of(make_inputs(Shape(1, length, HEADS, WIDTH), device, WEAK), gated, slice(None))
+    alone = repeated(lambda: dr.attend(q, k, v, **factors), 11, device)
+    return alone, repeated(lambda: dr.attend_next(q, k, v, **factors, past=dr.Past()), 11, device)
 
 
 def run(flags: Decode) -> None:
