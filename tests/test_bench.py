@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
@@ -105,6 +107,12 @@ def test_commands_give_the_flags_back(flags: Any, monkeypatch: pytest.MonkeyPatc
     for chosen in (given, flags()):
         run_cli(monkeypatch, *shlex.split(chosen.command())[1:])
         assert seen.pop() == chosen
+
+
+def test_flags_are_light() -> None:
+    """The command line reads them whatever it is asked for."""
+    code = "import sys, deadreckon.lab.bench.flags; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_bench_alone_is_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:

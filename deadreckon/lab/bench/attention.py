@@ -210,7 +210,7 @@ def run(flags: Attention) -> dict[Shape, Found]:
             sound = {name: method for name, method in methods.items() if name not in failures}
             timed = measure(sound, shape, flags.rounds, device) | failures
             found[shape] = {name: timed[name] for name in methods}
-            base = found[shape][next(iter(rivals_on(device, bool(shape.documents))))]
+            base = found[shape].get(next(iter(rivals_on(device, bool(shape.documents)))), "not installed")
             remarks = reach(shape, methods, device)
             for name in methods:
                 cells = row(name, found[shape], base, allowed[name], with_fla, remarks.get(name, ""))

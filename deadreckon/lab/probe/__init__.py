@@ -9,22 +9,8 @@ says how long a context that bears. Apart from these, `cursors` reads what PRISM
 
 from __future__ import annotations
 
-from deadreckon.lab.probe.findings import Findings, Head, Mass, Mixing, Reach, Scores, Values
+from deadreckon.lab.probe.findings import Findings
 from deadreckon.lab.probe.probe import run_probe
-from deadreckon.lab.probe.transport import Decay, MeanTransport, fit_decay, mean_gates, mean_transport
+from deadreckon.lab.probe.transport import fit_decay, mean_gates, mean_transport
 
-__all__ = [
-    "Decay",
-    "Findings",
-    "Head",
-    "Mass",
-    "MeanTransport",
-    "Mixing",
-    "Reach",
-    "Scores",
-    "Values",
-    "fit_decay",
-    "mean_gates",
-    "mean_transport",
-    "run_probe",
-]
+__all__ = ["Findings", "fit_decay", "mean_gates", "mean_transport", "run_probe"]
