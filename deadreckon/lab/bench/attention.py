@@ -223,7 +223,6 @@ def run(flags: Attention) -> dict[Shape, Found]:
             if isinstance(figures, Figures) and methods[name].package == "deadreckon":
                 title = f"{name}, {shape}: forward and backward"
                 page.table(PARTS, parts(methods[name], shape, device), title)
-    page.end()
     return found
 
 

@@ -124,4 +124,3 @@ def run(flags: Decode) -> None:
         forward, filled = prefill(32768, gated, flags.device)
         times = f"{milliseconds(filled)}, {filled / forward:.3f} × attention alone"
         page.say(f"Prefill of 32768 tokens, {encoding}: {times}.")
-    page.end()

@@ -80,5 +80,4 @@ def run(flags: Drift) -> list[Row]:
         rows[place][2] = ratio(found[place], found[place - 1])
     page.table(["", "error", "×"], rows)
     page.say(f"In {time.perf_counter() - began:.0f} s.")
-    page.end()
     return rows

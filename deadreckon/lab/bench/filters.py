@@ -115,4 +115,3 @@ def run(flags: Filters) -> None:
                 yield [kind, NAMES[impl] + remark, f"{error:.2f}", *cells]
 
     page.table(HEADINGS, rows(), left=2)
-    page.end()

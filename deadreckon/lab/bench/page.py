@@ -1,18 +1,12 @@
-"""What a benchmark shows: tables that grow on the terminal, and the same as Markdown with machine and command."""
+"""What a benchmark shows: tables, row by row, and the same as Markdown with machine, versions and command."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from datetime import date
-from itertools import pairwise
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from deadreckon.lab import markdown
 from deadreckon.lab.bench.flags import Flags
@@ -54,19 +48,13 @@ class Page:
         """Shows rows as they come; all columns but the first `left` are of numbers."""
         kept = list[Row]()
         self.parts.append("")
-        # No refreshing by itself: what is timed has the processor for itself.
-        live = Live(console=self.console, auto_refresh=False, get_renderable=lambda: _draw(headings, kept, title, left))
-        with live if self.console.is_terminal else nullcontext():
-            for row in rows:
-                kept.append(row)
-                text = markdown.table(headings, kept, left)
-                self.parts[-1] = f"{title}:\n\n" * bool(title) + text
-                self._write()
-                if self.console.is_terminal:
-                    live.refresh()
-                else:
-                    lines = text.splitlines()
-                    self._print("\n".join(lines if len(kept) == 1 else lines[-1:]))
+        self._print(title)
+        self._print(_aligned(headings, headings, left))
+        for row in rows:
+            kept.append(row)
+            self._print(_aligned(row, headings, left))
+            self.parts[-1] = f"{title}:\n\n" * bool(title) + markdown.table(headings, kept, left)
+            self._write()
 
     def say(self, text: str) -> None:
         """A paragraph below."""
@@ -74,13 +62,8 @@ class Page:
         self.parts.append(text)
         self._write()
 
-    def end(self) -> None:
-        """Says where the page is."""
-        if self.flags.save is not None:
-            self._print(f"Saved: {self.flags.save}")
-
     def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _write(self) -> None:
         if self.flags.save is None:
@@ -90,14 +73,11 @@ class Page:
         self.flags.save.write_text("\n\n".join([self.title, about, f"    {self.flags.command()}", *self.parts]) + "\n")
 
 
-def _draw(headings: Row, rows: list[Row], title: str, left: int) -> Table:
-    """For a terminal: what is the same as in the row before is not said again."""
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < left else "right", max_width=40)
-    for before, row in pairwise([[""] * len(headings), *rows]):
-        table.add_row("" if left > 1 and row[0] == before[0] else Text(row[0]), *map(Text, row[1:]))
-    return table
+def _aligned(row: Row, headings: Row, left: int) -> str:
+    """A line for the terminal: 24 characters a name, 10 a number or as many as its heading has, 6 a ratio."""
+    widths = [max(len(heading), 6 if heading.startswith("×") else 10) for heading in headings[left:]]
+    numbers = [f"{cell:>{width}}" for cell, width in zip(row[left:], widths, strict=True)]
+    return " ".join([*(f"{cell:24}" for cell in row[:left]), *numbers])
 
 
 def milliseconds(value: float) -> str:

@@ -104,4 +104,3 @@ def run(flags: Powers) -> None:
     else:
         headings = ["tokens", f"Power({flags.power})", "µs / 1000 tokens", "softmax", "× faster", "memory"]
         page.table([*headings, "one more token", "state"], length_rows(flags, lengths))
-    page.end()

@@ -102,4 +102,3 @@ def run(flags: Text) -> None:
                         torch.cuda.empty_cache()
 
     page.table(HEADINGS, rows(), left=2)
-    page.end()
