@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deadreckon.ops.triton.gated.delta import prepare
 from deadreckon.ops.triton.gated.flash import EDGE, Documents, Reach, documents_of, flash_backward, flash_forward
-from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, pruned, reach_of, room_for_reach
+from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, pruned, reach_of, reach_within, room_for_reach
 from deadreckon.ops.triton.operators import dense, gradients_for, results, save
 from deadreckon.ops.triton.tiles import LOG2E
 
@@ -115,6 +115,7 @@ def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, scale: float) -> floa
     ends = torch.arange(EDGE - 1, length + EDGE - 1, EDGE, device=q.device).clamp(max=length - 1)
     edge = log_gate.double().clamp(min=-1e4).cumsum(1)[:, ends] * LOG2E  # (B, blocks, Hc)
     edge = edge.transpose(1, 2).reshape(batch * heads, -1, len(ends))
-    first, _ = reach_of(q, k, log_gate, edge, scale)
+    longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(1) for x in (q, k))
+    first, _ = reach_within(scale * longest_q, longest_k, log_gate, edge, q.dtype)
     blocks = torch.arange(1, len(ends) + 1, device=q.device)
     return float((blocks - first // EDGE).double().mean() / blocks.double().mean())
