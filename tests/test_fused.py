@@ -89,7 +89,7 @@ def test_suffixes_of_wide_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 10 * 64, 104, generator=generator).half().to(DEVICE)
     products = torch.linalg.qr(torch.randn(2, 10, 104, 104, generator=generator)).Q.contiguous().to(DEVICE)
-    walk = Walk(Frames(keys.unsqueeze(2), keys, keys, products), None, 1.0)
+    walk = Walk(Frames(keys.unsqueeze(2), keys, keys, products), None, None, 1.0)
     moved = torch.empty_like(keys)
     suffixes, blocks = walk.suffixes(moved, keep=True)
     assert suffixes is not None
@@ -171,7 +171,7 @@ def test_what_gates_leave_in_reach_is_not_pruned(
     bound must not be less than the difference either: a half of it, log T and margin included, or one without the
     growth of steps, is below g.
     """
-    monkeypatch.setattr("deadreckon.fused.operators.PRUNED", 1)
+    monkeypatch.setattr("deadreckon.ops.triton.gated.gates.PRUNED", 1)
     length, width, far, gate = 256, 16, 5, 100
     b, g = (20.0, 100.0) if growing else (60.0, 95.0)
     highest, margins = (9 * b if growing else b), math.log(length) + 20
