@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, padded, store_matrix
+from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, padded, power_of_two, store_matrix
 
 CHUNK = 64  # tokens of the tail that a program turns
 FIELDS = 6  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; and its length
@@ -252,7 +252,7 @@ def look(
     narrow = max(width, value_width) <= 64 and q.dtype != torch.float32
     _look[(programs, heads)](
         q, k, v, w, beta, gate, last, found, segments, parts, scale, heads, room,
-        G=group, GATES=gates, D=width, E=value_width, BG=max(16, triton.next_power_of_2(group)), BD=padded(width),
+        G=group, GATES=gates, D=width, E=value_width, BG=max(16, power_of_two(group)), BD=padded(width),
         BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=128 if narrow else 64, DTYPE=DTYPES[q.dtype],
         num_warps=4, num_stages=3,
     )  # fmt: skip

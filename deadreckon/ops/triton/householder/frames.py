@@ -18,7 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.flash import Documents
-from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, mul_exact, padded, store_matrix, through, warps_for
+from deadreckon.ops.triton.tiles import (
+    DTYPES,
+    ceil_div,
+    matrix,
+    mul,
+    mul_exact,
+    padded,
+    store_matrix,
+    through,
+    warps_for,
+)
 
 ROWS = 64  # of a tile
 CHUNK = 16  # tiles that one program adds up
@@ -200,7 +210,7 @@ def place(
 ) -> None:
     """Fills the rows of x (n, rows, D) before or from the boundary on with fresh ones, the others with zeros."""
     count, rows, width = x.shape
-    tiles = triton.cdiv(rows, 128)
+    tiles = ceil_div(rows, 128)
     _place[(count * tiles,)](
         x, fresh, _bound(x, documents, not before), x.stride(0), boundary, rows, tiles, group,
         D=width, BD=padded(width), BM=128, BEFORE=before, PACKED=documents is not None,
@@ -213,8 +223,8 @@ def _sizes(x: Tensor) -> dict[str, Any]:
 
 
 def _chunks(side: Side, most: int = CHUNK) -> tuple[int, dict[str, int]]:
-    tiles = min(most, triton.cdiv(side.rows, ROWS))
-    return triton.cdiv(side.rows, ROWS * tiles), {"BM": ROWS, "TILES": tiles}
+    tiles = min(most, ceil_div(side.rows, ROWS))
+    return ceil_div(side.rows, ROWS * tiles), {"BM": ROWS, "TILES": tiles}
 
 
 def _bound(other: Tensor, documents: Documents | None, queries: bool) -> Tensor:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.triton.gated.flash import Documents, Sums
-from deadreckon.ops.triton.tiles import DTYPES, LOG2E, load_rows, mul, mul_exact, padded, store_tile
+from deadreckon.ops.triton.tiles import DTYPES, LOG2E, ceil_div, load_rows, mul, mul_exact, padded, store_tile
 
 
 @triton.jit
@@ -287,7 +287,7 @@ class Leaves(NamedTuple):
 
     @property
     def leaves(self) -> int:
-        return triton.cdiv(self.q.shape[1], LEAF)
+        return ceil_div(self.q.shape[1], LEAF)
 
     @property
     def group(self) -> int:

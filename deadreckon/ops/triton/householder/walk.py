@@ -22,6 +22,7 @@ from deadreckon.ops.triton.householder.leaf import Back, Frames
 from deadreckon.ops.triton.tiles import (
     DTYPES,
     LOG2E,
+    ceil_div,
     load_tile,
     matrix,
     mul,
@@ -297,7 +298,7 @@ class Walk:
         self.flags = {**self.narrow, "E": v.shape[2], "BE": padded(v.shape[2]), "GATED": sums is not None}
         self.flags["PACKED"] = documents is not None
         self.steps = (q.stride(0), k.stride(0), v.stride(0))
-        self.blocks = triton.cdiv(self.leaves, WALK)
+        self.blocks = ceil_div(self.leaves, WALK)
 
     def forward(self, out: Tensor, lse: Tensor, to: Tensor | None) -> None:
         """Adds a block's keys to out (n, T, G, E) and lse (n, T, G) of leaves; puts queries at its start in `to`."""
