@@ -8,13 +8,13 @@ from torch import Tensor
 from deadreckon.ops.streaming.decode import Tail
 from deadreckon.ops.streaming.kernels import CHUNK, Found, Last, look, placed
 from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.segments import Segment
 from deadreckon.ops.streaming.stream import Kernels
 from deadreckon.ops.triton.attend import attend_fused, turned
 from deadreckon.ops.triton.householder.operator import ascend
 
 PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors
 SHORTEST, LONGEST = 128, 4096  # tokens of a segment for one program
-STREAM = Kernels(attend_fused, turned, ascend)
 
 
 class KernelDecoder:
@@ -47,6 +47,10 @@ class KernelDecoder:
         )
 
     @property
+    def waiting(self) -> Segment:
+        return self.tail.waiting
+
+    @property
     def full(self) -> bool:
         return self.tail.full
 
@@ -59,5 +63,8 @@ class KernelDecoder:
     ) -> Tensor:
         with torch.cuda.device_of(q):
             out = look(q, k, v, w, beta, gate, self.last, self.found, self.segments, self.parts, scale)
-        self.tail.waiting.length += 1
+        self.tail.lengthen()
         return out
+
+
+STREAM = Kernels(attend_fused, turned, ascend, KernelDecoder)
