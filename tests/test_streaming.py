@@ -130,7 +130,7 @@ def test_states_are_checked() -> None:
     with pytest.raises(ValueError, match="state: expected a LayerState or None, got dict"):
         layer(x, state={})  # type: ignore[call-overload]
     layer.impl = "reference"
-    with pytest.raises(ValueError, match="impl: expected 'auto', 'blockwise' or 'triton' .* got 'reference'"):
+    with pytest.raises(ValueError, match=r"impl: expected 'auto', 'blockwise' or 'triton' .* got 'reference'"):
         layer(x, state=state)
     assert state.length == 5
     with pytest.raises(ValueError, match="cu_seqlens: packed sequences do not come in pieces"):

@@ -222,13 +222,9 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         if padding is not None:
             context = replace(context, positions=context.positions - padding.unsqueeze(1))
         if seen and padding is not None and not drafts[0].padded:
-            raise ValueError(
-                "attention_mask: expected no padding, like the pieces in past_key_values, got some"
-            )
+            raise ValueError("attention_mask: expected no padding, like the pieces in past_key_values, got some")
         if drafts[0].padded and mask is None:
-            raise ValueError(
-                "attention_mask: expected that of past and new tokens, some of them padding, got None"
-            )
+            raise ValueError("attention_mask: expected that of past and new tokens, some of them padding, got None")
         x = self._embed(x, context)
         for layer, draft in zip(self.layers, drafts, strict=True):
             draft.padded = draft.padded or padding is not None

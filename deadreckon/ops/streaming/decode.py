@@ -7,45 +7,17 @@ between the segment and the tail, which changes only when a segment is closed: e
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.precision import work
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Householder
-from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.routes import climb_alone, close_waiting
 from deadreckon.ops.streaming.segments import Segment
 
 ROOM = LEAF + 128  # tokens of the tail, all but a leaf of which are closed when it is full
-
-
-class Decoder(Protocol):
-    """What goes on from a past by single tokens, in place: one that was interrupted is of no more use."""
-
-    def __init__(self, past: Past, group: int) -> None:
-        """From the tokens that wait and the segments, for so many query heads a key head."""
-
-    @property
-    def waiting(self) -> Segment:
-        """The tokens as they came that are not in a closed segment."""
-
-    @property
-    def full(self) -> bool:
-        """Whether it is time to close a segment, and for a new decoder."""
-
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
-    ) -> Tensor:
-        """The next token's output (N, G, E): q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G).
-
-        All of them contiguous.
-        """
-
-    def tensors(self) -> list[Tensor]:
-        """Everything held, but for the tokens that wait."""
 
 
 class Tail:

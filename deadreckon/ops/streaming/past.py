@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,31 @@ from deadreckon.ops.streaming.fold import Folded, fold, tokens_worth
 from deadreckon.ops.streaming.segments import Change, Segment
 from deadreckon.ops.streaming.signature import Signature
 
-if TYPE_CHECKING:
-    from deadreckon.ops.streaming.decode import Decoder
+
+class Decoder(Protocol):
+    """What goes on from a past by single tokens, in place: one that was interrupted is of no more use."""
+
+    def __init__(self, past: Past, group: int) -> None:
+        """From the tokens that wait and the segments, for so many query heads a key head."""
+
+    @property
+    def waiting(self) -> Segment:
+        """The tokens as they came that are not in a closed segment."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to close a segment, and for a new decoder."""
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
+    ) -> Tensor:
+        """The next token's output (N, G, E): q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G).
+
+        All of them contiguous.
+        """
+
+    def tensors(self) -> list[Tensor]:
+        """Everything held, but for the tokens that wait."""
 
 
 @dataclass

@@ -29,8 +29,8 @@ from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, turned
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score
-from deadreckon.ops.streaming.decode import Decoder, TokenDecoder, decode_token
-from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.decode import TokenDecoder, decode_token
+from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.pieces import attend_piece, fields_by_head, from_heads, in_units, queries_by_head
 from deadreckon.ops.streaming.routes import Ascend, attend_routes, attend_routes_fused
 from deadreckon.ops.streaming.segments import Fields, Segment
