@@ -61,7 +61,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "steps after rotation": (piece(transport=rotation()), piece(transport=steps()), "transport: .* got Householder"),
     "values also": (piece(transport=rotation()), piece(transport=rotation(values=True)), "transport: .* values=True"),
     "more angles": (piece(transport=rotation()), piece(transport=rotation(H)), "transport: .* got Rotation of 2 heads"),
-    "another score": (piece(), piece(score="stick-breaking"), "score: expected 'softmax', like.* got 'stick-breaking'"),
+    "another score": (piece(), piece(score="stick-breaking"), "score: expected softmax, like.* got stick-breaking"),
     "another power": (piece(score=dr.Power(2)), piece(score=dr.Power(4)), r"score: expected Power\(2\).* Power\(4\)"),
     "another scale": (piece(), piece(scale=0.5), "scale: expected 0.35.*, like.* got 0.5"),
     "another dtype": (piece(), double(piece()), "q: expected dtype torch.float32, like.* got torch.float64"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,7 @@ from deadreckon.encodings.base import Sizes
 from deadreckon.ops.streaming.past import Past, check_crop
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """The layer and the inputs that a state comes from."""
 
     encoding: str
@@ -63,14 +63,16 @@ class LayerState:
         """Raises a ValueError if the state is of another layer or of other inputs."""
         if self.origin is None or self.origin == origin:
             return
-        for part in fields(origin):
-            expected, came = getattr(origin, part.name), getattr(self.origin, part.name)
+        for name, expected, came in zip(Origin._fields, origin, self.origin, strict=True):
             if expected != came:
-                raise ValueError(f"state: expected one of {part.name} {expected}, like the layer and x, got {came}")
+                raise ValueError(f"state: expected one of {name} {expected}, like the layer and x, got {came}")
 
     def draft(self) -> LayerState:
         """A copy to move on; see :meth:`become`."""
-        return replace(self, past=self.past.draft(), recent=dict(self.recent))
+        draft = LayerState.__new__(LayerState)
+        draft.become(self)
+        draft.past, draft.recent = self.past.draft(), dict(self.recent)
+        return draft
 
     def become(self, draft: LayerState) -> None:
         """Takes over all of a draft in one call of C, which no KeyboardInterrupt divides."""
@@ -84,13 +86,13 @@ class LayerState:
         """The state of these sequences, in this order, as often as they are named: (new batch,) integers."""
         past = self.past.select(rows)
         recent = {name: x.index_select(0, rows.to(x.device)) for name, x in self.recent.items()}
-        origin = None if self.origin is None else replace(self.origin, batch=len(rows))
+        origin = None if self.origin is None else self.origin._replace(batch=len(rows))
         return replace(self, past=past, recent=recent, origin=origin)
 
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device."""
         past = self.past.to(device)
-        origin = None if self.origin is None else replace(self.origin, device=torch.empty(0, device=device).device)
+        origin = None if self.origin is None else self.origin._replace(device=torch.empty(0, device=device).device)
         return replace(self, past=past, recent={n: x.to(device) for n, x in self.recent.items()}, origin=origin)
 
     @property

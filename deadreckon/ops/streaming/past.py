@@ -70,8 +70,9 @@ class Past:
 
     def draft(self) -> Past:
         """A copy to move on; see :meth:`become`."""
-        draft = replace(self, segments=list(self.segments))
-        self.decoder = None
+        draft = Past.__new__(Past)
+        draft.become(self)
+        draft.segments, self.decoder = list(self.segments), None
         return draft
 
     def become(self, draft: Past) -> None:
@@ -103,7 +104,7 @@ class Past:
 
         # One row of phases serves any batch.
         phases = self.phases if self.phases is None or self.phases.shape[0] == 1 else self.phases[rows]
-        return self._map(change, phases, replace(signature, batch=len(rows)))
+        return self._map(change, phases, signature._replace(batch=len(rows)))
 
     def to(self, device: torch.device | str) -> Past:
         """The past on another device."""
@@ -113,7 +114,7 @@ class Past:
             return Past()
         phases = None if self.phases is None else self.phases.to(device)
         moved = torch.empty(0, device=device).device  # with its index
-        return self._map(lambda x: x.to(device), phases, replace(self.signature, device=moved))
+        return self._map(lambda x: x.to(device), phases, self.signature._replace(device=moved))
 
     def _map(self, change: Change, phases: Tensor | None, signature: Signature) -> Past:
         return Past(

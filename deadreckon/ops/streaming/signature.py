@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+from deadreckon.ops.factors import Factors, Power, Rotation
 
 
-@dataclass(frozen=True)
-class Signature:
-    """Sizes, dtype, device and factors of a piece; a past records those of its first."""
+class Signature(NamedTuple):
+    """Sizes, dtype, device and factors of a piece; a past records those of its first. Cheap: every token has one."""
 
     batch: int
     query_heads: int
@@ -21,9 +20,9 @@ class Signature:
     value_width: int
     dtype: torch.dtype
     device: torch.device
-    transport: str
-    gate: str
-    score: str
+    transport: tuple[str, int, bool] | None  # its kind and, of rotations, their heads and whether values turn
+    gate_heads: int | None
+    score: str | int  # its name, or the power
     scale: float
 
     @classmethod
@@ -31,20 +30,23 @@ class Signature:
         """Of arguments that are checked, with gates as (B, T, heads)."""
         batch, _, query_heads, width = q.shape
         transport, log_gate, score = factors
+        kind: tuple[str, int, bool] | None = None
+        if isinstance(transport, Rotation):
+            kind = ("Rotation", transport.angles.shape[2], transport.values)
+        elif transport is not None:
+            kind = ("Householder", 0, False)
         return cls(
-            batch, query_heads, k.shape[2], width, v.shape[3], q.dtype, q.device, _transport_name(transport),
-            "None" if log_gate is None else f"gates of {log_gate.shape[2]} heads",
-            f"Power({score.p})" if isinstance(score, Power) else repr(score), scale,
+            batch, query_heads, k.shape[2], width, v.shape[3], q.dtype, q.device, kind,
+            None if log_gate is None else log_gate.shape[2], score.p if isinstance(score, Power) else score, scale,
         )  # fmt: skip
 
     def check(self, piece: Signature) -> None:
         """Raises a ValueError that names the first argument in which a piece differs from the pieces before."""
         if self == piece:
             return
-        for field in fields(self):
-            expected, came = getattr(self, field.name), getattr(piece, field.name)
+        for field, argument in _ARGUMENTS.items():
+            expected, came = (_said(field, getattr(signature, field)) for signature in (self, piece))
             if expected != came:
-                argument = _ARGUMENTS[field.name]
                 raise ValueError(f"{argument} {expected}, like the pieces before it in `past`, got {came}")
 
 
@@ -57,15 +59,19 @@ _ARGUMENTS = {
     "dtype": "q: expected dtype",
     "device": "q: expected device",
     "transport": "transport: expected",
-    "gate": "log_gate: expected",
+    "gate_heads": "log_gate: expected",
     "score": "score: expected",
     "scale": "scale: expected",
 }
 """Field -> the argument of `attend_next` that it is about, and how a message about it begins."""
 
 
-def _transport_name(transport: Rotation | Householder | None) -> str:
-    """The kind of transport, for comparison and for messages."""
-    if isinstance(transport, Rotation):
-        return f"Rotation of {transport.angles.shape[2]} heads, values={transport.values}"
-    return "None" if transport is None else "Householder"
+def _said(field: str, value: object) -> str:
+    """A field's value, for messages."""
+    if field == "transport" and isinstance(value, tuple) and value[0] == "Rotation":
+        return f"Rotation of {value[1]} heads, values={value[2]}"
+    if field == "transport" and isinstance(value, tuple):
+        return "Householder"
+    if field == "gate_heads" and value is not None:
+        return f"gates of {value} heads"
+    return f"Power({value})" if field == "score" and isinstance(value, int) else str(value)
