@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.streaming.decode import Tail
-from deadreckon.ops.streaming.kernels import CHUNK, Found, Last, look, placed
+from deadreckon.ops.streaming.kernels import CHUNK, Last, Partial, look, placed
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.segments import Segment
 from deadreckon.ops.streaming.stream import Kernels
@@ -42,7 +42,7 @@ class KernelDecoder:
         self.segments = torch.tensor(rows or [[0]], dtype=torch.int64).to(device)
         self.parts = torch.tensor(parts or [[0]], dtype=torch.int32).to(device)
         shape = (heads, room // CHUNK + len(parts), group)
-        self.found = Found(
+        self.partial = Partial(
             tail.keys.new_empty(*shape, held["v"].shape[2]), tail.keys.new_empty(shape), tail.keys.new_empty(shape)
         )
 
@@ -55,14 +55,14 @@ class KernelDecoder:
         return self.tail.full
 
     def tensors(self) -> list[Tensor]:
-        held = [self.last.products, self.last.totals, *self.found, self.segments, self.parts]
+        held = [self.last.products, self.last.totals, *self.partial, self.segments, self.parts]
         return [*self.tail.tensors(), *(x for x in held if x is not None)]
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
     ) -> Tensor:
         with torch.cuda.device_of(q):
-            out = look(q, k, v, w, beta, gate, self.last, self.found, self.segments, self.parts, scale)
+            out = look(q, k, v, w, beta, gate, self.last, self.partial, self.segments, self.parts, scale)
         self.tail.lengthen()
         return out
 
