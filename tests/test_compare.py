@@ -16,11 +16,11 @@ import torch
 from small_runs import SMALL, quiet, run_cli, small
 
 from deadreckon.lab import pictures, runs
-from deadreckon.lab.compare import Comparison, compare
-from deadreckon.lab.evaluation import places_to_test
+from deadreckon.lab.compare import Comparison, compare, gather
+from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.report import write_report
-from deadreckon.lab.runs import Run
+from deadreckon.lab.runs import Progress, Run
 from deadreckon.lab.train import score_run, train_run
 from deadreckon.lab.training import Training
 
@@ -119,6 +119,29 @@ def test_report_is_one_page(tmp_path: Path) -> None:
     assert f"<td>{100 * score_of_path['dense', 32].error:.1f}</td>" in text.replace(" class=best", "")
     with pytest.raises(ValueError, match=r"run: expected a folder with recipe\.json, or with such folders in it, got"):
         write_report([tmp_path / "nowhere"], page)
+
+
+def test_only_seeds_are_averaged(tmp_path: Path) -> None:
+    """Runs with other options are other rows; two runs of one seed are one sample."""
+    found = []
+    for name, encoding, change, scored in (
+        ("a", "path", "encoding_options.rank=4", 0.1), ("b", "path", "encoding_options.rank=8", 0.5),
+        ("c", "rope", "steps=1", 0.2), ("d", "rope", "steps=1", 0.2),
+    ):  # fmt: skip
+        run = Run.create(tmp_path / name, small(encoding, 0, "steps=1", change))
+        training, _ = run.restore("cpu")
+        training.advance()
+        run.save(training, Progress(1))
+        run.add_scores([Score("sparse", 16, scored, 1 - scored, 1.0, 4)])
+        found.append(run)
+    comparison = gather("", found)
+    assert {name: row["sparse", 16] for name, row in comparison.values.items()} == {
+        "path rank=4": [0.1], "path rank=8": [0.5], "rope": [0.2]
+    }  # fmt: skip
+    assert comparison.describe("sparse").endswith(", one seed") and comparison.cell("rope", "sparse", 16) == "20.0"
+    write_report([tmp_path], tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert "±" not in text and "PaTH rank=4" in text and "PaTH rank=8" in text
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from deadreckon.lab import bench, cases, cli, environment, filters, powers
+from deadreckon.lab import bench, cases, cli, demo, environment, filters, powers
 from deadreckon.lab.bench import Figures, peak_bytes, run_bench
 from deadreckon.lab.cases import Shape
 from deadreckon.lab.demo import demo_recipe, run_demo
@@ -20,7 +22,7 @@ from deadreckon.lab.drift import in_place_drift, model_drift
 from deadreckon.lab.evaluation import error_rate
 from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.rivals import RIVALS, Inputs, Method, sdpa
-from deadreckon.lab.training import make_model, train
+from deadreckon.lab.training import Step, Training, make_model, train
 from deadreckon.tasks.flipflop import FlipFlop
 from deadreckon.tasks.task import NOT_SCORED
 
@@ -82,6 +84,41 @@ def test_demo_shows_a_table_and_a_picture(tmp_path: Path) -> None:
     assert "4× length" in out.getvalue()
     assert all(len(c.errors) == 4 and len(c.steps) == 4 for c in contestants)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class SlowMachine(io.StringIO):
+    """A file that knows when its lines were written, on a clock that only steps of training move on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.lines = 0.0, list[tuple[float, str]]()
+
+    def write(self, text: str) -> int:
+        self.lines += [(self.now, line) for line in text.splitlines() if line.strip()]
+        return super().write(text)
+
+
+def test_demo_says_how_long_and_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of one model takes 0.7 s with one thread, 1.9 s with two: 60 steps of two models, 84 s."""
+    machine, advance, threads, used = SlowMachine(), Training.advance, [2], set[int]()
+
+    def slow(self: Training) -> Step:
+        machine.now += {1: 0.7, 2: 1.9}[threads[0]]
+        if machine.now > 10:
+            used.add(threads[0])
+        return advance(self)
+
+    monkeypatch.setattr(Training, "advance", slow)
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.__setitem__(0, number))
+    run_demo(Console(file=machine, width=120), ("rope", "nope"), replace(demo_recipe(60, 16), batch_size=4), None)
+    when, estimate = next((now, line) for now, line in machine.lines if "About" in line)
+    assert when < 10 and "About 1 min 24 s on cpu with 1 thread" in estimate
+    assert used == {1} and threads == [2]  # as before
+    times = [now for now, _ in machine.lines]
+    assert max(after - before for before, after in pairwise(times)) <= demo.QUIET_SECONDS + 2 * 1.9
+    assert re.search(r"step \d+/60, \d+ s, .* left: loss RoPE ", machine.getvalue())
 
 
 def test_list_names_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

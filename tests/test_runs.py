@@ -399,19 +399,41 @@ def test_schedules() -> None:
     assert replace(base, warmup=0, schedule="constant").learning_rate_at(0) == 2.0
 
 
-def test_accumulation_changes_rounding_alone() -> None:
-    """In a batch of rows with more and fewer scored tokens."""
+@pytest.mark.parametrize("encoding", ["path", "prism"])
+def test_accumulation_changes_rounding_alone(encoding: str) -> None:
+    """In a batch of rows with more and fewer scored tokens; PRISM adds a penalty to the loss, once a batch."""
+    options = {"positions": 24, "width": 8, "hidden": 8, "orthogonality": 0.1} if encoding == "prism" else {}
     found = []
     for accumulate in (1, 2, 4):
-        recipe = Recipe(encoding="path", steps=5, batch_size=8, curriculum=Curriculum(24, shortest=4), width=16)
-        recipe = replace(recipe, accumulate=accumulate)
+        recipe = Recipe(encoding=encoding, steps=5, batch_size=8, curriculum=Curriculum(24, shortest=4), width=16)
+        recipe = replace(recipe, accumulate=accumulate, encoding_options=options)
         model = make_model(recipe, 5)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(1.5 if "weight_hh" in name else 1.0)  # away from orthogonal: a penalty of 1.25 or so
         steps = list(train(model, recipe.make_task(), recipe))
         found.append(([(step.loss, step.error) for step in steps], model.lm_head.weight))
     for steps, weight in found[1:]:
         # Losses of single precision, added up in another order, five steps of Adam in a row.
         assert torch.allclose(torch.tensor(steps), torch.tensor(found[0][0]), rtol=0, atol=1e-4)
         assert torch.allclose(weight, found[0][1], rtol=0, atol=1e-3)
+
+
+def test_gradients_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the optimiser sees has at most the recipe's norm, also where gradients are added up in parts."""
+    norms: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def look(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    for clip, accumulate in ((1e-3, 1), (1e-3, 2), (1e6, 1)):
+        recipe = small("path", 0, "steps=1", f"clip={clip}", f"accumulate={accumulate}")
+        list(train(make_model(recipe, 5), recipe.make_task(), recipe))
+    assert norms[:2] == pytest.approx([1e-3, 1e-3], rel=1e-3) and norms[2] > 1e-2
 
 
 def test_scores_of_random_encodings_repeat() -> None:

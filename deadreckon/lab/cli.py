@@ -35,6 +35,8 @@ def demo(
         picture: where to save the picture.
         device: cpu, cuda, …
     """
+    console = Console()
+    console.print("Loading PyTorch and transformers …")  # seconds, on a busy machine
     from deadreckon.lab.compare import names_in
     from deadreckon.lab.demo import demo_recipe, run_demo
     from deadreckon.lab.recipes import check_encodings
@@ -43,7 +45,7 @@ def demo(
     names = names_in(encodings)
     check_encodings(names)
     check_device(device)
-    run_demo(Console(), names, demo_recipe(steps, length, seed), picture, device)
+    run_demo(console, names, demo_recipe(steps, length, seed), picture, device)
 
 
 def list_() -> None:

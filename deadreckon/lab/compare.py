@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -205,13 +206,32 @@ def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] = ()) -> Comp
     """The scores of runs of one recipe, at these lengths or all there are; unfinished runs are left out."""
     runs = list(runs)
     values: dict[str, dict[tuple[str, int], list[float]]] = {}
-    for run in sorted(runs, key=lambda run: run.recipe.seed):
-        row = values.setdefault(run.recipe.encoding, {})
-        for place, score in run.scores().items() if run.finished else ():
-            if not lengths or place[1] in lengths:
-                row.setdefault(place, []).append(score.value(run.recipe.metric))
-    order = list(dict.fromkeys(run.recipe.encoding for run in runs))
-    return Comparison(title, alike(runs[0].recipe), {name: values[name] for name in order if values[name]})
+    for name, of_name in by_label(runs).items():
+        for run in sorted(of_name, key=lambda run: run.recipe.seed):
+            for place, score in run.scores().items() if run.finished else ():
+                if not lengths or place[1] in lengths:
+                    values.setdefault(name, {}).setdefault(place, []).append(score.value(run.recipe.metric))
+    return Comparison(title, alike(runs[0].recipe), values)
+
+
+def by_label(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in the seed alone, one for each seed, by encoding and the options that set them apart.
+
+    A seed counts once: a second run of it is the same figure again, not a second sample.
+    """
+    groups: dict[str, dict[str, dict[int, Run]]] = {}
+    for run in runs:
+        options = json.dumps(run.recipe.encoding_options, sort_keys=True)
+        groups.setdefault(run.recipe.encoding, {}).setdefault(options, {}).setdefault(run.recipe.seed, run)
+    found: dict[str, list[Run]] = {}
+    for encoding, group in groups.items():
+        parsed = [json.loads(options) for options in group]
+        keys = sorted({key for options in parsed for key in options})
+        differing = [key for key in keys if len({json.dumps(options.get(key)) for options in parsed}) > 1]
+        for options, seeds in zip(parsed, group.values(), strict=True):
+            words = [f"{key}={options[key]}" for key in differing if key in options]
+            found[" ".join([encoding, *words])] = list(seeds.values())
+    return found
 
 
 def alike(recipe: Recipe) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 import deadreckon as dr
+from deadreckon.lab.display import spell_seconds
 from deadreckon.lab.evaluation import error_rate
 from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.recipes import FLIPFLOP, title_of
-from deadreckon.lab.training import Step, make_model, train
+from deadreckon.lab.training import Step, Training, make_model, train
 from deadreckon.tasks.flipflop import FlipFlop
 
 
@@ -29,6 +31,8 @@ class Test:
     times: int = 1  # the training length
 
 
+MEASURED_STEPS, MEASURED_SECONDS = 4, 1.5  # at most, with each number of threads
+QUIET_SECONDS = 4.0  # between lines where there is no terminal
 TESTS = (Test("as trained", 0.8), Test("sparse", 0.98), Test("dense", 0.1), Test("4× length", 0.8, 4))
 
 
@@ -60,29 +64,32 @@ def run_demo(
     console: Console, encodings: tuple[str, ...], recipe: Recipe, picture: Path | None, device: str = "cpu"
 ) -> list[Contestant]:
     """Trains the encodings side by side on the same data, then scores, tabulates and draws them."""
-    task = FlipFlop()
-    contestants = [
-        Contestant(name, make_model(replace(recipe, encoding=name), task.vocab_size).to(device)) for name in encodings
-    ]
     console.print(
-        f"[bold]Flip-flop[/]: remember the last written bit. {len(contestants)} transformers of 1 layer, 2 heads and "
+        f"[bold]Flip-flop[/]: remember the last written bit. {len(encodings)} transformers of 1 layer, 2 heads and "
         f"width 64, {recipe.steps} steps of {recipe.batch_size} × {recipe.length} tokens, seed {recipe.seed}."
     )
-    began = time.perf_counter()
-    runs = [(contestant, train(contestant.model, task, recipe)) for contestant in contestants]
-    with Live(console=console, refresh_per_second=4, transient=True) as live:
-        for number in range(1, recipe.steps + 1):
-            for contestant, steps in runs:
-                contestant.steps.append(next(steps))
-            live.update(_progress(contestants, recipe, time.perf_counter() - began))
-            if not console.is_terminal and (number % 100 == 0 or number == recipe.steps):
-                losses = ", ".join(f"{c.title} {c.recent()[0]:.3f}" for c in contestants)
-                console.print(f"step {number}/{recipe.steps}, {time.perf_counter() - began:.0f} s: loss {losses}")
-    with console.status("scoring on fresh sequences"):
-        for contestant in contestants:
-            contestant.errors = [
-                error_rate(contestant.model, FlipFlop(test.ignore), length=test.times * recipe.length) for test in TESTS
-            ]
+    began, threads = time.perf_counter(), torch.get_num_threads()
+    contestants = [
+        Contestant(name, make_model(replace(recipe, encoding=name), FlipFlop().vocab_size).to(device))
+        for name in encodings
+    ]
+    fastest, seconds = measure_threads(contestants, recipe)
+    console.print(
+        f"About {spell_seconds(recipe.steps * seconds)} on {device} with {fastest} thread{'s' * (fastest > 1)}, which "
+        "were measured to be fastest now, and some seconds for tests."
+    )
+    torch.set_num_threads(fastest)
+    try:
+        _train(console, contestants, recipe, began)
+        with console.status("scoring on fresh sequences"):
+            for contestant in contestants:
+                contestant.errors = [
+                    error_rate(contestant.model, FlipFlop(test.ignore), length=test.times * recipe.length)
+                    for test in TESTS
+                ]
+                _say(console, f"{contestant.title} is tested, {time.perf_counter() - began:.0f} s")
+    finally:
+        torch.set_num_threads(threads)
     console.print(_results(contestants, recipe))
     if picture is not None:
         from deadreckon.lab.pictures import flipflop_picture
@@ -91,6 +98,50 @@ def run_demo(
         console.print(f"Picture: {picture}")
     console.print(f"{time.perf_counter() - began:.0f} s on {device}, torch {torch.__version__}.")
     return contestants
+
+
+def measure_threads(contestants: list[Contestant], recipe: Recipe) -> tuple[int, float]:
+    """One thread or two, whichever takes a step of all models sooner, and the seconds of such a step.
+
+    A tiny model gains little from a second thread and, where others use the machine, waits for it. The steps are taken
+    by copies of the models.
+    """
+    copies = [Training(deepcopy(contestant.model), FlipFlop(), recipe) for contestant in contestants]
+    before, fastest = torch.get_num_threads(), dict[int, float]()
+    for threads in sorted({1, min(2, before)}):
+        torch.set_num_threads(threads)
+        began, seconds = time.perf_counter(), list[float]()
+        while len(seconds) < MEASURED_STEPS and time.perf_counter() - began < MEASURED_SECONDS:
+            start = time.perf_counter()
+            for training in copies:
+                training.advance()
+            seconds.append(time.perf_counter() - start)
+        fastest[threads] = min(seconds)
+    torch.set_num_threads(before)
+    return min(fastest.items(), key=lambda measured: measured[1])
+
+
+def _train(console: Console, contestants: list[Contestant], recipe: Recipe, began: float) -> None:
+    """All steps, with a live table on a terminal and a line every few seconds elsewhere."""
+    trained = [(contestant, train(contestant.model, FlipFlop(), recipe)) for contestant in contestants]
+    first = said = time.perf_counter()
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        for number in range(1, recipe.steps + 1):
+            for contestant, steps in trained:
+                contestant.steps.append(next(steps))
+            now = time.perf_counter()
+            live.update(_progress(contestants, recipe, now - first))
+            if now - said > QUIET_SECONDS or number == recipe.steps:
+                said = now
+                left = spell_seconds((now - first) / number * (recipe.steps - number))
+                losses = ", ".join(f"{c.title} {c.recent()[0]:.3f}" for c in contestants)
+                _say(console, f"step {number}/{recipe.steps}, {now - began:.0f} s, {left} left: loss {losses}")
+
+
+def _say(console: Console, line: str) -> None:
+    """A line where there is no live table."""
+    if not console.is_terminal:
+        console.print(line, highlight=False)
 
 
 def _progress(contestants: list[Contestant], recipe: Recipe, seconds: float) -> Table:

@@ -297,6 +297,7 @@ def check_encodings(names: tuple[str, ...]) -> None:
             raise ValueError(f"encoding: expected one of {', '.join(dr.ENCODINGS)}; got {name!r}")
 
 
-def title_of(encoding: str) -> str:
-    """As its authors write it."""
-    return TITLES.get(encoding, encoding)
+def title_of(label: str) -> str:
+    """An encoding as its authors write it, with the options behind its name, if any: "sympow p=4"."""
+    encoding, *options = label.split(" ", 1)
+    return " ".join([TITLES.get(encoding, encoding), *options])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import deadreckon as dr
-from deadreckon.lab.compare import Comparison, alike, gather
+from deadreckon.lab.compare import Comparison, alike, by_label, gather
 from deadreckon.lab.display import spell_seconds
 from deadreckon.lab.recipes import title_of
 from deadreckon.lab.runs import Run, find_runs, write_text
@@ -77,12 +77,13 @@ def _learning(runs: list[Run]) -> str:
     from deadreckon.lab.pictures import learning_svg
 
     curves: dict[str, list[tuple[list[int], list[float]]]] = {}
-    for run in runs:
-        lines = [line for line in run.metrics() if line["loss"] is not None]
-        if lines:
-            thin = lines[:: max(1, len(lines) // 500)]
-            curve = [line["step"] for line in thin], [line["loss"] for line in thin]
-            curves.setdefault(run.recipe.encoding, []).append(curve)
+    for name, of_name in by_label(runs).items():
+        for run in of_name:
+            lines = [line for line in run.metrics() if line["loss"] is not None]
+            if lines:
+                thin = lines[:: max(1, len(lines) // 500)]
+                curve = [line["step"] for line in thin], [line["loss"] for line in thin]
+                curves.setdefault(name, []).append(curve)
     if not curves:
         return ""
     return f"<h3>Learning</h3>{_picture(learning_svg(curves), 'Loss while training')}"
