@@ -14,13 +14,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from deadreckon.lab import bench, cases, cli, demo, environment, filters, powers
+from deadreckon.lab import bench, cases, cli, environment, filters, powers
 from deadreckon.lab.bench import Figures, peak_bytes, run_bench
 from deadreckon.lab.cases import Shape
-from deadreckon.lab.demo import demo_recipe, run_demo
 from deadreckon.lab.drift import in_place_drift, model_drift
-from deadreckon.lab.evaluation import error_rate
-from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.evaluation import score
+from deadreckon.lab.pages import demo
+from deadreckon.lab.pages.demo import demo_recipe, run_demo
+from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.rivals import RIVALS, Inputs, Method, sdpa
 from deadreckon.lab.training import Step, Training, make_model, train
 from deadreckon.tasks.flipflop import FlipFlop
@@ -72,7 +73,7 @@ def test_error_rate_of_a_guess_is_a_half() -> None:
     with torch.no_grad():
         model.lm_head.weight.zero_()
         model.lm_head.bias.copy_(torch.tensor([0.0, 0, 0, 1, 0]))  # always says "0"
-    assert abs(error_rate(model, FlipFlop(), length=32, count=400) - 0.5) < 0.05
+    assert abs(score(model, Recipe(), "as trained", 32, rows=400).value("error") - 0.5) < 0.05
 
 
 def test_demo_shows_a_table_and_a_picture(tmp_path: Path) -> None:
@@ -312,6 +313,8 @@ def test_commands_are_as_one_types_them(monkeypatch: pytest.MonkeyPatch) -> None
     assert environment.command() == "python -m deadreckon.lab.bench --only 'PaTH, FoX'"
     monkeypatch.setattr("sys.argv", ["/some/where/bin/deadreckon", "bench"])
     assert environment.command() == "deadreckon bench"
+    monkeypatch.setattr("sys.argv", [str(Path(cli.__file__).parents[1] / "__main__.py"), "list"])
+    assert environment.command() == "python -m deadreckon list"
 
 
 @pytest.mark.parametrize("more", [["--forms"], []])

@@ -25,15 +25,12 @@ from small_runs import SMALL, quiet, run_cli, small
 from transformers import AutoTokenizer
 
 import deadreckon as dr
-from deadreckon.lab import runs
-from deadreckon.lab import train as train_module
 from deadreckon.lab.evaluation import places_to_test, score
-from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.recipes import RECIPES, SIZES, find_recipe
-from deadreckon.lab.runs import Progress, Run, recover, replaced
-from deadreckon.lab.texts import read_language
-from deadreckon.lab.train import train_run
-from deadreckon.lab.training import Training, make_model, train
+from deadreckon.lab.recipes import EXPERIMENTS, SIZES, Recipe, find_recipe
+from deadreckon.lab.recipes.texts import read_language
+from deadreckon.lab.training import Progress, Run, Training, make_model, runs, train, train_run
+from deadreckon.lab.training.engine import model_for_tests
+from deadreckon.lab.training.runs import recover, replacing
 from deadreckon.tasks.curriculum import Curriculum
 
 
@@ -97,7 +94,7 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     save_file = runs.save_file
     monkeypatch.setattr(runs, "save_file", write_half)
-    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(sys.modules["deadreckon.lab.training.trainer"], "SAVE_SECONDS", 0.0)
     watch(Training, "advance", after=True)
     watch(Path, "rename", after=True)
     watch(os, "replace", after=True)
@@ -164,7 +161,7 @@ def test_killed_it_goes_on(tmp_path: Path) -> None:
     """kill -9 of the very command, twice, at random."""
     changes = [*SMALL, "steps=300", "evaluate_every=20"]
     words = ["flipflop", "--encoding", "path", "--out", str(tmp_path / "killed"), "--change", *changes]
-    command = [sys.executable, "-m", "deadreckon.lab.train", *words]
+    command = [sys.executable, "-m", "deadreckon", "train", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     chance, metrics = random.Random(5), tmp_path / "killed" / "metrics.jsonl"
     for reached in (chance.randrange(10, 60), chance.randrange(100, 200)):
@@ -200,15 +197,15 @@ def test_half_a_checkpoint_is_never_picked_up(tmp_path: Path) -> None:
 def test_folders_are_replaced_as_a_whole(tmp_path: Path) -> None:
     place = tmp_path / "place"
     for text in ("one", "two"):
-        with replaced(place) as folder:
+        with replacing(place) as folder:
             (folder / "file").write_text(text)
             assert not place.exists() or (place / "file").read_text() == "one"
     assert (place / "file").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(KeyboardInterrupt), replaced(place) as folder:
+    with pytest.raises(KeyboardInterrupt), replacing(place) as folder:
         raise KeyboardInterrupt
     recover(place)
     assert (place / "file").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
-    with replaced(tmp_path / "place.old"):
+    with replacing(tmp_path / "place.old"):
         (tmp_path / "place.old.new" / "file").write_text("before")
     place.rename(tmp_path / "place.new")  # as if killed between the two renamings
     recover(place)
@@ -257,7 +254,7 @@ def test_other_threads_are_told(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text(json.dumps(environment))
     train_run(recipe, tmp_path, console=console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "goes on from step 1." in said and "There were 99 threads" in said
+    assert "resumes at step 1." in said and "There were 99 threads" in said
 
 
 def test_tensorboard_gets_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +282,7 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_recipes_go_to_json_and_back() -> None:
-    for name, experiment in RECIPES.items():
+    for name, experiment in EXPERIMENTS.items():
         for size in SIZES:
             recipe = experiment.recipe(size)
             assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
@@ -311,16 +308,17 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]
         yield f"options.data={data}", f"options.held_out={held_out}", "options.vocabulary=300"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_recipes_train(name: str, texts: tuple[str, ...]) -> None:
-    changes = texts if RECIPES[name].paper.task == "language" else ()
-    recipe = replace(RECIPES[name].recipe("tiny").change(changes), encoding="rope", batch_size=4)
+    encoding = EXPERIMENTS[name].encodings[0]
+    changes = texts if EXPERIMENTS[name].paper.task == "language" else ()
+    recipe = replace(find_recipe(name, "tiny", encoding, 0, changes), batch_size=4)
     task = recipe.make_task()
     model = make_model(recipe, task.vocab_size)
     training = Training(model, task, recipe)
     assert math.isfinite(training.advance().loss)
-    condition, length = places_to_test(recipe)[-1]
-    assert 0 <= score(model, recipe, condition, length, rows=2).error <= 1
+    condition, length = list(recipe.conditions)[-1], max(recipe.test_lengths)
+    assert 0 <= score(model_for_tests(model, recipe), recipe, condition, length, rows=2).value("error") <= 1
 
 
 @pytest.mark.parametrize("packed", ["true", "false"])
@@ -373,7 +371,11 @@ def test_recipes_are_changed_and_checked() -> None:
         "tied=1": "tied: expected bool, got 1",
         "accumulate=5": "accumulate: expected a divisor of batch_size = 16, got 5",
         "schedule=slow": "schedule: expected one of linear, cosine, constant; got 'slow'",
-        "metric=fun": "metric: expected one of error, exact, perplexity; got 'fun'",
+        'evaluators=["fun"]': "evaluators: expected one of error, exact, perplexity, perplexity-window,",
+        "reporting=first": "reporting: expected one of last, best-three; got 'first'",
+        "encoding_options.rank=8": "encoding_options: expected options by encoding, such as",
+        "schedules.gamma=[[0, 1]]": "schedules: expected numbers among noise, got 'gamma'",
+        "schedules.noise=[[0.5, 1], [0.2, 2]]": "schedules.noise: expected points [share of the steps, value",
         "floor=2": "learning_rate, warmup, floor: expected above 0, 0 or more and a share, got 0.003, 50, 2.0",
         "conditions={}": "conditions: expected one or more, got none",
     }.items():
@@ -402,7 +404,7 @@ def test_schedules() -> None:
 @pytest.mark.parametrize("encoding", ["path", "prism"])
 def test_accumulation_changes_rounding_alone(encoding: str) -> None:
     """In a batch of rows with more and fewer scored tokens; PRISM adds a penalty to the loss, once a batch."""
-    options = {"positions": 24, "width": 8, "hidden": 8, "orthogonality": 0.1} if encoding == "prism" else {}
+    options = {"prism": {"positions": 24, "width": 8, "hidden": 8, "orthogonality": 0.1}}
     found = []
     for accumulate in (1, 2, 4):
         recipe = Recipe(encoding=encoding, steps=5, batch_size=8, curriculum=Curriculum(24, shortest=4), width=16)

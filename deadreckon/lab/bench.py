@@ -29,11 +29,10 @@ from rich.text import Text
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab import markdown
 from deadreckon.lab.cases import CASES, DTYPES, KINDS, LIMITS, Inputs, Shape, attend, check, make_inputs
-from deadreckon.lab.environment import processor, version_of
+from deadreckon.lab.environment import check_device, processor, version_of
+from deadreckon.lab.pages import markdown
 from deadreckon.lab.rivals import RIVALS, Method, baseline, compiled_rotate, installed
-from deadreckon.lab.training import check_device
 
 PARTS = ["", "time", "share", "calls"]
 SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float]]] = {"cpu": ("best", min), "cuda": ("median", median)}

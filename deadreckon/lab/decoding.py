@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import logsigmoid, normalize, scaled_dot_product_attention
 
 import deadreckon as dr
+from deadreckon.lab.environment import check_device
 from deadreckon.lab.rivals import rotate
-from deadreckon.lab.training import check_device
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 64
 STEPS = 256  # tokens that are timed, after as many that are not: each has two closings of a segment

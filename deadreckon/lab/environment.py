@@ -1,4 +1,4 @@
-"""Where and how something was run: what one needs to run it again."""
+"""Where and how something was run: device, versions, command, commit."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ import torch
 import deadreckon as dr
 
 PACKAGES = ("torch", "transformers", "safetensors", "triton", "numpy")
+
+
+def check_device(name: str) -> None:
+    """Raises ValueError if there is no such device here."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: expected one that is here, got {name!r} ({str(error).splitlines()[0]})") from error
+
+
+def check_model(folder: Path) -> None:
+    """Raises ValueError if no model has been saved in a folder: from_pretrained would look for it elsewhere."""
+    if not (folder / "config.json").exists():
+        raise ValueError(
+            f"model: expected a folder with config.json, as save_pretrained writes it, got {str(folder)!r}"
+        )
 
 
 def describe_environment(device: str) -> dict[str, Any]:
@@ -36,7 +52,8 @@ def command() -> str:
     program, package = Path(sys.argv[0]), Path(dr.__file__).parent
     words = [program.name]
     if program.is_relative_to(package):
-        words = ["python", "-m", ".".join(program.relative_to(package.parent).with_suffix("").parts)]
+        parts = program.relative_to(package.parent).with_suffix("").parts
+        words = ["python", "-m", ".".join(part for part in parts if part != "__main__")]
     return shlex.join([*words, *sys.argv[1:]])
 
 

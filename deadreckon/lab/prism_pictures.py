@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deadreckon.lab.pictures import COLOURS, plt
+from deadreckon.lab.pages.pictures import COLOURS, plt
 from deadreckon.lab.recipes import title_of
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from rich.console import Console
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.lab.environment import check_device, check_model
 from deadreckon.lab.probe.probe import run_probe
 from deadreckon.lab.probe.report import print_findings
-from deadreckon.lab.training import check_device, check_model
 from deadreckon.tasks import TASKS
 
 

@@ -1,4 +1,4 @@
-"""The demonstration: three small transformers learn to remember one bit. One of them can."""
+"""`deadreckon demo`: three small transformers learn to remember one bit. One of them can."""
 
 from __future__ import annotations
 
@@ -14,31 +14,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 import deadreckon as dr
-from deadreckon.lab.display import spell_seconds
-from deadreckon.lab.evaluation import error_rate
-from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.recipes import FLIPFLOP, title_of
+from deadreckon.lab.evaluation import score
+from deadreckon.lab.recipes import Recipe, find_recipe, title_of
 from deadreckon.lab.training import Step, Training, make_model, train
+from deadreckon.lab.training.display import format_seconds
 from deadreckon.tasks.flipflop import FlipFlop
-
-
-@dataclass(frozen=True)
-class Test:
-    """One column of the result."""
-
-    title: str
-    ignore: float
-    times: int = 1  # the training length
-
 
 MEASURED_STEPS, MEASURED_SECONDS = 4, 1.5  # at most, with each number of threads
 QUIET_SECONDS = 4.0  # between lines where there is no terminal
-TESTS = (Test("as trained", 0.8), Test("sparse", 0.98), Test("dense", 0.1), Test("4× length", 0.8, 4))
+TESTS = (("as trained", 1), ("sparse", 1), ("dense", 1), ("as trained", 4))  # conditions, and times the length
 
 
 @dataclass
 class Contestant:
-    """One encoding in training, and what it reached."""
+    """One encoding in training, and its errors in the tests."""
 
     encoding: str
     model: dr.DeadReckonForCausalLM
@@ -57,7 +46,7 @@ class Contestant:
 
 def demo_recipe(steps: int = 500, length: int = 128, seed: int = 0) -> Recipe:
     """The tiny flip-flop, of these sizes."""
-    return replace(FLIPFLOP.recipe("tiny"), steps=steps, length=length, seed=seed)
+    return replace(find_recipe("flipflop"), steps=steps, length=length, seed=seed)
 
 
 def run_demo(
@@ -75,7 +64,7 @@ def run_demo(
     ]
     fastest, seconds = measure_threads(contestants, recipe)
     console.print(
-        f"About {spell_seconds(recipe.steps * seconds)} on {device} with {fastest} thread{'s' * (fastest > 1)}, which "
+        f"About {format_seconds(recipe.steps * seconds)} on {device} with {fastest} thread{'s' * (fastest > 1)}, which "
         "were measured to be fastest now, and some seconds for tests."
     )
     torch.set_num_threads(fastest)
@@ -83,16 +72,14 @@ def run_demo(
         _train(console, contestants, recipe, began)
         with console.status("scoring on fresh sequences"):
             for contestant in contestants:
-                contestant.errors = [
-                    error_rate(contestant.model, FlipFlop(test.ignore), length=test.times * recipe.length)
-                    for test in TESTS
-                ]
+                scores = [score(contestant.model, recipe, name, times * recipe.length) for name, times in TESTS]
+                contestant.errors = [one.value("error") for one in scores]
                 _say(console, f"{contestant.title} is tested, {time.perf_counter() - began:.0f} s")
     finally:
         torch.set_num_threads(threads)
     console.print(_results(contestants, recipe))
     if picture is not None:
-        from deadreckon.lab.pictures import flipflop_picture
+        from deadreckon.lab.pages.pictures import flipflop_picture
 
         flipflop_picture(contestants, TESTS, recipe, picture)
         console.print(f"Picture: {picture}")
@@ -133,7 +120,7 @@ def _train(console: Console, contestants: list[Contestant], recipe: Recipe, bega
             live.update(_progress(contestants, recipe, now - first))
             if now - said > QUIET_SECONDS or number == recipe.steps:
                 said = now
-                left = spell_seconds((now - first) / number * (recipe.steps - number))
+                left = format_seconds((now - first) / number * (recipe.steps - number))
                 losses = ", ".join(f"{c.title} {c.recent()[0]:.3f}" for c in contestants)
                 _say(console, f"step {number}/{recipe.steps}, {now - began:.0f} s, {left} left: loss {losses}")
 
@@ -160,8 +147,8 @@ def _progress(contestants: list[Contestant], recipe: Recipe, seconds: float) -> 
 def _results(contestants: list[Contestant], recipe: Recipe) -> Table:
     table = Table(title=f"Read-bit error, trained at length {recipe.length}", title_justify="left")
     table.add_column("encoding")
-    for test in TESTS:
-        table.add_column(test.title, justify="right")
+    for name, times in TESTS:
+        table.add_column(name if times == 1 else f"{times}× length", justify="right")
     for contestant in contestants:
         cells = [f"[{'green' if error <= 0.001 else 'red'}]{100 * error:.2f}%[/]" for error in contestant.errors]
         table.add_row(contestant.title, *cells)

@@ -1,4 +1,4 @@
-"""A report: one page of HTML with nothing outside it, readable on a phone and on paper."""
+"""A report on runs: one self-contained page of HTML, readable on a phone and on paper."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import deadreckon as dr
-from deadreckon.lab.compare import Comparison, alike, by_label, gather
-from deadreckon.lab.display import spell_seconds
+from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather
 from deadreckon.lab.recipes import title_of
-from deadreckon.lab.runs import Run, find_runs, write_text
+from deadreckon.lab.training import Run, find_runs
+from deadreckon.lab.training.display import format_seconds
+from deadreckon.lab.training.runs import write_text
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -60,7 +61,7 @@ def _section(runs: list[Run]) -> str:
 
 
 def _scores(comparison: Comparison, condition: str) -> str:
-    from deadreckon.lab.pictures import scores_svg
+    from deadreckon.lab.pages.pictures import scores_svg
 
     lengths = comparison.lengths(condition)
     rows = []
@@ -74,16 +75,16 @@ def _scores(comparison: Comparison, condition: str) -> str:
 
 
 def _learning(runs: list[Run]) -> str:
-    from deadreckon.lab.pictures import learning_svg
+    from deadreckon.lab.pages.pictures import learning_svg
 
     curves: dict[str, list[tuple[list[int], list[float]]]] = {}
-    for name, of_name in by_label(runs).items():
-        for run in of_name:
+    for label, labelled in by_label(runs).items():
+        for run in labelled:
             lines = [line for line in run.metrics() if line["loss"] is not None]
             if lines:
                 thin = lines[:: max(1, len(lines) // 500)]
                 curve = [line["step"] for line in thin], [line["loss"] for line in thin]
-                curves.setdefault(name, []).append(curve)
+                curves.setdefault(label, []).append(curve)
     if not curves:
         return ""
     return f"<h3>Learning</h3>{_picture(learning_svg(curves), 'Loss while training')}"
@@ -94,7 +95,7 @@ def _runs(runs: list[Run]) -> str:
     for run in runs:
         progress = run.progress()
         state = f"{progress.step}" if run.finished else f"{progress.step} of {run.recipe.steps}"
-        row = [run.recipe.encoding, run.recipe.seed, state, f"{progress.tokens:,}", spell_seconds(progress.seconds)]
+        row = [run.recipe.encoding, run.recipe.seed, state, f"{progress.tokens:,}", format_seconds(progress.seconds)]
         rows.append([run.path, *row, len(run.starts())])
     headings = ["run", "encoding", "seed", "steps", "tokens", "time", "starts"]
     return f"<h3>Runs</h3>{_table(headings, rows)}"

@@ -20,16 +20,18 @@ from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from deadreckon.lab.recipes import title_of
 
 if TYPE_CHECKING:
-    from deadreckon.lab.compare import Comparison
-    from deadreckon.lab.demo import Contestant, Test
-    from deadreckon.lab.recipe import Recipe
+    from deadreckon.lab.pages.comparison import Comparison
+    from deadreckon.lab.pages.demo import Contestant
+    from deadreckon.lab.recipes import Recipe
 
 PLAIN: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
 MARKERS = "osD^vPX*"
 COLOURS = ("#999999", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 
 
-def flipflop_picture(contestants: Sequence[Contestant], tests: Sequence[Test], recipe: Recipe, path: Path) -> None:
+def flipflop_picture(
+    contestants: Sequence[Contestant], tests: Sequence[tuple[str, int]], recipe: Recipe, path: Path
+) -> None:
     """Error while learning, on the left, and on each test, on the right."""
     with plt.rc_context(PLAIN):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=(1, 1.25), layout="constrained")
@@ -46,7 +48,7 @@ def flipflop_picture(contestants: Sequence[Contestant], tests: Sequence[Test], r
             errors = [100 * error for error in contestant.errors]
             bars = right.bar(places, errors, width * 0.92, color=colour, label=contestant.title)
             right.bar_label(bars, [f"{error:.1f}" if error >= 0.05 else "0" for error in errors], padding=2, fontsize=9)
-        right.set_xticks(range(len(tests)), [_describe(test, recipe) for test in tests])
+        right.set_xticks(range(len(tests)), [_describe(*test, recipe) for test in tests])
         right.set(ylabel="read-bit error, %", ylim=(0, 60), title="Flip-flop after training")
         right.tick_params(axis="x", length=0)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,13 +61,19 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
     conditions = comparison.conditions
     with plt.rc_context(PLAIN):
         width = 1.2 + 3.6 * len(conditions)
+        measures = {comparison.test(condition).measure for condition in conditions}
         figure, panels = plt.subplots(
-            1, len(conditions), figsize=(max(width, 5.5), 3.8), sharey=True, squeeze=False, layout="constrained"
+            1,
+            len(conditions),
+            figsize=(max(width, 5.5), 3.8),
+            sharey=len(measures) == 1,
+            squeeze=False,
+            layout="constrained",
         )
         for axes, condition in zip(panels[0], conditions, strict=True):
             _draw_scores(axes, comparison, condition)
             axes.set_title(condition if len(conditions) > 1 else "", pad=18)
-        for axes in panels[0][1:]:
+        for axes in panels[0][1:] if len(measures) == 1 else ():
             axes.set_ylabel("")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
@@ -85,48 +93,50 @@ def scores_svg(comparison: Comparison, condition: str) -> str:
 
 
 def learning_svg(curves: dict[str, list[tuple[list[int], list[float]]]]) -> str:
-    """Loss while learning: (steps, values) of each run, by encoding."""
+    """Loss while learning: (steps, values) of each run, by label."""
     with plt.rc_context(PLAIN):
         figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
-        for (name, some), colour in zip(curves.items(), cycle(COLOURS), strict=False):
-            for number, (steps, values) in enumerate(some):
-                label = None if number else title_of(name)
-                axes.plot(steps, _smooth(values)[1], color=colour, linewidth=1.5, label=label)
+        for (label, seeds), colour in zip(curves.items(), cycle(COLOURS), strict=False):
+            for number, (steps, values) in enumerate(seeds):
+                title = None if number else title_of(label)
+                axes.plot(steps, _smooth(values)[1], color=colour, linewidth=1.5, label=title)
         axes.set(xlabel="training step", ylabel="loss")
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
         return _svg(figure)
 
 
 def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
-    """Means with a band of the spread between seeds."""
-    recipe, lengths = comparison.recipe, comparison.lengths(condition)
-    scale = 1.0 if recipe.metric == "perplexity" else 100.0
+    """Means with a band of the standard deviation between seeds."""
+    lengths, test = comparison.lengths(condition), comparison.test(condition)
+    scale = 100.0 if test.measure in ("error", "exact") else 1.0
     looks = zip(comparison.values.items(), cycle(COLOURS), cycle(MARKERS), strict=False)
-    for (name, row), colour, marker in looks:
-        there = [length for length in lengths if (condition, length) in row]
-        found = [[scale * value for value in row[condition, length]] for length in there]
-        middle, spread = [mean(some) for some in found], [stdev(some) if len(some) > 1 else 0.0 for some in found]
-        axes.plot(there, middle, color=colour, marker=marker, markersize=5, linewidth=1.8, label=title_of(name))
+    for (label, scores), colour, marker in looks:
+        there = [length for length in lengths if (condition, length) in scores]
+        seeds = [[scale * value for value in scores[condition, length]] for length in there]
+        middle, spread = [mean(values) for values in seeds], [stdev(v) if len(v) > 1 else 0.0 for v in seeds]
+        marker = "" if test.axis == "position" else marker
+        axes.plot(there, middle, color=colour, marker=marker, markersize=5, linewidth=1.8, label=title_of(label))
         low, high = ([m + sign * s for m, s in zip(middle, spread, strict=True)] for sign in (-1, 1))
         axes.fill_between(there, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.axvline(recipe.length, color="black", linestyle="--", linewidth=1, zorder=0)
-    axes.text(
-        recipe.length, 1.01, "trained", transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8
-    )
+    if test.trained:
+        axes.axvline(test.trained, color="black", linestyle="--", linewidth=1, zorder=0)
+        place = axes.get_xaxis_transform()
+        axes.text(test.trained, 1.01, "trained", transform=place, ha="center", va="bottom", fontsize=8)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths], rotation=45 if len(lengths) > 5 else 0)
+    ticks = lengths if test.axis != "position" else [2**n for n in range(max(lengths).bit_length())][::3]
+    axes.set_xticks(ticks, [str(length) for length in ticks], rotation=45 if len(ticks) > 5 else 0)
     axes.xaxis.set_minor_locator(NullLocator())
-    if recipe.metric == "perplexity":
+    if test.measure == "perplexity":
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_locator(NullLocator())
-    else:
-        top = 100 * max(value for row in comparison.values.values() for found in row.values() for value in found)
-        top = 100 if recipe.metric == "exact" else max(top, 1)  # the same in each panel
+    elif test.measure != "loss":
+        values = [value for scores in comparison.values.values() for seeds in scores.values() for value in seeds]
+        top = 100 if test.measure == "exact" else max(100 * max(values), 1)  # the same in each panel
         axes.set_ylim(-0.02 * top, 1.08 * top)
-    labels = {"error": "error, %", "exact": "exactly right, %", "perplexity": "perplexity"}
-    axes.set(xlabel="length", ylabel=labels[recipe.metric])
+    labels = {"error": "error, %", "exact": "exact match, %", "perplexity": "perplexity", "loss": "loss"}
+    axes.set(xlabel=test.axis, ylabel=labels[test.measure])
 
 
 def _svg(figure: Figure) -> str:
@@ -137,9 +147,9 @@ def _svg(figure: Figure) -> str:
     return file.getvalue()
 
 
-def _describe(test: Test, recipe: Recipe) -> str:
-    length = test.times * recipe.length
-    return f"{test.title}\n{100 * test.ignore:.0f}% ignored\n{length} tokens"
+def _describe(condition: str, times: int, recipe: Recipe) -> str:
+    ignored = recipe.conditions[condition].get("ignore", 0.8)
+    return f"{condition}\n{100 * ignored:.0f}% ignored\n{times * recipe.length} tokens"
 
 
 def _smooth(values: list[float], span: int = 10) -> tuple[list[int], list[float]]:
