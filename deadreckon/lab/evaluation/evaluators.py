@@ -107,7 +107,7 @@ def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
     name = subject.condition if window is None else _window(recipe, subject.condition)
     for found in perplexity_by_length(
         subject.model, corpus, subject.lengths, tokens=recipe.test_tokens, window=window, across=across,
-        longest=longest, autocast_enabled=recipe.test_autocast,
+        longest=longest,
     ):  # fmt: skip
         rows = found.tokens // found.length
         yield Score(name, found.length, None, None, found.loss, rows, "perplexity")
@@ -127,11 +127,9 @@ def _positions(subject: Subject) -> Iterator[Score]:
     assert subject.model is not None
     recipe, longest = subject.recipe, max(subject.lengths)
     corpus, across = _corpus(subject, longest)
-    bins = loss_by_position(
-        subject.model, corpus, longest, min(BINS, longest), tokens=recipe.test_tokens, across=across,
-        autocast_enabled=recipe.test_autocast,
-    )  # fmt: skip
-    rows = max(1, recipe.test_tokens // longest)
+    tokens = recipe.test_tokens
+    bins = loss_by_position(subject.model, corpus, longest, min(BINS, longest), tokens=tokens, across=across)
+    rows = max(1, tokens // longest)
     for name, chosen in (  # positions in a bin on both sides of the border count on neither
         ("within the training length", [one for one in bins if one.last <= recipe.length]),
         ("beyond it", [one for one in bins if one.first > recipe.length]),

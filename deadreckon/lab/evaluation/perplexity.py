@@ -17,7 +17,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +67,6 @@ def perplexity_by_length(
     batch_tokens: int = 1 << 16,
     seed: int = 0,
     longest: int | None = None,
-    autocast_enabled: bool = True,
 ) -> list[LengthScore]:
     """Perplexity at each length, over the same text.
 
@@ -81,19 +79,17 @@ def perplexity_by_length(
         batch_tokens: about how many tokens are read at once, one row at least.
         seed: of encodings that draw positions.
         longest: take the text from rows of this length; by default of the greatest of `lengths`.
-        autocast_enabled: compute in bfloat16 on a GPU.
     """
     if not lengths:
         raise ValueError("lengths: expected one or more, got none")
     text = corpus.rows(longest or max(lengths), tokens, across=across)
-    settings: Any = {"batch_tokens": batch_tokens, "seed": seed, "autocast_enabled": autocast_enabled}
     scores = []
     for length in lengths:
         rows = text.unfold(1, length + 1, length).flatten(0, 1)
         if window is None or window >= length:
-            losses = token_losses(model, rows, piece=piece, **settings)
+            losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed)
         else:
-            losses = windowed_losses(model, rows, window, stride, **settings)
+            losses = windowed_losses(model, rows, window, stride, batch_tokens=batch_tokens, seed=seed)
         loss, last = _mean(losses), _mean(losses[:, length - math.ceil(length / LAST) :])
         scores.append(LengthScore(length, window, losses.numel(), loss, _exp(loss), last, _exp(last)))
     return scores
@@ -111,7 +107,6 @@ def loss_by_position(
     piece: int | None = None,
     batch_tokens: int = 1 << 16,
     seed: int = 0,
-    autocast_enabled: bool = True,
 ) -> list[PositionScore]:
     """The loss of tokens by how many stand before them, from 1 to `length`, in bins of equal or of growing width.
 
@@ -124,8 +119,7 @@ def loss_by_position(
     if not 1 <= bins <= length:
         raise ValueError(f"bins: expected 1 to length = {length}, got {bins}")
     rows = corpus.rows(length, tokens, across=across)
-    settings: Any = {"batch_tokens": batch_tokens, "seed": seed, "autocast_enabled": autocast_enabled}
-    losses = token_losses(model, rows, piece=piece, **settings).double().mean(0)
+    losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed).double().mean(0)
     shares = [number / bins for number in range(1, bins + 1)]
     edges = sorted({0, *(round(length**share if logarithmic else length * share) for share in shares)})
     return [PositionScore(start + 1, stop, _mean(losses[start:stop])) for start, stop in pairwise(edges)]
@@ -139,7 +133,6 @@ def windowed_losses(
     *,
     batch_tokens: int = 1 << 16,
     seed: int = 0,
-    autocast_enabled: bool = True,
 ) -> Tensor:
     """As :func:`token_losses`, but from no more than the last `window` tokens, and no fewer than window − stride."""
     length = rows.shape[1] - 1
@@ -150,9 +143,7 @@ def windowed_losses(
         raise ValueError(f"stride: expected 1 to window = {window}, got {stride}")
     stops = [*range(window, length, stride), length]
     short = torch.cat([rows[:, stop - window : stop + 1] for stop in stops])  # (stops · count, window + 1)
-    by_window = token_losses(
-        model, short, batch_tokens=batch_tokens, seed=seed, autocast_enabled=autocast_enabled
-    ).chunk(len(stops))
+    by_window = token_losses(model, short, batch_tokens=batch_tokens, seed=seed).chunk(len(stops))
     new = [stop - before for stop, before in zip(stops, [0, *stops[:-1]], strict=True)]
     return torch.cat([losses[:, window - count :] for losses, count in zip(by_window, new, strict=True)], dim=1)
 
@@ -165,7 +156,6 @@ def token_losses(
     piece: int | None = None,
     batch_tokens: int = 1 << 16,
     seed: int = 0,
-    autocast_enabled: bool = True,
 ) -> Tensor:
     """−log p of every token of rows (count, L + 1) but the first, from all before it: (count, L), float32, on the CPU.
 
@@ -178,7 +168,7 @@ def token_losses(
     model.eval()
     batches = []
     width = piece or rows.shape[1]
-    with isolated_rng(device, seed), autocast(device, autocast_enabled):
+    with isolated_rng(device, seed), autocast(device):
         for batch in rows.split(max(1, batch_tokens // rows.shape[1])):
             batch = batch.to(device)
             cache = None if piece is None else DynamicCache(config=model.config)

@@ -13,7 +13,7 @@ from rich.table import Table
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.pages.comparison import Comparison, gather
 from deadreckon.lab.pages.page import describe_solved, write_page
-from deadreckon.lab.recipes import check_encodings, find_experiment, parse_sweep, title_of
+from deadreckon.lab.recipes import check_encodings, find_experiment, parse_sweep
 from deadreckon.lab.training.parallel import make_runs
 
 
@@ -87,18 +87,15 @@ def folder_name(name: str, size: str, changes: Sequence[str]) -> str:
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """A table for each test."""
-    for condition in comparison.conditions:
-        if comparison.test(condition).axis == "position":
-            continue  # the picture shows them
+    for condition in comparison.tabulated:
         console.print(f"\n{comparison.describe(condition)}", highlight=False)
+        headings, rows = comparison.table(condition)
         table = Table()
-        for heading in (comparison.test(condition).axis, *map(title_of, comparison.values)):
+        for heading in headings:
             table.add_column(heading, justify="right")
-        for length in comparison.lengths(condition):
-            cells = {label: comparison.cell(label, condition, length) for label in comparison.values}
-            best = comparison.best(condition, length)
-            cells[best] = f"[bold]{cells[best]}[/]"
-            table.add_row(f"{length}", *cells.values())
+        for length, row in zip(comparison.lengths(condition), rows, strict=True):
+            best = 1 + list(comparison.values).index(comparison.best(condition, length))
+            table.add_row(*(f"[bold]{cell}[/]" if place == best else cell for place, cell in enumerate(row)))
         console.print(table)
         if solved := describe_solved(comparison, condition):
             console.print(solved, highlight=False)

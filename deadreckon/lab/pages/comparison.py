@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from deadreckon.lab.evaluation import Place, format_value, is_better
-from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.recipes import Recipe, title_of
 from deadreckon.lab.training import Run
 
 SOLVED = 0.9  # a word problem counts as solved where more rows than this are right
@@ -75,6 +75,17 @@ class Comparison:
         for label, value in means.items():
             best = label if is_better(measure, value, means[best]) else best
         return best
+
+    def table(self, condition: str) -> tuple[list[str], list[list[str]]]:
+        """Headings and rows of one test, a row for each length."""
+        cells = [[self.cell(label, condition, n) for label in self.values] for n in self.lengths(condition)]
+        rows = [[f"{length}", *row] for length, row in zip(self.lengths(condition), cells, strict=True)]
+        return [self.test(condition).axis, *map(title_of, self.values)], rows
+
+    @property
+    def tabulated(self) -> list[str]:
+        """Tests that are shown as tables: all but those by position, which are for pictures."""
+        return [name for name in self.conditions if self.test(name).axis != "position"]
 
     def describe(self, condition: str) -> str:
         """What a table of one test shows."""

@@ -81,7 +81,14 @@ def run_demo(
     if picture is not None:
         from deadreckon.lab.pages.pictures import flipflop_picture
 
-        flipflop_picture(contestants, TESTS, recipe, picture)
+        learning = {contestant.title: [step.error for step in contestant.steps] for contestant in contestants}
+        tested = {contestant.title: contestant.errors for contestant in contestants}
+        names = [
+            f"{name}\n{100 * recipe.conditions[name].get('ignore', 0.8):.0f}% ignored\n{times * recipe.length} tokens"
+            for name, times in TESTS
+        ]
+        step = f"training step ({recipe.batch_size} × {recipe.length} tokens)"
+        flipflop_picture(learning, tested, names, step, picture)
         console.print(f"Picture: {picture}")
     console.print(f"{time.perf_counter() - began:.0f} s on {device}, torch {torch.__version__}.")
     return contestants

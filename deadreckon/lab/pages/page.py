@@ -21,9 +21,7 @@ def write_page(
         f"# {comparison.title}", "", experiment.about, "", experiment.source, "", describe_runs(runs), "",
         *(f"    {command}" for command in dict.fromkeys(start["command"] for run in runs for start in run.starts())),
     ]  # fmt: skip
-    for condition in comparison.conditions:
-        if comparison.test(condition).axis == "position":
-            continue  # the picture shows them
+    for condition in comparison.tabulated:
         lines += ["", f"{comparison.describe(condition)}:", "", score_table(comparison, condition, experiment)]
         if solved := describe_solved(comparison, condition):
             lines += ["", solved]
@@ -57,17 +55,14 @@ def describe_runs(runs: Sequence[Run]) -> str:
 
 def score_table(comparison: Comparison, condition: str, experiment: Experiment) -> str:
     """One test: a row for each length, and for each length of the paper's figures."""
-    labels, test = list(comparison.values), comparison.test(condition)
-    rows = [
-        [f"{length}", *(comparison.cell(label, condition, length) for label in labels)]
-        for length in comparison.lengths(condition)
-    ]
+    labels, measure = list(comparison.values), comparison.test(condition).measure
+    headings, rows = comparison.table(condition)
     reported = experiment.reported.get(condition, {})
     for length in sorted({length for figures in reported.values() for length in figures}):
         figures = [reported.get(label, {}).get(length) for label in labels]
-        cells = ["" if value is None else format_value(test.measure, value) for value in figures]
+        cells = ["" if value is None else format_value(measure, value) for value in figures]
         rows.append([f"the paper's, {length}", *cells])
-    return table([test.axis, *map(title_of, labels)], rows)
+    return table(headings, rows)
 
 
 def describe_solved(comparison: Comparison, condition: str) -> str:

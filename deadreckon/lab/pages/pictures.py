@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 
@@ -17,12 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
+from deadreckon.lab.pages.comparison import Comparison
 from deadreckon.lab.recipes import title_of
-
-if TYPE_CHECKING:
-    from deadreckon.lab.pages.comparison import Comparison
-    from deadreckon.lab.pages.demo import Contestant
-    from deadreckon.lab.recipes import Recipe
 
 PLAIN: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
 MARKERS = "osD^vPX*"
@@ -30,30 +26,27 @@ COLOURS = ("#999999", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#5
 
 
 def flipflop_picture(
-    contestants: Sequence[Contestant], tests: Sequence[tuple[str, int]], recipe: Recipe, path: Path
+    learning: dict[str, list[float]], tested: dict[str, list[float]], tests: Sequence[str], step: str, path: Path
 ) -> None:
-    """Error while learning, on the left, and on each test, on the right."""
+    """Errors of each encoding while learning, by `step`, on the left, and in each test, on the right."""
     with plt.rc_context(PLAIN):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=(1, 1.25), layout="constrained")
-        for contestant, colour in zip(contestants, cycle(COLOURS), strict=False):
-            numbers, errors = _smooth([step.error for step in contestant.steps])
-            left.plot(numbers, [100 * error for error in errors], color=colour, linewidth=2, label=contestant.title)
-        left.set(xlabel=f"training step ({recipe.batch_size} × {recipe.length} tokens)", ylabel="read-bit error, %")
-        left.set(ylim=(-1, 60), xlim=(0, recipe.steps), title="Learning to remember one bit")
+        for (title, errors), colour in zip(learning.items(), cycle(COLOURS), strict=False):
+            numbers, means = _smooth([100 * error for error in errors])
+            left.plot(numbers, means, color=colour, linewidth=2, label=title)
+        left.set(xlabel=step, ylabel="read-bit error, %", ylim=(-1, 60), xlim=(0, None))
+        left.set(title="Learning to remember one bit")
         left.legend(frameon=False)
-
-        width = 0.8 / len(contestants)
-        for number, (contestant, colour) in enumerate(zip(contestants, cycle(COLOURS), strict=False)):
-            places = [place + (number - (len(contestants) - 1) / 2) * width for place in range(len(tests))]
-            errors = [100 * error for error in contestant.errors]
-            bars = right.bar(places, errors, width * 0.92, color=colour, label=contestant.title)
-            right.bar_label(bars, [f"{error:.1f}" if error >= 0.05 else "0" for error in errors], padding=2, fontsize=9)
-        right.set_xticks(range(len(tests)), [_describe(*test, recipe) for test in tests])
+        width = 0.8 / len(tested)
+        for number, ((title, errors), colour) in enumerate(zip(tested.items(), cycle(COLOURS), strict=False)):
+            places = [place + (number - (len(tested) - 1) / 2) * width for place in range(len(tests))]
+            bars = right.bar(places, [100 * error for error in errors], width * 0.92, color=colour, label=title)
+            words = [f"{100 * error:.1f}" if error >= 0.0005 else "0" for error in errors]
+            right.bar_label(bars, words, padding=2, fontsize=9)
+        right.set_xticks(range(len(tests)), tests)
         right.set(ylabel="read-bit error, %", ylim=(0, 60), title="Flip-flop after training")
         right.tick_params(axis="x", length=0)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160)
-        plt.close(figure)
+        _save(figure, path)
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
@@ -78,9 +71,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
         figure.suptitle(comparison.title)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160)
-        plt.close(figure)
+        _save(figure, path)
 
 
 def scores_svg(comparison: Comparison, condition: str) -> str:
@@ -147,9 +138,10 @@ def _svg(figure: Figure) -> str:
     return file.getvalue()
 
 
-def _describe(condition: str, times: int, recipe: Recipe) -> str:
-    ignored = recipe.conditions[condition].get("ignore", 0.8)
-    return f"{condition}\n{100 * ignored:.0f}% ignored\n{times * recipe.length} tokens"
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
 
 
 def _smooth(values: list[float], span: int = 10) -> tuple[list[int], list[float]]:

@@ -55,7 +55,7 @@ def _section(runs: list[Run]) -> str:
     comparison = gather(", ".join(folders), runs)
     title = f"{recipe.task}: {', '.join(dict.fromkeys(run.recipe.encoding for run in runs))}"
     parts = [f"<h2>{escape(title)}</h2><p>{escape(', '.join(folders))}</p>"]
-    parts += [_scores(comparison, condition) for condition in comparison.conditions]
+    parts += [_scores(comparison, condition) for condition in comparison.tabulated]
     parts += [_learning(runs), _runs(runs), _recipe(runs), _environment(runs)]
     return "".join(parts)
 

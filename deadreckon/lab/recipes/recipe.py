@@ -58,7 +58,7 @@ class Recipe:
             evaluations in training, for which every test is run every `evaluate_every` steps.
         conditions: the tests: options of the task that differ in them, by name. The first is followed in training.
         test_lengths: lengths of tests, each with `test_rows` sequences or fewer, `test_tokens` tokens at most.
-        test_autocast: whether tests on a GPU compute in bfloat16, as training does.
+        test_autocast: whether tests of a task compute in bfloat16 on a GPU, as training does.
         evaluate_every: steps between evaluations, on `validation_rows` fresh sequences of the training length.
         log_every: steps between lines of metrics.
     """
