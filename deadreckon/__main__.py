@@ -1,4 +1,4 @@
-"""`python -m deadreckon` is `deadreckon`; so `torchrun -m deadreckon train …` works."""
+"""`python -m deadreckon` is `deadreckon`."""
 
 from deadreckon.lab.cli import main
 
