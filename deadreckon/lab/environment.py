@@ -42,7 +42,8 @@ def describe_environment(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device}, {processor()}",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {"deadreckon": dr.__version__} | {name: found for name in PACKAGES if (found := version_of(name))},
+        "versions": {"deadreckon": dr.__version__}
+        | {name: version for name in PACKAGES if (version := version_of(name))},
         "commit": commit(),
     }
 
@@ -70,13 +71,12 @@ def commit() -> str | None:
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
-        found = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
-        return found.stdout.strip() if found.returncode == 0 else ""
+        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        tracked = git(
-            "ls-files", "--error-unmatch", "__init__.py"
-        )  # an installed copy may lie in somebody's repository
+        # An installed copy may lie in somebody else's repository.
+        tracked = git("ls-files", "--error-unmatch", "__init__.py")
         head = git("rev-parse", "HEAD") if tracked else ""
         changed = head and git("status", "--porcelain", "--", str(here.parent))
     except (OSError, subprocess.TimeoutExpired):
@@ -86,7 +86,7 @@ def commit() -> str | None:
 
 def processor() -> str:
     """What this machine calls its processor."""
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text().splitlines() if found.exists() else []
+    description = Path("/proc/cpuinfo")
+    lines = description.read_text().splitlines() if description.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return " ".join([platform.machine(), *names[:1]])

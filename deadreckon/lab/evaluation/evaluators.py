@@ -105,12 +105,12 @@ def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
     longest = max([*subject.lengths, *recipe.test_lengths])
     corpus, across = _corpus(subject, longest)
     name = subject.condition if window is None else _window(recipe, subject.condition)
-    for found in perplexity_by_length(
+    for one in perplexity_by_length(
         subject.model, corpus, subject.lengths, tokens=recipe.test_tokens, window=window, across=across,
         longest=longest,
     ):  # fmt: skip
-        rows = found.tokens // found.length
-        yield Score(name, found.length, None, None, found.loss, rows, "perplexity")
+        rows = one.tokens // one.length
+        yield Score(name, one.length, None, None, one.loss, rows, "perplexity")
 
 
 def _longer(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:

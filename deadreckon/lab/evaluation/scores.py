@@ -36,7 +36,7 @@ class Score:
     """The result of one test at one length.
 
     `axis` says what the length is: of test sequences ("length"), of training sequences ("training length"), or the
-    last of some positions in a sequence ("position").
+    last of a range of positions in a sequence ("position").
     """
 
     condition: str

@@ -98,15 +98,15 @@ class Comparison:
 
     def solved(self, condition: str) -> dict[str, int | None]:
         """For each label, the greatest length up to which more than 90% of rows are right at all lengths tested."""
-        found: dict[str, int | None] = {}
+        solved: dict[str, int | None] = {}
         for label, scores in self.values.items():
             reached = None
             for length in self.lengths(condition):
                 if mean(scores.get((condition, length), [0.0])) <= SOLVED:
                     break
                 reached = length
-            found[label] = reached
-        return found
+            solved[label] = reached
+        return solved
 
 
 def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None) -> Comparison:

@@ -1,4 +1,4 @@
-"""Language models trained alike on texts of one's own: --change options.data=FILE options.held_out=FILE."""
+"""Language models trained alike on any text: --change options.data=FILE options.held_out=FILE."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PARTS = ("train", "valid")
 def read_language(
     data: str = "", held_out: str = "", part: str = "train", vocabulary: int = 8192, packed: bool = False
 ) -> Language:
-    """Language modelling on texts of one's own.
+    """Language modelling on any text.
 
     Args:
         data: the text to learn from: a file, a folder or a dataset, see `deadreckon.tasks.text.read_documents`. Or a

@@ -60,7 +60,7 @@ class Display:
         now = time.perf_counter()
         self.recent.append((now, self.recent[-1][1] + step.tokens))
         if logged:
-            # A mean over some tens of logged steps, as single ones jump about.
+            # A running mean: the loss of single steps is noisy.
             self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
         if not self.console.is_terminal and (now - self.printed > QUIET or self.done == self.recipe.steps):
             self.printed = now
