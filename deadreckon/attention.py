@@ -116,6 +116,7 @@ def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, *, scale: float | Non
 
     What is out of reach could not matter to the output's precision: by the sums of gates, and by the longest query and
     key of a head, no logit could bring it back. Sequences of fewer than 2048 tokens are computed in full all the same.
+    On a CPU, where no kernel runs, it says what one would skip.
 
     Args:
         q, k, log_gate, scale: as for :func:`attend`.

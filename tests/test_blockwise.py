@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import deadreckon as dr
 from deadreckon.blockwise.climb import Climb
 from deadreckon.blockwise.runs import Gate
-from deadreckon.lab.bench import peak_bytes
+from deadreckon.lab.bench.timing import peak_bytes
 
 LENGTHS = itertools.cycle((1, 63, 64, 128, 100, 257, 192))
 COMBINATIONS = [

@@ -23,7 +23,7 @@ from deadreckon.blockwise import power
 from deadreckon.blockwise.past import Past
 from deadreckon.blockwise.power import form_for
 from deadreckon.blockwise.symmetric import dimension, multiplicities, symmetric_power
-from deadreckon.lab.bench import peak_bytes
+from deadreckon.lab.bench.timing import peak_bytes
 
 FORMS = ("attention", "chunked", "recurrent")
 SYMPOWS = ("sympow", "sympow-gated", "conformal-sympow")

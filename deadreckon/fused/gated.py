@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deadreckon.fused.operators import dense, gate_gradient, gradients_for, pruned, results, room_for_reach, save
 from deadreckon.kernels.flash import EDGE, Reach, flash_backward, flash_forward
-from deadreckon.kernels.gates import gate_sums, reach_of
+from deadreckon.kernels.gates import gate_sums, reach_of, reach_within
 from deadreckon.kernels.merge import prepare
 from deadreckon.kernels.tiles import LOG2E
 
@@ -98,6 +98,7 @@ def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, scale: float) -> floa
     ends = torch.arange(EDGE - 1, length + EDGE - 1, EDGE, device=q.device).clamp(max=length - 1)
     edge = log_gate.double().clamp(min=-1e4).cumsum(1)[:, ends] * LOG2E  # (B, blocks, Hc)
     edge = edge.transpose(1, 2).reshape(batch * heads, -1, len(ends))
-    first, _ = reach_of(q, k, log_gate, edge, scale)
+    longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(1) for x in (q, k))
+    first, _ = reach_within(scale * longest_q, longest_k, log_gate, edge, q.dtype)
     blocks = torch.arange(1, len(ends) + 1, device=q.device)
     return float((blocks - first // EDGE).double().mean() / blocks.double().mean())

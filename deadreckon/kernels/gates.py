@@ -80,15 +80,26 @@ def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float,
     add up to less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single
     precision.
     """
-    batch, length, heads, _ = k.shape
-    longest_q, longest_k = longest(q).view(batch * heads, -1), longest(k).view(batch * heads, 1)
+    return reach_within(scale * longest(q), longest(k), log_gate, edge, q.dtype, growth)
+
+
+def reach_within(
+    longest_q: Tensor,
+    longest_k: Tensor,
+    log_gate: Tensor,
+    edge: Tensor,
+    dtype: torch.dtype,
+    growth: Tensor | float = 1.0,
+) -> Reach:
+    """The same from the greatest lengths of scaled queries (B, Hq) and of keys (B, H), on any device."""
+    longest_q, longest_k = longest_q.view(longest_k.numel(), -1), longest_k.view(-1, 1)
     if edge.shape[1] == 1:
         longest_q = longest_q.amax(1, keepdim=True)
-    margin = 20.0 if q.dtype == torch.float32 else 10.0
-    bound = 2 * scale * longest_q * longest_k * growth + math.log(length) + margin  # (B·H, 1 | G)
+    margin = 20.0 if dtype == torch.float32 else 10.0
+    bound = 2 * longest_q * longest_k * growth + math.log(log_gate.shape[1]) + margin  # (B·H, 1 | G)
     bound = torch.where(log_gate.amax() > 0, torch.inf, bound) * LOG2E  # sums of gates that grow bound nothing
     before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
     first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
-    block = torch.arange(first.shape[2], device=q.device, dtype=torch.int32).expand_as(first).contiguous()
+    block = torch.arange(first.shape[2], device=first.device, dtype=torch.int32).expand_as(first).contiguous()
     last = torch.searchsorted(first, block, right=True, out_int32=True)
     return Reach(first * EDGE, last * EDGE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +40,14 @@ def answer(model: dr.DeadReckonForCausalLM, question: str) -> tuple[Tensor, int]
     return said, asked.shape[1]
 
 
+def layers_of(model: dr.DeadReckonForCausalLM) -> list[Any]:
+    """Its attention layers, all of which have cursors."""
+    layers: list[Any] = [part.self_attn for part in model.model.layers]
+    if not all(hasattr(part.encoding, "cursors") for part in layers):
+        raise ValueError(f"model: expected one with the encoding prism, got {model.config.encodings()}")
+    return layers
+
+
 @torch.no_grad()
 def trace(
     model: dr.DeadReckonForCausalLM,
@@ -52,9 +59,7 @@ def trace(
 ) -> Trace:
     """Runs tokens (1, T) and reads one head; by default that to whose logits position adds most."""
     model.eval()
-    layers: list[Any] = [part.self_attn for part in model.model.layers]
-    if not all(hasattr(part.encoding, "cursors") for part in layers):
-        raise ValueError(f"model: expected one with the encoding prism, got {model.config.encodings()}")
+    layers = layers_of(model)
     layer, head, cursor = _choose(layers, layer, head, cursor)
     attention = layers[layer]
     owner = layers[attention.encoding.source]
@@ -103,20 +108,3 @@ def _choose(layers: list[Any], layer: int | None, head: int | None, cursor: int 
     allowed[tuple(slice(None) if place is None else place for place in (layer, head, cursor))] = 1
     best = int((alpha * allowed + allowed).argmax())
     return best // alpha[0].numel(), best // alpha.shape[2] % alpha.shape[1], best % alpha.shape[2]
-
-
-def show(
-    model: dr.DeadReckonForCausalLM,
-    question: str,
-    path: Path,
-    layer: int | None = None,
-    head: int | None = None,
-    cursor: int | None = None,
-) -> str:
-    """Lets the model answer, draws what its cursors did, and returns the whole as text."""
-    from deadreckon.lab.prism_pictures import cursors_picture
-
-    tokens, asked = answer(model, question)
-    cursors_picture(trace(model, tokens, asked, layer, head, cursor), path)
-    spelt = words(tokens[0])
-    return (" " if max(map(len, spelt)) > 1 else "").join(spelt)
