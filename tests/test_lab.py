@@ -99,7 +99,7 @@ def test_demo_says_how_long_and_where_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     machine, advance, threads, used = SlowMachine(), Training.advance, [2], set[int]()
 
     def slow(self: Training) -> Step:
-        machine.now += {1: 0.7, 2: 1.9}[threads[0]]
+        machine.now += {1: 0.7, 2: 1.9}[threads[0]] * self.recipe.batch_size / 4
         if machine.now > 10:
             used.add(threads[0])
         return advance(self)
@@ -110,7 +110,7 @@ def test_demo_says_how_long_and_where_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.__setitem__(0, number))
     run_demo(Console(file=machine, width=120), ("rope", "nope"), replace(demo_recipe(60, 16), batch_size=4), None)
     when, estimate = next((now, line) for now, line in machine.lines if "About" in line)
-    assert when < 10 and "About 1 min 24 s on cpu with 1 thread" in estimate
+    assert when < 10 and "About 1 min 24 s with 1 thread" in estimate
     assert used == {1} and threads == [2]  # as before
     times = [now for now, _ in machine.lines]
     assert max(after - before for before, after in pairwise(times)) <= demo.QUIET_SECONDS + 2 * 1.9

@@ -14,7 +14,7 @@ import deadreckon as dr
 from deadreckon.cursors import Cursors
 from deadreckon.lab.pages.compare import compare
 from deadreckon.lab.probe.cursors_picture import show
-from deadreckon.lab.recipes import find_recipe
+from deadreckon.lab.recipes import EXPERIMENTS, SIZES, find_recipe
 from deadreckon.lab.training import Run, Training, make_model, score_model, train, train_run
 from deadreckon.lab.training.engine import model_for_tests
 
@@ -40,6 +40,11 @@ def test_recipes_are_the_papers() -> None:
         assert find_recipe(name, "paper", "prism").options_in_training()["modules"] == [0, 3]
     assert find_recipe("addition", "paper", "prism").curriculum.stages == ((5000, 5),)  # type: ignore[union-attr]
     assert find_recipe("copy-10", "small", "prism").test_lengths == (5, 10, 12, 15, 20, 25, 30, 40, 50, 70, 100)
+    for name in EXPERIMENTS:  # the last stage of every curriculum is reached in four fifths of the steps
+        for size in SIZES:
+            recipe = find_recipe(name, size)
+            stages = recipe.curriculum.stages if recipe.curriculum else ()
+            assert sum(steps for steps, _ in stages) <= recipe.steps * 0.8, (name, size)
     baseline = find_recipe("copy", "paper", "sinusoidal")
     assert find_recipe("copy", "paper", "prism").options_in_training()["copy"] == 0
     assert baseline.width == 512 and baseline.options_in_training()["shift"] == 256

@@ -20,7 +20,7 @@ from deadreckon.lab.training import Step, Training, make_model, train
 from deadreckon.lab.training.display import format_seconds
 from deadreckon.tasks.flipflop import FlipFlop
 
-MEASURED_STEPS, MEASURED_SECONDS = 4, 1.5  # at most, with each number of threads
+MEASURED_STEPS, MEASURED_SECONDS = 4, 1.0  # at most, with each number of threads
 QUIET_SECONDS = 4.0  # between lines where there is no terminal
 TESTS = (("as trained", 1), ("sparse", 1), ("dense", 1), ("as trained", 4))  # conditions, and times the length
 
@@ -62,12 +62,7 @@ def run_demo(
         Contestant(name, make_model(replace(recipe, encoding=name), FlipFlop().vocab_size).to(device))
         for name in encodings
     ]
-    fastest, seconds = measure_threads(contestants, recipe)
-    console.print(
-        f"About {format_seconds(recipe.steps * seconds)} on {device} with {fastest} thread{'s' * (fastest > 1)}, which "
-        "were measured to be fastest now, and some seconds for tests."
-    )
-    torch.set_num_threads(fastest)
+    torch.set_num_threads(measure_threads(contestants, recipe, console))
     try:
         _train(console, contestants, recipe, began)
         with console.status("scoring on fresh sequences"):
@@ -94,13 +89,15 @@ def run_demo(
     return contestants
 
 
-def measure_threads(contestants: list[Contestant], recipe: Recipe) -> tuple[int, float]:
-    """One thread or two, whichever takes a step of all models sooner, and the seconds of such a step.
+def measure_threads(contestants: list[Contestant], recipe: Recipe, console: Console) -> int:
+    """One thread or two, whichever is faster; prints how long training will take with either.
 
     A tiny model gains little from a second thread and, where others use the machine, waits for it. The steps are taken
-    by copies of the models.
+    by copies of the models, on a quarter of a batch, so that a slow machine has its answer in seconds, too.
     """
-    copies = [Training(deepcopy(contestant.model), FlipFlop(), recipe) for contestant in contestants]
+    part = max(1, recipe.batch_size // 4)
+    small = replace(recipe, batch_size=part)
+    copies = [Training(deepcopy(contestant.model), FlipFlop(), small) for contestant in contestants]
     before, fastest = torch.get_num_threads(), dict[int, float]()
     for threads in sorted({1, min(2, before)}):
         torch.set_num_threads(threads)
@@ -110,9 +107,11 @@ def measure_threads(contestants: list[Contestant], recipe: Recipe) -> tuple[int,
             for training in copies:
                 training.advance()
             seconds.append(time.perf_counter() - start)
-        fastest[threads] = min(seconds)
+        fastest[threads] = recipe.steps * min(seconds) * recipe.batch_size / part
+        words = f"{threads} thread{'s' * (threads > 1)}"
+        console.print(f"About {format_seconds(fastest[threads])} with {words}, by the first steps.", highlight=False)
     torch.set_num_threads(before)
-    return min(fastest.items(), key=lambda measured: measured[1])
+    return min(fastest, key=lambda threads: fastest[threads])
 
 
 def _train(console: Console, contestants: list[Contestant], recipe: Recipe, began: float) -> None:

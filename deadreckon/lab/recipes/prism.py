@@ -12,7 +12,7 @@ from typing import Any
 
 from deadreckon.lab.recipes.experiment import Experiment, quicker
 from deadreckon.lab.recipes.recipe import Recipe
-from deadreckon.tasks.curriculum import PRISM_CURRICULA, prism_curriculum
+from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum, prism_curriculum
 
 COPY_BRANCH = ("reverse", "scan", "dynamic-copy")  # tasks in which one in five query cursors may jump
 TWO_MODULES = ("odds-first", "stack")  # cursors are computed before layers 1 and 4
@@ -61,7 +61,7 @@ def prism(
         },
         tiny={
             "layers": 2, "width": 64, "heads": 2, "initial": 0.125, "steps": 600, "batch_size": 64, "warmup": 50,
-            "learning_rate": 3e-3, "schedule": "linear", "length": short, "curriculum": prism_curriculum(short),
+            "learning_rate": 3e-3, "schedule": "linear", "length": short, "curriculum": Curriculum(short),
             "encoding_options": options(64, 32, 10.0, copy), "evaluate_every": 200, "validation_rows": 64,
             "test_lengths": tuple(sorted({short, *(n for n in lengths if n <= 3 * short)})), "test_rows": 100,
             "log_every": 1,
