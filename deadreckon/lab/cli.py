@@ -38,7 +38,7 @@ def demo(
         device: cpu, cuda, …
     """
     console = Console()
-    console.print("Loading PyTorch and transformers …")  # seconds, on a busy machine
+    console.print("Loading PyTorch and transformers; about a minute on two free cores, measured in a moment …")
     from deadreckon.lab.environment import check_device
     from deadreckon.lab.pages.compare import names_in
     from deadreckon.lab.pages.demo import demo_recipe, run_demo
