@@ -374,7 +374,7 @@ def test_recipes_are_changed_and_checked() -> None:
         'evaluators=["fun"]': "evaluators: expected one of error, exact, perplexity, perplexity-window,",
         "reporting=first": "reporting: expected one of last, best-three; got 'first'",
         "encoding_options.rank=8": "encoding_options: expected options by encoding, such as",
-        "schedules.gamma=[[0, 1]]": "schedules: expected numbers among noise, got 'gamma'",
+        "schedules.gamma=[[0, 1]]": "schedules: expected numbers among learning_rate, length, noise, got 'gamma'",
         "schedules.noise=[[0.5, 1], [0.2, 2]]": "schedules.noise: expected points [share of the steps, value",
         "floor=2": "learning_rate, warmup, floor: expected above 0, 0 or more and a share, got 0.003, 50, 2.0",
         "conditions={}": "conditions: expected one or more, got none",
@@ -399,6 +399,27 @@ def test_schedules() -> None:
     assert rates["cosine"][2:] == pytest.approx([2 * (0.1 + 0.9 * 0.5), 0.2])
     assert rates["constant"] == pytest.approx([0.2, 2.0, 2.0, 2.0])
     assert replace(base, warmup=0, schedule="constant").learning_rate_at(0) == 2.0
+    points = {"learning_rate": [[0, 0], [0.5, 1], [1, 0.5]], "length": [[0.2, 10], [0.4, 20]]}
+    free = replace(base, schedules=points)
+    assert [free.learning_rate_at(step) for step in (0, 25, 50, 75)] == pytest.approx([0, 1, 2, 1.5])
+    assert free.learning_rate_at(25, peak=0.4) == pytest.approx(0.2)
+    assert [free.lengths_at(step) for step in (0, 20, 30, 40, 99)] == [10, 10, 15, 20, 20]
+
+
+def test_runs_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Options were those of the one encoding, and one metric stood for the evaluators."""
+    run = train_run(small("path", 0, "steps=2", "encoding_options.path.rank=4"), tmp_path, console=quiet())
+    recipe = json.loads((tmp_path / "recipe.json").read_text())
+    before = recipe | {"metric": "error", "encoding_options": {"rank": 4}}
+    for name in ("evaluators", "reporting", "schedules", "train_positions", "test_positions", "test_autocast"):
+        del before[name]
+    (tmp_path / "recipe.json").write_text(json.dumps(before))
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    for one in scores:
+        del one["score"]["measure"], one["score"]["axis"]
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    again = train_run(run.recipe, tmp_path, console=quiet())
+    assert again.recipe == run.recipe and again.scores() == run.scores() and len(again.starts()) == 1
 
 
 @pytest.mark.parametrize("encoding", ["path", "prism"])

@@ -25,6 +25,7 @@ MEASURES = {
 }  # fmt: skip
 REPORTING = ("last", "best-three")
 SCHEDULABLE = {"prism": ("noise",)}  # numbers of an encoding that a schedule may change, read in each forward pass
+SCHEDULABLE_ALWAYS = ("learning_rate", "length")
 TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_language}
 AT_LEAST_ONE = (
     "length", "batch_size", "accumulate", "layers", "width", "heads", "steps", "test_rows", "test_tokens",
@@ -50,8 +51,9 @@ class Recipe:
             the matrix of embeddings and outputs.
         longest: the longest document, for encodings that scale their angles by it.
         learning_rate: at its peak, after `warmup` steps; `schedule` takes it to `floor` times that.
-        schedules: numbers of the encoding that change in training, by name: points (share of the steps, value), linear
-            in between and constant outside, such as {"noise": [[0.3, 0.3], [0.6, 2.0]]}.
+        schedules: numbers that change in training, by name: points (share of the steps, value), linear in between and
+            constant outside, such as {"noise": [[0.3, 0.3], [0.6, 2.0]]}. Numbers of the encoding (`SCHEDULABLE`),
+            "length" in place of `length`, and "learning_rate" as a factor in place of `warmup` and `schedule`.
         clip: the greatest norm of a step's gradients.
         evaluators: names in `MEASURES`. The measure of the first is followed while training and decides what is best.
         reporting: "last", scores of the last checkpoint; or "best-three", for each length the mean of the three best
@@ -138,7 +140,10 @@ class Recipe:
 
     def learning_rate_at(self, step: int, peak: float | None = None) -> float:
         """The learning rate of a step, counted from 0, if `peak` is the greatest: by default the recipe's."""
-        warmed = (self.learning_rate if peak is None else peak) * min(1.0, (step + 1) / max(self.warmup, 1))
+        peak = self.learning_rate if peak is None else peak
+        if "learning_rate" in self.schedules:
+            return peak * self._scheduled("learning_rate", step)
+        warmed = peak * min(1.0, (step + 1) / max(self.warmup, 1))
         if self.schedule == "constant":
             return warmed
         left = 1 - step / self.steps
@@ -148,12 +153,21 @@ class Recipe:
 
     def lengths_at(self, step: int) -> int | range:
         """The length of sequences, or the range of it, at a step counted from 0."""
+        if "length" in self.schedules:
+            return round(self._scheduled("length", step))
         return self.length if self.curriculum is None else self.curriculum.lengths_at(step)
 
     def scheduled_at(self, step: int) -> dict[str, float]:
         """The numbers of this recipe's encoding that `schedules` change, at a step counted from 0."""
         names = SCHEDULABLE.get(self.encoding, ())
-        return {name: _interpolate(self.schedules[name], step / self.steps) for name in names if name in self.schedules}
+        return {name: self._scheduled(name, step) for name in names if name in self.schedules}
+
+    def _scheduled(self, name: str, step: int) -> float:
+        points, share = self.schedules[name], step / self.steps
+        for (start, low), (stop, high) in pairwise(points):
+            if share < stop:
+                return low + (high - low) * max(0.0, share - start) / (stop - start)
+        return float(points[-1][1])
 
     def make_task(self, condition: str | None = None) -> Task:
         """The task to learn, or one of the conditions that it is tested in."""
@@ -258,7 +272,7 @@ def parse(text: str) -> Any:
 
 
 def _check_schedule(name: str, points: Any) -> None:
-    known = sorted({name for names in SCHEDULABLE.values() for name in names})
+    known = [*SCHEDULABLE_ALWAYS, *(name for names in SCHEDULABLE.values() for name in names)]
     if name not in known:
         raise ValueError(f"schedules: expected numbers among {', '.join(known)}, got {name!r}")
     try:
@@ -270,13 +284,6 @@ def _check_schedule(name: str, points: Any) -> None:
             f"schedules.{name}: expected points [share of the steps, value of 0 or more], shares growing from 0 to 1, "
             f"got {points!r}"
         )
-
-
-def _interpolate(points: Sequence[Sequence[float]], share: float) -> float:
-    for (start, low), (stop, high) in pairwise(points):
-        if share < stop:
-            return low + (high - low) * max(0.0, share - start) / (stop - start)
-    return float(points[-1][1])
 
 
 def _as_declared(name: str, kind: str, value: Any) -> Any:
