@@ -12,40 +12,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deadreckon.attention import IMPLEMENTATIONS, attend, attend_next, share_in_reach
-    from deadreckon.blockwise.past import Past
-    from deadreckon.encoding import Context, Encoding, Sizes, parameter_groups
     from deadreckon.encodings import ENCODINGS
-    from deadreckon.factors import Factors, Householder, Power, Rotation
-    from deadreckon.histogram import histogram_filter, superpose
-    from deadreckon.layer import AttentionLayer
-    from deadreckon.model import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
-    from deadreckon.state import LayerState
+    from deadreckon.encodings.base import Context, Encoding, Sizes, parameter_groups
+    from deadreckon.filters.histogram import histogram_filter, superpose
+    from deadreckon.models.huggingface import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
+    from deadreckon.models.layer import AttentionLayer
+    from deadreckon.models.state import LayerState
+    from deadreckon.ops.attention import IMPLEMENTATIONS, attend, attend_next, share_in_reach
+    from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+    from deadreckon.ops.streaming.past import Past
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "attend": "attention",
-    "attend_next": "attention",
-    "IMPLEMENTATIONS": "attention",
-    "share_in_reach": "attention",
-    "Rotation": "factors",
-    "Householder": "factors",
-    "Power": "factors",
-    "Factors": "factors",
-    "Encoding": "encoding",
-    "Sizes": "encoding",
-    "Context": "encoding",
-    "parameter_groups": "encoding",
+    "attend": "ops.attention",
+    "attend_next": "ops.attention",
+    "IMPLEMENTATIONS": "ops.attention",
+    "share_in_reach": "ops.attention",
+    "Rotation": "ops.factors",
+    "Householder": "ops.factors",
+    "Power": "ops.factors",
+    "Factors": "ops.factors",
+    "Encoding": "encodings.base",
+    "Sizes": "encodings.base",
+    "Context": "encodings.base",
+    "parameter_groups": "encodings.base",
     "ENCODINGS": "encodings",
-    "histogram_filter": "histogram",
-    "superpose": "histogram",
-    "AttentionLayer": "layer",
-    "LayerState": "state",
-    "Past": "blockwise.past",
-    "DeadReckonConfig": "model",
-    "DeadReckonModel": "model",
-    "DeadReckonForCausalLM": "model",
+    "histogram_filter": "filters.histogram",
+    "superpose": "filters.histogram",
+    "AttentionLayer": "models.layer",
+    "LayerState": "models.state",
+    "Past": "ops.streaming.past",
+    "DeadReckonConfig": "models.huggingface",
+    "DeadReckonModel": "models.huggingface",
+    "DeadReckonForCausalLM": "models.huggingface",
 }
 """Public name -> the module it lives in."""
 

@@ -21,15 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import deadreckon.fused.tree
-from deadreckon.blockwise.decode import attend_token
-from deadreckon.blockwise.past import Past
-from deadreckon.blockwise.stream import attend_stream
-from deadreckon.factors import Factors, Form, Householder, Rotation
-from deadreckon.fused import attend_fused
-from deadreckon.fused.decode import KernelDecoder
-from deadreckon.fused.histogram import filter_fused, superpose_fused
-from deadreckon.fused.power import attend_power
+import deadreckon.ops.triton.householder.tree
+from deadreckon.filters.triton import filter_fused, superpose_fused
+from deadreckon.ops.factors import Factors, Form, Householder, Rotation
+from deadreckon.ops.streaming.fused import STREAM
+from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
+from deadreckon.ops.triton.attend import attend_fused
+from deadreckon.ops.triton.power.operator import attend_power
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
@@ -98,7 +97,8 @@ def call(
     elif transport:
         factors = Rotation(torch.rand(1, length, 1, width // 2).requires_grad_(), values=True)
     gate = -torch.rand(1, length, group) if gated else None
-    output = attend_fused(q, k, v, Factors(factors, gate, more.get("score", "softmax")), 0.1, None)
+    bounds = torch.tensor([0, length // 3, length], dtype=torch.int32) if more.get("packed") else None
+    output = attend_fused(q, k, v, Factors(factors, gate, more.get("score", "softmax")), 0.1, bounds)
     output.sum().backward()
 
 
@@ -107,10 +107,7 @@ def decode(dtype: torch.dtype, width: int, gated: bool) -> None:
     for tokens in (192, 1):
         q, k, v, w = (torch.randn(1, tokens, heads, width).to(dtype) for heads in (4, 1, 1, 1))
         beta, gate = torch.rand(1, tokens, 1), -torch.rand(1, tokens, 4) if gated else None
-        if tokens > 1:
-            attend_stream(q, k, v, Factors(Householder(w, beta), gate), 0.1, past)
-        else:
-            attend_token(q, k, v, Householder(w, beta), gate, 0.1, past, KernelDecoder)
+        attend_stream(q, k, v, Factors(Householder(w, beta), gate), 0.1, past, PYTORCH if tokens > 1 else STREAM)
 
 
 def call_filter(dtype: torch.dtype, length: int, positions: int, copy: bool) -> None:
@@ -132,7 +129,7 @@ def call_power(
 
 
 JITFunction.run = compile_only  # type: ignore[method-assign]
-deadreckon.fused.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
+deadreckon.ops.triton.householder.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.bfloat16, 1100, 1, 128, "householder", False)
 call(torch.float32, 100, 2, 64, "householder", False)

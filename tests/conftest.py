@@ -24,10 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two leaves, so that a few hundred tokens have several levels, and a head at a time."""
-    from deadreckon.fused import householder, tree
-    from deadreckon.kernels import walk
+    from deadreckon.ops.triton.householder import operator, tree, walk
 
     monkeypatch.setattr(walk, "WALK", 2)
     monkeypatch.setattr(walk, "PASSED", 1)
     monkeypatch.setattr(tree, "WALK", 2)
-    monkeypatch.setattr(householder, "ROWS", 64)
+    monkeypatch.setattr(operator, "ROWS", 64)

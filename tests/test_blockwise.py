@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import deadreckon as dr
-from deadreckon.blockwise.climb import Climb
-from deadreckon.blockwise.runs import Gate
 from deadreckon.lab.bench.timing import peak_bytes
+from deadreckon.ops.blockwise.climb import Climb
+from deadreckon.ops.blockwise.runs import Gate
 
 LENGTHS = itertools.cycle((1, 63, 64, 128, 100, 257, 192))
 COMBINATIONS = [

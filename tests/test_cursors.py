@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deadreckon as dr
-from deadreckon.cursors import Cursors, Recurrence, waves
+from deadreckon.encodings.cursors import Cursors, Recurrence, waves
 
 
 @pytest.mark.parametrize(("dtype", "channels"), [(torch.float32, 32), (torch.float64, 48)])

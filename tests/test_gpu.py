@@ -9,7 +9,7 @@ import torch
 from cases import Case, relative_errors, run
 
 import deadreckon as dr
-from deadreckon.blockwise import climb
+from deadreckon.ops.blockwise import climb
 
 EXACT = ("w", "beta", "angles", "log_gate")
 CASES = [

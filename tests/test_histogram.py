@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.blockwise import histogram
-from deadreckon.native.library import NoCompilerError, find_compiler
+from deadreckon.filters import chunked as histogram
+from deadreckon.filters.library import NoCompilerError, find_compiler
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Case = dict[str, Any]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import deadreckon.fused.power
-from deadreckon.fused.power import PowerState, attend_power, power_backward, power_forward
-from deadreckon.kernels import power
-from deadreckon.kernels.power import Tiles
+import deadreckon.ops.triton.power.operator
+from deadreckon.ops.triton.power import kernels as power
+from deadreckon.ops.triton.power.kernels import Tiles
+from deadreckon.ops.triton.power.operator import PowerState, attend_power, power_backward, power_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -304,7 +304,7 @@ def test_float16() -> None:
 )
 def test_halves(monkeypatch: pytest.MonkeyPatch, p: int, gate: float | None, attend) -> None:
     """float16 stands in for bfloat16, which the interpreter lacks: at most twice as far off as the definition in it."""
-    monkeypatch.setattr(deadreckon.fused.power, "_working", lambda dtype: dtype)
+    monkeypatch.setattr(deadreckon.ops.triton.power.operator, "_working", lambda dtype: dtype)
     tensors = [x.half() for x in draw(1, 200, 1, 1, 8 if p == 4 else 16, 8, gate)]
     expected = gradients(by_definition, [x.double() for x in tensors], p)
     found = distances(gradients(attend, tensors, p), expected)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deadreckon.kernels.rotation import turn, turn_back
+from deadreckon.ops.triton.rotation import turn, turn_back
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [  # T, B, Hq, H, Hr, D, values

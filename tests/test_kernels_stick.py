@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.kernels import stick
-from deadreckon.kernels.stick import Tiles, stick_breaking
+from deadreckon.ops.triton import stick
+from deadreckon.ops.triton.stick import Tiles, stick_breaking
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -13,7 +13,8 @@ from test_histogram import Case, draw, errors, has_compiler, leaves, results
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.native import histogram, library
+from deadreckon.filters import library
+from deadreckon.filters import native as histogram
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import deadreckon as dr
-from deadreckon.attention import attend_next
-from deadreckon.blockwise import power
-from deadreckon.blockwise.past import Past
-from deadreckon.blockwise.power import form_for
-from deadreckon.blockwise.symmetric import dimension, multiplicities, symmetric_power
 from deadreckon.lab.bench.timing import peak_bytes
+from deadreckon.ops.attention import attend_next
+from deadreckon.ops.blockwise import power
+from deadreckon.ops.blockwise.power import form_for
+from deadreckon.ops.blockwise.symmetric import dimension, multiplicities, symmetric_power
+from deadreckon.ops.streaming.past import Past
 
 FORMS = ("attention", "chunked", "recurrent")
 SYMPOWS = ("sympow", "sympow-gated", "conformal-sympow")

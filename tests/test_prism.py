@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import deadreckon as dr
-from deadreckon.cursors import COPY_WIDTH, Cursors, waves
+from deadreckon.encodings.cursors import COPY_WIDTH, Cursors, waves
 from deadreckon.encodings.prism import Prism
 
 SMALL = {"positions": 9, "width": 6, "cursors": 3, "hidden": 5}
@@ -385,7 +385,7 @@ def test_kernels_serve_the_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     expected = run()
     for name in ("superpose", "histogram_filter"):
-        monkeypatch.setattr(f"deadreckon.cursors.{name}", partial(getattr(dr, name), impl="triton"))
+        monkeypatch.setattr(f"deadreckon.encodings.cursors.{name}", partial(getattr(dr, name), impl="triton"))
     found = run()
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[1:], expected[1:], rtol=1e-3, atol=1e-4)

@@ -11,7 +11,7 @@ import pytest
 from small_runs import quiet, run_cli
 
 import deadreckon as dr
-from deadreckon.cursors import Cursors
+from deadreckon.encodings.cursors import Cursors
 from deadreckon.lab.pages.compare import compare
 from deadreckon.lab.probe.cursors_picture import show
 from deadreckon.lab.recipes import EXPERIMENTS, SIZES, find_recipe

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 import deadreckon as dr
-from deadreckon.attention import Implementation
+from deadreckon.ops.attention import Implementation
 
 Entry = tuple[int, int, float]
 Swap = tuple[int, int]

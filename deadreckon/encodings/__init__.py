@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deadreckon.encoding import Encoding
 from deadreckon.encodings.alibi import ALiBi
+from deadreckon.encodings.base import Encoding
 from deadreckon.encodings.conformal_sympow import ConformalSympow
 from deadreckon.encodings.fox import FoX
 from deadreckon.encodings.learned_rotation import LearnedRotation, LearnedRotationValues

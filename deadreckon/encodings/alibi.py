@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deadreckon.encoding import Context, Encoding, Sizes
-from deadreckon.factors import Factors
+from deadreckon.encodings.base import Context, Encoding, Sizes
+from deadreckon.ops.factors import Factors
 
 
 def slopes(heads: int, device: torch.device | None = None) -> Tensor:

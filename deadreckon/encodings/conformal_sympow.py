@@ -14,8 +14,8 @@ import math
 
 from torch import Tensor
 
-from deadreckon.encoding import Context, Encoding, ForgetGate, Projection, Sizes, at_least_single, rope_angles
-from deadreckon.factors import Factors, Power, Rotation
+from deadreckon.encodings.base import Context, Encoding, ForgetGate, Projection, Sizes, at_least_single, rope_angles
+from deadreckon.ops.factors import Factors, Power, Rotation
 
 
 class ConformalSympow(Encoding):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deadreckon.encoding import Context, Encoding, ForgetGate, Sizes
-from deadreckon.factors import Factors
+from deadreckon.encodings.base import Context, Encoding, ForgetGate, Sizes
+from deadreckon.ops.factors import Factors
 
 
 class FoX(Encoding):

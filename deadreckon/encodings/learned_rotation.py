@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deadreckon.encoding import Context, Encoding, Sizes, at_least_single, rope_angles
-from deadreckon.factors import Factors, Rotation
+from deadreckon.encodings.base import Context, Encoding, Sizes, at_least_single, rope_angles
+from deadreckon.ops.factors import Factors, Rotation
 
 
 class LearnedRotation(Encoding):

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deadreckon.cursors import Cursors, Recurrence
-from deadreckon.encoding import Context, Encoding, Sizes, at_least_single
-from deadreckon.factors import Factors
+from deadreckon.encodings.base import Context, Encoding, Sizes, at_least_single
+from deadreckon.encodings.cursors import Cursors, Recurrence
+from deadreckon.ops.factors import Factors
 
 
 class Prism(Encoding):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deadreckon.encoding import Context, Encoding, Sizes, rope_angles
-from deadreckon.factors import Factors
+from deadreckon.encodings.base import Context, Encoding, Sizes, rope_angles
+from deadreckon.ops.factors import Factors
 
 
 class Randomized(Encoding):

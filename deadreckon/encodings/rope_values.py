@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deadreckon.encoding import Context, Encoding, Sizes, every_token, rope_angles
-from deadreckon.factors import Factors, Rotation
+from deadreckon.encodings.base import Context, Encoding, Sizes, every_token, rope_angles
+from deadreckon.ops.factors import Factors, Rotation
 
 
 class RoPEValues(Encoding):

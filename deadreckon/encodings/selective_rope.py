@@ -13,8 +13,16 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from deadreckon.encoding import Context, Encoding, Projection, ShortConvolution, Sizes, at_least_single, rope_angles
-from deadreckon.factors import Factors, Rotation
+from deadreckon.encodings.base import (
+    Context,
+    Encoding,
+    Projection,
+    ShortConvolution,
+    Sizes,
+    at_least_single,
+    rope_angles,
+)
+from deadreckon.ops.factors import Factors, Rotation
 
 
 class SelectiveRoPE(Encoding):

@@ -14,8 +14,8 @@ import math
 
 from torch import Tensor
 
-from deadreckon.encoding import Context, Encoding, Sizes, every_token, rope_angles
-from deadreckon.factors import Factors, Power, Rotation
+from deadreckon.encodings.base import Context, Encoding, Sizes, every_token, rope_angles
+from deadreckon.ops.factors import Factors, Power, Rotation
 
 
 class Sympow(Encoding):

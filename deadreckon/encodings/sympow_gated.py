@@ -12,8 +12,8 @@ import math
 
 from torch import Tensor
 
-from deadreckon.encoding import Context, Encoding, ForgetGate, Sizes, every_token, rope_angles
-from deadreckon.factors import Factors, Power, Rotation
+from deadreckon.encodings.base import Context, Encoding, ForgetGate, Sizes, every_token, rope_angles
+from deadreckon.ops.factors import Factors, Power, Rotation
 
 
 class SympowGated(Encoding):

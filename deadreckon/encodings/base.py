@@ -1,0 +1,199 @@
+"""What an encoding is, a module that computes factors from a layer's input, and the parts that several share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, logsigmoid, normalize, pad
+
+from deadreckon.ops.factors import Factors, Householder
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the layer that an encoding serves, and which layer it is, counted from 0, of how many."""
+
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int | None = None
+    max_length: int = 2048
+    layer: int = 0
+    layers: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What is known of the tokens beside their vectors.
+
+    Attributes:
+        positions: (B or 1, T) place of each token in its document.
+        token_ids: (B, T), for encodings that look tokens up.
+        cu_seqlens: boundaries of packed documents.
+        recent: where an encoding keeps the last inputs that it needs again, while a sequence comes in pieces.
+        shared: where an encoding leaves what the same encoding in later layers uses, in this forward pass.
+    """
+
+    positions: Tensor
+    token_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    recent: dict[str, Tensor] | None = None
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, x: Tensor, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Context:
+        """The context of x (B, T, d_model), whose documents begin where cu_seqlens says."""
+        positions = torch.arange(x.shape[1], device=x.device)
+        if cu_seqlens is not None:
+            starts = cu_seqlens.to(x.device, torch.int64)
+            positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+        return cls(positions.unsqueeze(0), token_ids, cu_seqlens)
+
+    def after(self, length: int) -> Context:
+        """The context of a piece that so many tokens have gone before."""
+        return replace(self, positions=self.positions + length)
+
+    def remembering(self, recent: dict[str, Tensor]) -> Context:
+        """The same, with a place to keep recent inputs in."""
+        return replace(self, recent=recent)
+
+
+class Drawn:
+    """A module that draws its own parameters in `reset_parameters`, in a model too."""
+
+
+class Encoding(Drawn, nn.Module, ABC):
+    """One way to reckon positions. Subclasses are final; `ENCODINGS` names them all.
+
+    Args (of every subclass):
+        sizes: the layer's sizes. Options of an encoding follow as keywords.
+    """
+
+    def embed(self, x: Tensor, context: Context) -> Tensor:
+        """Called once on the embeddings, before the first layer, for encodings that are added there."""
+        return x
+
+    @abstractmethod
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        """The factors of attention over x (B, T, d_model)."""
+
+    def widen(self, q: Tensor, k: Tensor, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Queries (B, T, Hq, D) and keys (B, T, H, D), with channels for further terms of the logits, if any.
+
+        Logits are scaled by D^(−1/2) as before.
+        """
+        return q, k
+
+    def penalty(self) -> Tensor | None:
+        """What training adds to the loss, for encodings that ask for it."""
+        return None
+
+    def own_groups(self) -> list[dict[str, Any]]:
+        """Parameters that want their own settings, as groups of AdamW; the others take those of the model."""
+        return []
+
+    def reset_parameters(self) -> None:
+        """Draws fresh parameters: PyTorch's defaults, unless an encoding says otherwise."""
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+
+
+def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
+    """A model's parameters for AdamW: groups of their own where an encoding asks for it, and one of all others.
+
+    Each group has its learning rate also as ``initial_lr``, for schedules to multiply.
+    """
+    own = [group for part in model.modules() if isinstance(part, Encoding) for group in part.own_groups()]
+    apart = {id(parameter) for group in own for parameter in group["params"]}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    groups = [{"params": rest, "lr": learning_rate, "weight_decay": weight_decay}, *own]
+    return [{**group, "initial_lr": group["lr"]} for group in groups]
+
+
+def rope_angles(width: int, base: float, device: torch.device) -> Tensor:
+    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,)."""
+    steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+    return base ** (-steps / width)
+
+
+def every_token(angles: Tensor, x: Tensor) -> Tensor:
+    """The same step angles (D/2,) at every token of x (B, T, d_model), shared by heads: (B, T, 1, D/2), no copy."""
+    return angles.expand(x.shape[0], x.shape[1], 1, -1)
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """x in float32 if it is in half precision: gates and angles add up over long routes."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+GOING_BACK = 64  # tokens by which a state can at least go back
+
+
+class ShortConvolution(Drawn, nn.Module):
+    """A causal convolution along time, one filter a channel: y_t = Σ_i weight_i · x_{t−i}, within its document."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.weight.shape[0] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        reach, length = self.weight.shape[0] - 1, x.shape[1]
+        recent = None if context.recent is None else context.recent.get("convolution")
+        x = pad(x, (0, 0, reach, 0)) if recent is None else torch.cat([recent, x], dim=1)
+        if context.recent is not None:
+            context.recent["convolution"] = x[:, -reach - GOING_BACK :]
+            x = x[:, -reach - length :]
+        y = x[:, reach:] * self.weight[0]
+        for lag in range(1, reach + 1):
+            earlier = x[:, reach - lag : reach - lag + length]
+            y = y + earlier * self.weight[lag] * (context.positions >= lag).unsqueeze(-1).to(x.dtype)
+        return y
+
+
+class Projection(Drawn, nn.Linear):
+    """A linear map of an encoding. Its weights begin with PyTorch's default, in a model too, and its bias with zero."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class ForgetGate(Projection):
+    """log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
+
+
+class HouseholderSteps(nn.Module):
+    """A direction and a strength for each token and key head, as PaTH computes them.
+
+    w = normalise(convolve(low-rank linear of x)), width 3; β = 2σ(u · x + b).
+    """
+
+    def __init__(self, sizes: Sizes, rank: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
+        self.down = Projection(sizes.d_model, rank, bias=False)
+        self.up = Projection(rank, self.heads * self.head_dim, bias=False)
+        self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
+        self.strength = Projection(sizes.d_model, self.heads)
+
+    def reset_parameters(self) -> None:
+        for part in (self.down, self.up, self.convolution, self.strength):
+            part.reset_parameters()
+
+    def forward(self, x: Tensor, context: Context) -> Householder:
+        w = self.convolution(self.up(self.down(x)), context).unflatten(-1, (self.heads, self.head_dim))
+        return Householder(normalize(at_least_single(w), dim=-1), 2 * at_least_single(self.strength(x)).sigmoid())

@@ -1,0 +1,340 @@
+"""Cursors: distributions over positions that a recurrent network moves token by token, and what heads hear of them.
+
+    hidden_t = GRU(x)_t,   reset = σ(·),  move = softmax(·) over (+1, −1, stay)           for each cursor
+    h_t = filter(h_{t−1}; reset, move, γ)   a distribution over P positions: see `dr.histogram_filter`
+    e_t = Σ_p h_t[p] f(p),   f(p) = [sin(p · ω), cos(p · ω)],   ω_m = base^(−2m / d)
+
+One in five key cursors only ever steps forward: a token is at its place in the document. The query cursors that meet
+it may jump there (the copy branch), by causal self-attention over tokens with one more choice, not to jump.
+
+Of e_t, only inner products matter, and those of f(0) … f(P − 1) are the same in fewer dimensions: most of the waves are
+so long that they hardly differ. For d = 340 there are 32 for 64 positions, 80 for 256, 104 for 512.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from deadreckon.encodings.base import GOING_BACK, Context, Drawn, Projection, Sizes, at_least_single
+from deadreckon.filters.histogram import histogram_filter, superpose
+
+COPY_WIDTH = 32  # channels of the copy branch's queries and keys
+
+
+@cache
+@torch.inference_mode(False)  # or one that is made there would be of no use for training
+def waves(positions: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """f of all positions (P, r), turned so that all but r ≤ d channels are zero to rounding, and these alike in size.
+
+    Channels that differ in size would lose more when they are rounded to half precision.
+    """
+    steps = torch.arange(0, width, 2, dtype=torch.float64)
+    phase = torch.arange(positions, dtype=torch.float64)[:, None] * base ** (-steps / width)
+    u, s, _ = torch.linalg.svd(torch.cat([phase.sin(), phase.cos()], dim=-1), full_matrices=False)
+    rank = min(8 * math.ceil(int((s > s[0] * torch.finfo(dtype).eps).sum()) / 8), len(s))
+    order = torch.arange(rank, dtype=torch.float64)
+    cosines = (torch.pi * (order[:, None] + 0.5) * order / rank).cos() * (2 / rank) ** 0.5  # turns, and mixes
+    cosines[:, 0] *= 0.5**0.5
+    return (u[:, :rank] * s[:rank] @ cosines.T).to(device, dtype)
+
+
+@cache
+def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, which compilers do not look into. They are imported here at the earliest."""
+    return torch.compiler.disable(function)
+
+
+class Gates(NamedTuple):
+    """What some cursors do at each token, as :func:`deadreckon.superpose` takes it."""
+
+    reset: Tensor  # (B, T, F)
+    move: Tensor  # (B, T, F, 3)
+    gamma: Tensor  # (F,)
+    copy: Tensor | None  # (B, T, F, P + 1)
+
+    def between(self, start: int, end: int) -> Gates:
+        """At some of the tokens."""
+        copy = None if self.copy is None else self.copy[:, start:end]
+        return Gates(self.reset[:, start:end], self.move[:, start:end], self.gamma, copy)
+
+    def histograms(self, positions: int, before: Tensor | None) -> Tensor:
+        """Where the cursors may be after each token: (B, T, F, P)."""
+        return histogram_filter(self.reset, self.move, self.gamma, positions=positions, copy=self.copy, initial=before)
+
+    def superpositions(self, table: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same in superposition (B, T, F, d), and the last histograms (B, F, P)."""
+        gates = self.reset, self.move, self.gamma
+        return superpose(*gates, table, copy=self.copy, initial=before, final=True)
+
+
+class Streams(NamedTuple):
+    """One number or vector for each cursor: of queries (B, T, layers, Hq, C, ·), of keys (B, T, layers, H, C, ·)."""
+
+    queries: Tensor
+    keys: Tensor
+
+    def of_layers(self) -> list[Streams]:
+        """Each layer's, without that dimension."""
+        return [Streams(*pair) for pair in zip(self.queries.unbind(2), self.keys.unbind(2), strict=True)]
+
+
+class Reading(NamedTuple):
+    """Everything that the cursors did: what a picture shows."""
+
+    reset: Streams  # (…, 1)
+    move: Streams  # (…, 3): +1, −1, stay
+    histograms: Streams  # (…, P)
+
+
+class Recurrence(Drawn, nn.GRU):
+    """A GRU whose hidden-to-hidden matrix W (3 · hidden, hidden) begins, and is kept near, WᵀW = I.
+
+    Args:
+        norm: of W, Frobenius, if it is held at that, times a factor that is learnt; then nothing keeps it orthogonal.
+        start: whether the state before the first token is learnt, from zero, or is zero.
+    """
+
+    weight_hh_l0: nn.Parameter
+    bias_ih_l0: nn.Parameter
+    bias_hh_l0: nn.Parameter
+
+    def __init__(self, inputs: int, hidden: int, norm: float | None = None, start: bool = False) -> None:
+        super().__init__(inputs, hidden, batch_first=True)
+        self.norm = norm
+        if norm is not None:
+            self.loudness = nn.Parameter(torch.ones(()))
+        self.start = nn.Parameter(torch.zeros(hidden)) if start else None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.orthogonal_(self.weight_hh_l0)
+        nn.init.zeros_(self.bias_ih_l0)
+        nn.init.zeros_(self.bias_hh_l0)
+        for name, value in (("loudness", 1.0), ("start", 0.0)):  # neither is there yet when GRUs are first reset
+            if getattr(self, name, None) is not None:
+                nn.init.constant_(getattr(self, name), value)
+
+    def strain(self) -> Tensor:
+        """‖WᵀW − I‖², Frobenius, of that matrix."""
+        w = at_least_single(self.weight_hh_l0)
+        return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
+
+    def first(self, x: Tensor) -> Tensor:
+        """The hidden state before a sequence begins (hidden,), for tokens x."""
+        return x.new_zeros(self.hidden_size) if self.start is None else self.start.to(x.dtype)
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:  # type: ignore[override]
+        """Hidden states (B, T, hidden) after each token of x, given that before the first (B, hidden); x's dtype."""
+        from_input, from_hidden, *biases = (w.to(x.dtype) for w in self.all_weights[0])
+        if self.norm is not None:
+            from_hidden = from_hidden * (self.norm * self.loudness.to(x.dtype) / from_hidden.norm())
+        train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
+        weights, before = [from_input, from_hidden, *biases], before.unsqueeze(0).contiguous()  # cuDNN takes no other
+        return torch.gru(x, before, weights, True, 1, 0.0, train, False, True)[0]
+
+
+class Cursors(Drawn, nn.Module):
+    """The cursors of so many layers, moved by one recurrent network.
+
+    Args:
+        sizes: of each of these layers.
+        layers: how many.
+        recurrence: the network.
+        positions, width, cursors, copy, base, gamma, noise: as the encoding `prism` has them.
+    """
+
+    def __init__(
+        self, sizes: Sizes, layers: int, recurrence: Recurrence, positions: int, width: int, cursors: int, copy: int,
+        base: float, gamma: float, noise: float,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.positions, self.width, self.base, self.gamma = positions, width, base, gamma
+        self.noise: float | Tensor = noise  # a tensor where it changes in training, which a CUDA graph reads again
+        self.query_shape = (layers, sizes.n_heads, cursors)
+        self.key_shape = (layers, sizes.n_kv_heads, cursors)
+        self.copy, self.group = copy, sizes.n_heads // sizes.n_kv_heads
+        self.keys = math.prod(self.key_shape)
+        self.fixed = len(range(0, self.keys, copy)) if copy else 0  # one in so many key cursors
+        # Filters in this order: query cursors that walk, key cursors that walk, query cursors that also jump.
+        self.jumping = self.fixed * self.group
+        self.walking_queries = math.prod(self.query_shape) - self.jumping
+        self.walking = self.walking_queries + self.keys - self.fixed
+        self.recurrence, hidden = recurrence, recurrence.hidden_size
+        self.gates = Projection(hidden, 4 * (self.walking + self.jumping))
+        self.sharpness = nn.Parameter(torch.empty(self.walking + self.jumping))  # γ = 1 + exp of it
+        if self.jumping:
+            self.copy_query = Projection(sizes.d_model, self.jumping * COPY_WIDTH, bias=False)
+            self.copy_key = Projection(sizes.d_model, self.jumping * COPY_WIDTH, bias=False)
+            self.no_copy = Projection(hidden, self.jumping)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.sharpness, math.log(self.gamma - 1))
+        for part in self.children():
+            part.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, x: Tensor, context: Context, dtype: torch.dtype) -> list[Streams]:
+        """Superpositions (B, T, heads, C, r) for each layer, in a dtype: histograms are never of half precision."""
+        with torch.autocast(x.device.type, enabled=False):
+            x, context, real = _unpacked(at_least_single(x), context)
+            table = _uncompiled(waves)(self.positions, self.width, self.base, x.device, x.dtype).to(dtype)
+            filters = self._filters(x, context)
+            if context.recent is None:
+                found = [gates.superpositions(table, before)[0] for gates, before in filters]
+            else:
+                kept = [_superpose_and_keep(gates, table, before) for gates, before in filters]
+                found = [e for e, _ in kept]
+                _remember(context.recent, "histogram", torch.cat([h for _, h in kept], dim=2))
+            places = context.positions.clamp(0, self.positions - 1)
+            streams = self._sort(torch.cat(found, dim=2), table[places].expand(len(x), -1, -1))
+            return Streams(*(_packed(e, real) for e in streams)).of_layers()
+
+    @torch.no_grad()
+    def read(self, x: Tensor, context: Context) -> Reading:
+        """What the cursors do on whole sequences x: gates and histograms. Fixed key cursors always step forward."""
+        x = at_least_single(x)
+        filters = [gates for gates, _ in self._filters(x, context)]
+        histograms = [gates.histograms(self.positions, None) for gates in filters]
+        places = context.positions.clamp(0, self.positions - 1).expand(x.shape[:2])
+        fixed = {
+            "reset": x.new_zeros(*x.shape[:2], 1),
+            "move": x.new_tensor([1, 0, 0]).expand(*x.shape[:2], 3),
+            "histograms": torch.nn.functional.one_hot(places, self.positions).to(x.dtype),
+        }
+        walked = {
+            "reset": torch.cat([gates.reset for gates in filters], dim=2).unsqueeze(-1),
+            "move": torch.cat([gates.move for gates in filters], dim=2),
+            "histograms": torch.cat(histograms, dim=2),
+        }
+        return Reading(**{name: self._sort(walked[name], fixed[name]) for name in fixed})
+
+    def _filters(self, x: Tensor, context: Context) -> list[tuple[Gates, Tensor | None]]:
+        """Gates of the cursors that only walk and of those that also jump, with their histograms so far."""
+        hidden = self._recur(x, context)
+        actions = self._decide(self.gates, hidden).unflatten(-1, (-1, 4))
+        reset, move = actions[..., 0].sigmoid(), actions[..., 1:].softmax(-1)
+        copy = self._copies(x, hidden, context) if self.jumping else None
+        if context.recent is not None:  # padding leaves a cursor where it starts
+            padding = (context.positions < 0).expand(x.shape[:2])
+            reset = torch.where(padding[..., None], 1.0, reset)
+            move = torch.where(padding[..., None, None], move.new_tensor([0, 0, 1]), move)
+            if copy is not None:
+                none = pad(copy.new_zeros(self.positions), (0, 1), value=1.0)
+                copy = torch.where(padding[..., None, None], none, copy)
+        gamma = 1 + at_least_single(self.sharpness).exp()
+        kept = None if context.recent is None else context.recent.get("histogram")
+        filters: list[tuple[Gates, Tensor | None]] = []
+        for part, jumps in ((slice(self.walking), None), (slice(self.walking, None), copy)):
+            if gamma[part].numel():
+                before = None if kept is None else kept[:, -1, part]
+                filters.append((Gates(reset[:, :, part], move[:, :, part], gamma[part], jumps), before))
+        return filters
+
+    def _decide(self, part: nn.Linear, hidden: Tensor) -> Tensor:
+        """The logits of gates, in training with noise, which only clear decisions withstand."""
+        logits = _apply(part, hidden)
+        silent = not self.training or not (isinstance(self.noise, Tensor) or self.noise)
+        return logits if silent else logits + self.noise * torch.randn_like(logits)
+
+    def _recur(self, x: Tensor, context: Context) -> Tensor:
+        """Hidden states (B, T, hidden)."""
+        recent = context.recent
+        past = None if recent is None else recent.get("hidden")
+        before = self.recurrence.first(x).expand(len(x), -1) if past is None else past[:, -1]
+        waiting = 0 if recent is None else (-context.positions[:, :1]).clamp(0, x.shape[1])  # (B, 1) tokens of padding
+        if isinstance(waiting, Tensor) and bool(waiting.any()):
+            # Rows begin at their first token and end with what nobody reads; then they go back to where they were.
+            order = torch.arange(x.shape[1], device=x.device) + waiting
+            rolled = x.gather(1, (order % x.shape[1]).unsqueeze(-1).expand_as(x))
+            hidden = self.recurrence(rolled, before)
+            back = (order - 2 * waiting).clamp(min=0).unsqueeze(-1).expand_as(hidden)
+            real = (context.positions >= 0).unsqueeze(-1)
+            hidden = torch.where(real, hidden.gather(1, back), self.recurrence.first(x))
+        else:
+            hidden = self.recurrence(x, before)
+        if recent is not None:
+            _remember(recent, "hidden", hidden)
+        return hidden
+
+    def _copies(self, x: Tensor, hidden: Tensor, context: Context) -> Tensor:
+        """Where jumping cursors jump to: (B, T, F, P + 1), the last for not at all."""
+        q = _apply(self.copy_query, x).unflatten(-1, (-1, COPY_WIDTH))  # (B, T, F, W)
+        k = _apply(self.copy_key, x)
+        if context.recent is not None:
+            k = torch.cat([context.recent["copy"], k], dim=1) if "copy" in context.recent else k
+            context.recent["copy"] = k
+        keys = k.shape[1]
+        scores = torch.einsum("btfw,bsfw->btfs", q, k.unflatten(-1, (-1, COPY_WIDTH))) * COPY_WIDTH**-0.5
+        # Tokens stand side by side, so that their places follow from that of the last. Before 0 there is padding.
+        places = context.positions[:, -1:] + torch.arange(1 - keys, 1, device=x.device)  # (B or 1, S)
+        seen = (places[:, None] >= 0) & (places[:, None] <= context.positions[..., None])  # (B or 1, T, S)
+        scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
+        chances = torch.cat([scores, self._decide(self.no_copy, hidden).unsqueeze(-1)], dim=-1).softmax(-1)
+        jumps, none = chances[..., :keys], chances[..., keys:]
+        # A token beyond the last position is at the last position.
+        beyond = (jumps * (places >= self.positions - 1)[:, None, None]).sum(-1, keepdim=True)
+        order = torch.arange(self.positions - 1, device=x.device) - places[:, :1]  # which key is at a position
+        within = jumps.gather(-1, order.clamp(0, keys - 1)[:, None, None].expand(*jumps.shape[:3], -1))
+        within = within * (order < keys)[:, None, None]
+        return torch.cat([within, beyond, none], dim=-1)
+
+    def _sort(self, filtered: Tensor, fixed: Tensor) -> Streams:
+        """Cursors as heads have them, from what the filters (B, T, F, ·) and fixed cursors (B, T, ·) are at."""
+        queries, keys, jumps = filtered.split([self.walking_queries, self.keys - self.fixed, self.jumping], dim=2)
+        if self.jumping:
+            # Reckoned on the device, so that a CUDA graph may hold it.
+            key = torch.arange(self.keys, device=filtered.device)
+            met = key.view(-1, 1, self.key_shape[2]).expand(-1, self.group, -1).flatten()  # by each query cursor
+            fixed = fixed.unsqueeze(2).expand(-1, -1, self.fixed, -1)
+            queries = torch.cat([queries, jumps], dim=2)[:, :, _order(met % self.copy == 0)]
+            keys = torch.cat([keys, fixed], dim=2)[:, :, _order(key % self.copy == 0)]
+        return Streams(queries.unflatten(2, self.query_shape), keys.unflatten(2, self.key_shape))
+
+
+def _order(last: Tensor) -> Tensor:
+    """Where each of some things is, once those that `last` says (a boolean each) are put behind the others."""
+    return torch.where(last, (~last).sum() + last.cumsum(0), (~last).cumsum(0)) - 1
+
+
+def _apply(part: nn.Linear, x: Tensor) -> Tensor:
+    """A linear map in the dtype of x."""
+    return linear(x, part.weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
+
+
+def _superpose_and_keep(gates: Gates, table: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Superpositions, and the last histograms (B, up to 65, F, P)."""
+    length = gates.reset.shape[1]
+    cut, found = max(0, length - GOING_BACK - 1), []
+    if cut:
+        e, before = gates.between(0, cut).superpositions(table, before)
+        found.append(e)
+    h = gates.between(cut, length).histograms(len(table), before)
+    return torch.cat([*found, h.to(table.dtype) @ table], dim=1), h
+
+
+def _remember(recent: dict[str, Tensor], name: str, x: Tensor) -> None:
+    """Keeps what is at the last tokens, so far back that 64 of them can be taken back and one is left."""
+    kept = torch.cat([recent[name], x], dim=1) if name in recent else x
+    recent[name] = kept[:, -GOING_BACK - 1 :].clone()  # not a view that holds all the rest
+
+
+def _unpacked(x: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
+    """Packed documents as rows, with their context, and which places are real (N, longest)."""
+    if context.cu_seqlens is None:
+        return x, context, None
+    lengths = context.cu_seqlens.to(x.device, torch.int64).diff()
+    order = torch.arange(int(lengths.max()), device=x.device)
+    real = order < lengths.unsqueeze(1)
+    rows = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
+    return rows, Context(order.unsqueeze(0)), real
+
+
+def _packed(x: Tensor, real: Tensor | None) -> Tensor:
+    return x if real is None else x[real].unsqueeze(0)

@@ -1,0 +1,131 @@
+"""A filter and a superposition as operators of torch, from any pair `advance` and `retreat`.
+
+Each is one operator and one for its backward pass, so that `torch.compile` and checkpointing see nothing of what is
+inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deadreckon.filters.chunked import Inputs, filter_back
+from deadreckon.filters.superposition import room, superpose_back, superpose_forth
+
+
+def _packed(reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None) -> Inputs:
+    """As kernels want them."""
+    return reset.contiguous(), move.contiguous(), gamma.contiguous(), None if copy is None else copy.contiguous()
+
+
+def _room(reset: Tensor, initial: Tensor) -> Tensor:
+    return reset.new_empty(*reset.shape, initial.shape[2])
+
+
+def _gradients_for(*inputs: Tensor | None) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs if x is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The last of the inputs is eps. The last of several outputs is for the backward pass alone."""
+    *tensors, ctx.eps = inputs
+    last = output if isinstance(output, Tensor) else output[-1]
+    ctx.save_for_backward(*tensors, last)
+    if last is not output:
+        ctx.mark_non_differentiable(last)
+
+
+def filter_operator(name: str, forth: Callable[..., None], back: Callable[..., None]) -> Callable[..., Tensor]:
+    """Histograms (B, T, C, P) in the dtype of reset, from reset, move, gamma, copy, initial and eps."""
+
+    @torch.library.custom_op(name, mutates_args=())
+    def forward(reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, eps: float) -> Tensor:
+        out = _room(reset, initial)
+        with torch.cuda.device_of(reset):
+            forth(*_packed(reset, move, gamma, copy), initial, eps, 0, reset.shape[1], out, None)
+        return out
+
+    @forward.register_fake
+    def _(reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, eps: float) -> Tensor:
+        return _room(reset, initial)
+
+    @torch.library.custom_op(f"{name}_backward", mutates_args=())
+    def backward(
+        grad: Tensor, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, out: Tensor,
+        eps: float,
+    ) -> list[Tensor]:  # fmt: skip
+        """Gradients of reset, move, gamma, initial and, if there is one, copy."""
+        with torch.cuda.device_of(reset):
+            return filter_back(back, _packed(reset, move, gamma, copy), initial, eps, out, grad.contiguous())
+
+    @backward.register_fake
+    def _(
+        grad: Tensor, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, out: Tensor,
+        eps: float,
+    ) -> list[Tensor]:  # fmt: skip
+        return _gradients_for(reset, move, gamma, initial, copy)
+
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = backward(grad, *ctx.saved_tensors, ctx.eps)
+        return (*found, None) if len(found) == 5 else (*found, None, None)
+
+    forward.register_autograd(gradients, setup_context=_save)
+
+    def call(reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, eps: float) -> Tensor:
+        return forward(reset, move, gamma, initial, copy, eps)
+
+    return call
+
+
+def superposition_operator(
+    name: str, forth: Callable[..., None], back: Callable[..., None]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Superpositions (B, T, C, d) and the last histograms (B, C, P), from the same and a table before eps."""
+
+    @torch.library.custom_op(name, mutates_args=())
+    def forward(
+        reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, table: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """With states (chunks, B, C, P)."""
+        with torch.cuda.device_of(reset):
+            return superpose_forth(forth, _packed(reset, move, gamma, copy), initial, table, eps)
+
+    @forward.register_fake
+    def _(
+        reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, table: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return room(reset, initial, table)
+
+    @torch.library.custom_op(f"{name}_backward", mutates_args=())
+    def backward(
+        grad: Tensor, grad_final: Tensor, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor,
+        copy: Tensor | None, table: Tensor, states: Tensor, eps: float,
+    ) -> list[Tensor]:  # fmt: skip
+        """Gradients of reset, move, gamma, initial and, if there is one, copy."""
+        inputs = _packed(reset, move, gamma, copy)
+        with torch.cuda.device_of(reset):
+            return superpose_back(forth, back, inputs, initial, table, eps, states, grad, grad_final)
+
+    @backward.register_fake
+    def _(
+        grad: Tensor, grad_final: Tensor, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor,
+        copy: Tensor | None, table: Tensor, states: Tensor, eps: float,
+    ) -> list[Tensor]:  # fmt: skip
+        return _gradients_for(reset, move, gamma, initial, copy)
+
+    def gradients(ctx: Any, grad: Tensor, grad_final: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        found = backward(grad, grad_final, *ctx.saved_tensors, ctx.eps)
+        return (*found, None, None) if len(found) == 5 else (*found, None, None, None)
+
+    forward.register_autograd(gradients, setup_context=_save)
+
+    def call(
+        reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, table: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        e, final, _ = forward(reset, move, gamma, initial, copy, table, eps)
+        return e, final
+
+    return call

@@ -1,0 +1,118 @@
+"""Superpositions e_t = Σ_k h_t[k] · table[k] of a filter's histograms, without all of them at once.
+
+The filter goes through a chunk of tokens, a matrix product takes their histograms, and their room is used again. The
+state that each chunk begins with is kept: going back, a chunk's histograms are computed again from it, their gradients
+are another matrix product, and the filter goes back through the chunk. `forth` and `back` are `advance` and `retreat`,
+here or in the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deadreckon.filters.chunked import Inputs, advance, gradient_room, retreat, work_type
+
+
+def chunk(length: int) -> int:
+    """Tokens of a chunk: about √(T/2), so that states and what a chunk takes are as much, and little."""
+    return 8 if length <= 128 else 16 if length <= 512 else 32 if length <= 2048 else 64
+
+
+def room(reset: Tensor, initial: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For superpositions (B, T, C, d), the last histograms (B, C, P), and states (chunks, B, C, P)."""
+    size, dtype = chunk(reset.shape[1]), work_type(reset)
+    states = initial.new_empty((reset.shape[1] + size - 1) // size, *initial.shape, dtype=dtype)
+    return table.new_empty(*reset.shape, table.shape[1]), initial.new_empty(initial.shape, dtype=dtype), states
+
+
+def _chunks(length: int) -> Iterator[tuple[int, int]]:
+    """First and number of tokens of each."""
+    for first in range(0, length, chunk(length)):
+        yield first, min(chunk(length), length - first)
+
+
+class Buffer:
+    """Room for the histograms of a chunk, (B, steps, C, P), contiguous."""
+
+    def __init__(self, reset: Tensor, positions: int, dtype: torch.dtype) -> None:
+        batch, length, cursors = reset.shape
+        self.shape = batch, cursors, positions
+        self.memory = reset.new_empty(batch * min(chunk(length), length) * cursors * positions, dtype=dtype)
+
+    def of(self, steps: int) -> Tensor:
+        """The beginning of it."""
+        batch, cursors, positions = self.shape
+        return self.memory[: batch * steps * cursors * positions].view(batch, steps, cursors, positions)
+
+
+def superpose_forth(
+    forth: Callable[..., None], inputs: Inputs, initial: Tensor, table: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `room` is for; products are in the precision of the table."""
+    reset = inputs[0]
+    batch, length, cursors = reset.shape
+    e, final, states = room(reset, initial, table)
+    states[0] = initial
+    rows, tables = e.view(batch, length * cursors, -1), table.expand(batch, -1, -1)
+    buffer = Buffer(reset, table.shape[0], table.dtype)
+    for number, (first, steps) in enumerate(_chunks(length)):
+        h = buffer.of(steps)
+        next_state = final if first + steps == length else states[number + 1]
+        forth(*inputs, states[number], eps, first, steps, h, next_state)
+        torch.bmm(h.flatten(1, 2), tables, out=rows[:, first * cursors : (first + steps) * cursors])
+    return e, final, states
+
+
+def superpose_back(
+    forth: Callable[..., None], back: Callable[..., None], inputs: Inputs, initial: Tensor, table: Tensor, eps: float,
+    states: Tensor, grad: Tensor, grad_final: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of reset, move, gamma, initial and, if there is one, copy."""
+    reset = inputs[0]
+    batch, length, cursors = reset.shape
+    of_reset, of_move, by_cursor, of_copy = gradient_room(inputs)
+    carry = grad_final.to(states.dtype, memory_format=torch.contiguous_format, copy=True)
+    rows, tables = grad.reshape(batch, length * cursors, -1), table.mT.expand(batch, -1, -1)
+    histograms = Buffer(reset, table.shape[0], states.dtype)
+    gradients = Buffer(reset, table.shape[0], table.dtype)
+    for number, (first, steps) in reversed(list(enumerate(_chunks(length)))):
+        h, grad_h = histograms.of(steps), gradients.of(steps)
+        forth(*inputs, states[number], eps, first, steps, h, None)
+        torch.bmm(rows[:, first * cursors : (first + steps) * cursors], tables, out=grad_h.flatten(1, 2))
+        back(
+            *inputs, states[number], eps, first, steps, h, grad_h, carry, of_reset, of_move, by_cursor, of_copy
+        )  # fmt: skip
+    found = [of_reset, of_move, by_cursor.sum(0).to(inputs[2].dtype), carry.to(initial.dtype)]
+    return found if of_copy is None else [*found, of_copy]
+
+
+class _Superpose(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, table: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        e, final, states = superpose_forth(advance, (reset, move, gamma, copy), initial, table, eps)
+        ctx.eps = eps
+        ctx.save_for_backward(reset, move, gamma, copy, initial, table, states)
+        return e, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+        reset, move, gamma, copy, initial, table, states = ctx.saved_tensors
+        inputs = reset, move, gamma, copy
+        found = superpose_back(advance, retreat, inputs, initial, table, ctx.eps, states, grad, grad_final)
+        return (*found, None, None) if len(found) == 5 else (*found, None, None, None)
+
+
+def superpose_blockwise(
+    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, table: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See :func:`deadreckon.superpose`: superpositions (B, T, C, d) and the last histograms (B, C, P)."""
+    return _Superpose.apply(reset, move, gamma, initial, copy, table, eps)

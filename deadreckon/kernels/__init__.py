@@ -1,5 +1,0 @@
-"""Triton kernels, one file for each operation. They import torch and triton alone; nothing here is imported until used.
-
-Prefixes: `p_` a pointer, `b_` a block of values, `i_` an index, `m_` a mask. T is always a run-time number; offsets are
-64-bit; nothing uses atomics, so that two runs agree bit for bit.
-"""

@@ -1,0 +1,1 @@
+"""The attention layer, what it remembers, and the Hugging Face model."""

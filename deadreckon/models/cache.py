@@ -1,0 +1,73 @@
+"""Layer states where Hugging Face's `generate()` looks for them: in the layers of a `DynamicCache`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from deadreckon.models.state import LayerState
+
+LAYER_TYPE = "deadreckon"
+
+
+class StateLayer(DynamicLayer):
+    """One layer's state. `DynamicCache(config=config)` makes these for the layer types that our configuration names."""
+
+    _layer_type = LAYER_TYPE
+    is_croppable = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.state = LayerState()
+        self.home: torch.device | None = None  # where the state belongs, while it is offloaded
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the first piece begins the state."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not for keys and values: the layer moves its own state on."""
+        raise ValueError("past_key_values: this cache belongs to DeadReckon models, got keys and values of another")
+
+    def get_seq_length(self) -> int:
+        """How many tokens have been."""
+        return self.state.length
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.state = LayerState()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Goes back by −tokens_to_remove tokens, which transformers counts down from zero."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: expected a number of 0 or less, got {tokens_to_remove}")
+        self.state.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keeps these sequences, in this order."""
+        if self.state.length:
+            self.state = self.state.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Continues every sequence so many times."""
+        if self.state.length:
+            self.state = self.state.select(torch.arange(self.state.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these sequences only."""
+        if self.state.length:
+            rows = torch.arange(self.state.batch, device=indices.device)
+            self.state = self.state.select(rows[indices])
+
+    def offload(self) -> None:
+        """Moves the state to the CPU."""
+        if self.state.origin is not None:
+            self.home = self.state.origin.device
+            self.state = self.state.to("cpu")
+
+    def prefetch(self) -> None:
+        """Brings it back."""
+        if self.home is not None:
+            self.state = self.state.to(self.home)

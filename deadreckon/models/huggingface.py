@@ -1,0 +1,339 @@
+"""The decoder: a pre-norm causal language model for Hugging Face's tools, with any encoding in any layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from deadreckon.encodings import ENCODINGS
+from deadreckon.encodings.base import Context, Drawn, Encoding
+from deadreckon.models.cache import LAYER_TYPE, StateLayer
+from deadreckon.models.layer import AttentionLayer
+from deadreckon.models.state import LayerState
+
+
+@strict
+class DeadReckonConfig(PreTrainedConfig):
+    """Everything that makes a :class:`DeadReckonForCausalLM`.
+
+    Args:
+        encoding: a name in :data:`deadreckon.ENCODINGS`, for every layer.
+        layer_encodings: one name a layer, instead.
+        encoding_options: keywords of the encodings, by name: ``{"path": {"rank": 16}}``.
+        qk_norm: RMS-normalise queries and keys.
+        intermediate_size: of the SwiGLU; 8/3 of hidden_size, rounded up to a multiple of 32, by default.
+        max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
+    """
+
+    model_type = "deadreckon"
+
+    vocab_size: int = 32000
+    hidden_size: int = 512
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    encoding: str = "path-fox"
+    layer_encodings: list[str] | None = None
+    encoding_options: dict[str, Any] | None = None
+    qk_norm: bool = False
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-self.hidden_size * 8 // 3 // 32) * 32
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size: expected a multiple of num_attention_heads = {self.num_attention_heads} "
+                    f"(or head_dim), got {self.hidden_size}"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_encodings is not None and len(self.layer_encodings) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_encodings: expected a name for each of {self.num_hidden_layers} layers, "
+                f"got {len(self.layer_encodings)}"
+            )
+        for name in self.encodings():
+            if name not in ENCODINGS:
+                raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
+        for name in self.encoding_options or {}:
+            if name not in self.encodings():
+                raise ValueError(
+                    f"encoding_options: expected names of encodings in use, {sorted(set(self.encodings()))}, "
+                    f"got {name!r}"
+                )
+        super().__post_init__(**kwargs)
+
+    def encodings(self) -> list[str]:
+        """The name of each layer's encoding."""
+        return self.layer_encodings or [self.encoding] * self.num_hidden_layers
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The cache that each layer needs, by the name under which transformers finds it."""
+        return [LAYER_TYPE] * self.num_hidden_layers
+
+    def validate_layer_type(self) -> None:
+        """Leaves out transformers' check, whose list of layer types is closed."""
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) ⊙ up x)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """Attention and a SwiGLU, each behind a norm and beside a residual."""
+
+    def __init__(self, config: DeadReckonConfig, encoding: str, number: int) -> None:
+        super().__init__()
+        assert config.intermediate_size is not None
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = AttentionLayer(
+            config.hidden_size, config.num_attention_heads, encoding, config.num_key_value_heads, config.qk_norm,
+            head_dim=config.head_dim, vocab_size=config.vocab_size, max_length=config.max_position_embeddings,
+            encoding_options=(config.encoding_options or {}).get(encoding), place=(number, config.num_hidden_layers),
+        )  # fmt: skip
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
+        x = x + self.self_attn.attend(self.input_layernorm(x), context, state)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DeadReckonPreTrainedModel(PreTrainedModel):
+    """How weights begin and are stored."""
+
+    config_class = DeadReckonConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["DecoderLayer"]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # transformers asks for each module that has parameters of its own: of an encoding, mostly its parts.
+        if isinstance(module, Drawn):
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            super()._init_weights(module)
+
+
+class DeadReckonModel(DeadReckonPreTrainedModel):
+    """Embeddings, layers and the last norm."""
+
+    def __init__(self, config: DeadReckonConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, name, number) for number, name in enumerate(config.encodings())
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool = False,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is not None or use_cache:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected no cache beside it")
+            cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
+            return self._continue(x, input_ids, attention_mask, cache)
+        real = _padding(attention_mask, x)
+        if real is not None:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens: packed sequences have no padding; expected no attention_mask beside it")
+            # Padded rows become packed documents: nothing that computes ever meets padding.
+            lengths = real.sum(1)
+            cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+            x = x[real].unsqueeze(0)
+            input_ids = None if input_ids is None else input_ids[real].unsqueeze(0)
+        context = Context.of(x, input_ids, cu_seqlens)
+        x = self._embed(x, context)
+        for layer in self.layers:
+            x = layer(x, context)
+        x = self.norm(x)
+        if real is not None:
+            x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
+        return BaseModelOutputWithPast(last_hidden_state=x)
+
+    def penalty(self) -> Tensor | None:
+        """What encodings ask training to add to the loss, if any does."""
+        asked = [part.penalty() for part in self.modules() if isinstance(part, Encoding)]
+        penalties = [penalty for penalty in asked if penalty is not None]
+        return torch.stack(penalties).sum() if penalties else None
+
+    def _embed(self, x: Tensor, context: Context) -> Tensor:
+        """Adds positions to the embeddings, for encodings that do so."""
+        encodings: dict[type[Encoding], Encoding] = {}
+        for layer in self.layers:
+            encoding = layer.get_submodule("self_attn.encoding")
+            assert isinstance(encoding, Encoding)
+            encodings.setdefault(type(encoding), encoding)
+        for encoding in encodings.values():  # what is added to the embeddings is added once
+            x = encoding.embed(x, context)
+        return x
+
+    def _continue(self, x: Tensor, ids: Tensor | None, mask: Tensor | None, cache: Cache) -> BaseModelOutputWithPast:
+        """The next piece of sequences whose past is in the cache."""
+        caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
+        drafts = [layer.state.draft() for layer in caches]  # so that all layers move on, or none
+        seen = drafts[0].length
+        context = Context.of(x, ids).after(seen).remembering({})
+        padding = _left_padding(mask, x.shape[0], seen + x.shape[1])
+        if padding is not None:
+            context = replace(context, positions=context.positions - padding.unsqueeze(1))
+        if seen and padding is not None and not drafts[0].padded:
+            raise ValueError("attention_mask: expected no padding, like the pieces in past_key_values, got some")
+        if drafts[0].padded and mask is None:
+            raise ValueError("attention_mask: expected that of past and new tokens, some of them padding, got None")
+        x = self._embed(x, context)
+        for layer, draft in zip(self.layers, drafts, strict=True):
+            draft.padded = draft.padded or padding is not None
+            x = layer(x, context, draft)
+        x = self.norm(x)
+        for layer_cache, draft in zip(caches, drafts, strict=True):
+            layer_cache.state = draft
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+
+
+def _cache_layer(cache: Cache, number: int) -> StateLayer:
+    """The layer of a cache that transformers has built from our configuration."""
+    layer = cache.layers[number] if number < len(cache.layers) else None
+    if not isinstance(layer, StateLayer):
+        kind = type(layer).__name__
+        raise ValueError(f"past_key_values: expected DynamicCache(config=model.config), got a cache of {kind} layers")
+    return layer
+
+
+def _left_padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """How many tokens of padding stand before each sequence, (B,), or None where there is none."""
+    if mask is None:
+        return None
+    if mask.shape != (batch, length):
+        raise ValueError(
+            f"attention_mask: expected (B, past and new tokens) = ({batch}, {length}), got {tuple(mask.shape)}"
+        )
+    real = mask.bool()
+    padding = (~real).sum(1)
+    if not torch.equal(real, torch.arange(length, device=real.device) >= padding.unsqueeze(1)):
+        raise ValueError("attention_mask: with a cache, expected padding on the left only")
+    return padding if bool(padding.any()) else None
+
+
+def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """Which tokens are real, (B, T), or None where all are."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"attention_mask: expected (B, T) = {tuple(x.shape[:2])} with 0 for padding, "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    real = attention_mask.bool()
+    if not bool(real.any()):
+        raise ValueError("attention_mask: expected a token that is not padding, got zeros alone")
+    return None if bool(real.all()) else real
+
+
+class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
+    """A causal language model: ``from_pretrained``, ``save_pretrained``, ``generate``, ``Trainer``."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    accepts_loss_kwargs: ClassVar = True  # the Trainer then says by what a loss over several batches is divided
+
+    def __init__(self, config: DeadReckonConfig) -> None:
+        super().__init__(config)
+        self.model = DeadReckonModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits of the next tokens and, given labels, the loss; in training, with what encodings add to it.
+
+        Args:
+            input_ids: (B, T) tokens.
+            attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
+                (B, past and new tokens), padding on the left only.
+            past_key_values: a cache to go on from, ``DynamicCache(config=model.config)`` to begin with; no gradients.
+            inputs_embeds: (B, T, hidden_size), in place of input_ids.
+            labels: (B, T), as input_ids (the shift is made here), −100 where there is nothing to learn. The first
+                token of a packed sequence has nothing before it to learn from.
+            cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
+            logits_to_keep: compute logits of so many last tokens only; 0 for all.
+            num_items_in_batch: what the summed loss is divided by, as the Trainer asks.
+            return_dict: False for a plain tuple.
+            use_cache: make a cache if none is given, and return it.
+        """
+        found = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
+        hidden = found.last_hidden_state
+        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            if logits_to_keep:
+                raise ValueError(f"logits_to_keep: expected 0, all logits, beside labels, got {logits_to_keep}")
+            if cu_seqlens is not None:  # the last token of a document does not foretell the next document
+                labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), -100)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
+            )
+            penalty = self.model.penalty() if self.training else None
+            if penalty is not None and num_items_in_batch is not None:  # once for all parts of an accumulated batch
+                penalty = penalty * ((labels[:, 1:] != -100).sum() / num_items_in_batch)
+            loss = loss if penalty is None else loss + penalty
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
+        return output.to_tuple() if return_dict is False else output
+
+
+AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)
+AutoModelForCausalLM.register(DeadReckonConfig, DeadReckonForCausalLM, exist_ok=True)

@@ -1,0 +1,162 @@
+"""The attention layer: projections, query-key norm and grouped heads, once, for every encoding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from deadreckon.encodings import ENCODINGS
+from deadreckon.encodings.base import GOING_BACK, Context, Encoding, Sizes
+from deadreckon.models.state import LayerState, Origin
+from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
+
+RESET = -1e4  # a log gate that nothing passes
+
+
+def make_encoding(name: str, sizes: Sizes, options: dict[str, Any] | None = None) -> Encoding:
+    """Builds the encoding of that name; options are the keywords of its class."""
+    if name not in ENCODINGS:
+        raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
+    try:
+        return ENCODINGS[name](sizes, **(options or {}))
+    except TypeError as error:
+        raise ValueError(f"encoding_options: {name!r} does not take {options}: {error}") from error
+
+
+class AttentionLayer(nn.Module):
+    """Multi-head causal attention with the positions of one encoding.
+
+    Args:
+        d_model: width of the input and output.
+        n_heads: query heads.
+        encoding: a name in :data:`deadreckon.ENCODINGS`. Those that are added to embeddings ("sinusoidal",
+            "randomized") do nothing here: call ``layer.encoding.embed`` once, before the first layer.
+        n_kv_heads: key and value heads, n_heads by default; must divide n_heads.
+        qk_norm: RMS-normalise queries and keys, each head with the same learned gain.
+        head_dim: d_model / n_heads by default.
+        vocab_size: for encodings that look tokens up.
+        max_length: the longest document, for encodings that scale their angles by it.
+        encoding_options: keywords of the encoding's class.
+        place: which layer this is, counted from 0, of how many, for encodings that serve several layers at once.
+        impl: passed on to :func:`deadreckon.attend` and, beside a state, to :func:`deadreckon.attend_next`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        encoding: str = "rope",
+        n_kv_heads: int | None = None,
+        qk_norm: bool = False,
+        *,
+        head_dim: int | None = None,
+        vocab_size: int | None = None,
+        max_length: int = 2048,
+        encoding_options: dict[str, Any] | None = None,
+        place: tuple[int, int] = (0, 1),
+        impl: Implementation = "auto",
+    ) -> None:
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        for name, value in (("d_model", d_model), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
+        if n_heads % n_kv_heads:
+            raise ValueError(f"n_kv_heads: expected a divisor of n_heads = {n_heads}, got {n_kv_heads}")
+        if head_dim is not None and (not isinstance(head_dim, int) or head_dim < 1):
+            raise ValueError(f"head_dim: expected an integer of 1 or more, got {head_dim!r}")
+        if head_dim is None and d_model % n_heads:
+            raise ValueError(f"d_model: expected a multiple of n_heads = {n_heads} (or head_dim), got {d_model}")
+        head_dim = head_dim or d_model // n_heads
+        self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim, vocab_size, max_length, *place)
+        self.impl: Implementation = impl
+        self.q_proj = nn.Linear(d_model, n_heads * self.sizes.head_dim, bias=False)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * self.sizes.head_dim, bias=False)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * self.sizes.head_dim, bias=False)
+        self.o_proj = nn.Linear(n_heads * self.sizes.head_dim, d_model, bias=False)
+        self.q_norm = nn.RMSNorm(self.sizes.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.sizes.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.encoding = make_encoding(encoding, self.sizes, encoding_options)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: Literal["none"] = "none",
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: LayerState | Literal["none"] | None = "none",
+    ) -> Tensor | tuple[Tensor, LayerState]:
+        """Attends over x (B, T, d_model).
+
+        Args:
+            x: the input, or the next piece of it.
+            token_ids: (B, T), for encodings that look tokens up.
+            cu_seqlens: boundaries of packed sequences (B = 1).
+            state: what the pieces before have left, None for the first piece. Any split of a sequence gives the same
+                outputs; they carry no gradients. After an exception, KeyboardInterrupt included, it is as before.
+
+        Returns:
+            The output, and the state beside it if one was asked for.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.sizes.d_model:
+            raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
+        if token_ids is not None and token_ids.shape != x.shape[:2]:
+            raise ValueError(f"token_ids: expected (B, T) = {tuple(x.shape[:2])}, got {tuple(token_ids.shape)}")
+        check_documents(cu_seqlens, x)
+        context = Context.of(x, token_ids, cu_seqlens)
+        if state == "none":
+            return self.attend(x, context)
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected None beside a state")
+        state = LayerState() if state is None else state
+        if not isinstance(state, LayerState):
+            raise ValueError(f"state: expected a LayerState or None, got {type(state).__name__}")
+        return self.attend(x, context.after(state.length), state), state
+
+    def attend(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
+        """The layer itself, for callers that have the context already; moves the state on, whole or not at all."""
+        if state is None:
+            return self._attend(x, context, None)
+        origin = Origin.of(x, type(self.encoding).__name__, self.sizes)
+        state.check(origin)
+        draft = state.draft()
+        with torch.no_grad():
+            output = self._attend(x, context.remembering(draft.recent), draft)
+        draft.origin, draft.kept = origin, min(draft.kept + x.shape[1], GOING_BACK)
+        state.become(draft)
+        return output
+
+    def _attend(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:
+        width = self.sizes.head_dim
+        v = self.v_proj(x).unflatten(-1, (-1, width))
+        # Norms may answer in float32 under autocast.
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
+        factors, scale = self.encoding(x, context), width**-0.5
+        q, k = self.encoding.widen(q, k, x, context)
+        if state is None:
+            output = attend(q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl)
+        else:
+            if state.padded:  # the first real token of a sequence forgets the padding before it
+                fresh = (context.positions == 0).unsqueeze(-1).expand(*x.shape[:2], self.sizes.n_heads)
+                gate = 0.0 if factors.log_gate is None else factors.log_gate
+                factors = factors._replace(log_gate=torch.where(fresh, RESET, gate))
+            output = attend_next(q, k, v, **factors._asdict(), scale=scale, past=state.past, impl=self.impl)
+        return self.o_proj(output.flatten(-2))

@@ -1,0 +1,315 @@
+"""The public operation: checks its arguments, picks an implementation, and runs it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from importlib.util import find_spec
+from itertools import pairwise
+from numbers import Real
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from deadreckon.ops.blockwise.attend import attend_blockwise
+from deadreckon.ops.checks import check_tensor, shape_of
+from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score, Transport
+from deadreckon.ops.reference import attend_reference
+from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.stream import PYTORCH, Kernels, attend_stream
+
+Implementation = Literal["auto", "reference", "blockwise", "triton"]
+
+HAS_TRITON = find_spec("triton") is not None
+IMPLEMENTATIONS = {
+    "reference": "the literal O(T²) definition, any device and dtype; what everything else is tested against",
+    "blockwise": "plain PyTorch over stock attention kernels, any device and dtype, memory linear in T",
+    "triton": "fused kernels for CUDA: softmax with any transport and gate, sticks, even powers; 16 and 32 bits",
+}
+"""Name -> what it is. ``auto`` picks ``triton`` on CUDA where it serves, else ``blockwise``."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    transport: Transport | None = None,
+    log_gate: Tensor | None = None,
+    score: Score = "softmax",
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    impl: Implementation = "auto",
+) -> Tensor:
+    """Causal attention whose positions are reckoned from content.
+
+        o_i = (1/Z_i) Σ_{j≤i} κ(scale · k_jᵀ T_ji q_i) · Π_{s=j+1..i} f_s · U_ji v_j
+
+    Args:
+        q: (B, T, Hq, D) queries; Hq a multiple of H (query head h reads key head h // (Hq / H)).
+        k: (B, T, H, D) keys.
+        v: (B, T, H, E) values; E may differ from D.
+        transport: T, what a route does to a key: ``None``, :class:`Rotation` (and U, with ``values=True``) or
+            :class:`Householder`.
+        log_gate: log f ≤ 0, added after scaling: (B, T, Hq) or (B, T, H) per token, or (Hq,) or (H,) constants.
+            With stick-breaking the gate multiplies the finished weight. Below −1e4, −inf included, it counts as −1e4.
+        score: κ and Z: ``"softmax"``, ``"stick-breaking"`` (σ, no Z, a token does not see itself) or :class:`Power`.
+        scale: factor of the logits, ``D ** -0.5`` by default.
+        cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1.
+        impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``
+            (kernels for CUDA devices: softmax with any transport and gate, stick-breaking without Householder steps or
+            gates; D and E multiples of 8 up to 256, with Householder steps up to 128 (float32: 64), with gates or
+            packed in float32 up to 128; ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or
+            chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32; a ValueError for anything else), or
+            ``"auto"``: the kernels where they serve, else ``"blockwise"``.
+
+    Returns:
+        (B, T, Hq, E), in the dtype of q.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    _check_inputs(q, k, v)
+    _check_transport(transport, q, k, v)
+    _check_score(score, transport)
+    gates = _check_gate(log_gate, q, k)
+    documents = check_documents(cu_seqlens, q)
+    scale = _check_scale(scale, q)
+    factors = Factors(transport, gates, score)
+    # Autocast would run the sums of phases, gates and frames in half precision.
+    with torch.autocast(q.device.type, enabled=False):
+        if impl == "reference":
+            return attend_reference(q, k, v, factors, scale, documents)
+        if impl == "triton" or (impl == "auto" and q.is_cuda):
+            reason = _reason_against_kernels(q, v, factors, packed=cu_seqlens is not None)
+            if reason is None:
+                from deadreckon.ops.triton.attend import attend_fused
+
+                return attend_fused(q, k, v, factors, scale, cu_seqlens)
+            if impl == "triton":
+                raise ValueError(f"impl: 'triton' needs {reason}")
+        if impl in ("auto", "blockwise"):
+            return attend_blockwise(q, k, v, factors, scale, documents)
+    raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
+
+
+def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
+    """What the Triton kernels would need and do not have. Triton is imported here at the earliest."""
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"tensors on a CUDA device (or TRITON_INTERPRET=1), got {q.device}"
+    if not HAS_TRITON:
+        return "the package triton, which is not installed"
+    from deadreckon.ops.triton.attend import reason_against
+
+    return reason_against(q, v, factors, packed)
+
+
+@torch.no_grad()
+def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, *, scale: float | None = None) -> float:
+    """How much of causal attention forget gates leave: the share of the triangle that Triton kernels do not skip.
+
+    What is out of reach could not matter to the output's precision: by the sums of gates, and by the longest query and
+    key of a head, no logit could bring it back. Sequences of fewer than 2048 tokens are computed in full all the same.
+    On a CPU, where no kernel runs, it says what one would skip.
+
+    Args:
+        q, k, log_gate, scale: as for :func:`attend`.
+    """
+    _check_inputs(q, k, k)
+    gates = _check_gate(log_gate, q, k)
+    if gates is None:
+        raise ValueError("log_gate: expected a torch.Tensor, got None")
+    if not HAS_TRITON:
+        raise ValueError("share_in_reach: it is about Triton kernels, and the package triton is not installed")
+    from deadreckon.ops.triton.gated.operator import share_in_reach as share
+
+    return share(q, k, gates, q.shape[3] ** -0.5 if scale is None else abs(scale))
+
+
+def attend_next(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    transport: Transport | None = None,
+    log_gate: Tensor | None = None,
+    score: Score = "softmax",
+    scale: float | None = None,
+    past: Past,
+    impl: Implementation = "auto",
+) -> Tensor:
+    """:func:`attend` of the next piece of a sequence, over itself and the past, which it moves on.
+
+    Any split of a sequence into pieces gives the same outputs. They carry no gradients: inputs that require some are
+    refused, unless grad mode is off. After an exception, KeyboardInterrupt included, the past is as it was before.
+
+    Args:
+        q, k, v, transport, log_gate, score, scale: as for :func:`attend`, T being the length of the piece. All but T
+            must be as in the pieces before: sizes, dtype, device, the kind of transport and its heads, gates or none
+            and their heads, score and scale.
+        past: what the pieces before have left; ``Past()`` for the first.
+        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (score softmax, as for :func:`attend`: the first piece, and along
+            Householder steps long pieces and single tokens too; a KV cache without Householder steps is read by
+            PyTorch's attention in any case) or ``"auto"``: the kernels on CUDA devices where they serve, else
+            ``"blockwise"``. ``"reference"`` does not stream.
+
+    Returns:
+        (B, T, Hq, E), in the dtype of q.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    _check_inputs(q, k, v)
+    _check_transport(transport, q, k, v)
+    _check_score(score, transport)
+    factors = Factors(transport, _check_gate(log_gate, q, k), score)
+    scale = _check_scale(scale, q)
+    _check_no_gradients(q, k, v, factors)
+    if not isinstance(past, Past):
+        raise ValueError(f"past: expected a Past, got {type(past).__name__}")
+    with torch.autocast(q.device.type, enabled=False):
+        return attend_stream(q, k, v, factors, scale, past, _streaming_kernels(q, v, factors, impl))
+
+
+def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementation) -> Kernels:
+    """The operations that `attend_next` uses."""
+    if impl not in ("auto", "blockwise", "triton"):
+        raise ValueError(f"impl: expected 'auto', 'blockwise' or 'triton' for a piece of a sequence, got {impl!r}")
+    if impl == "blockwise" or (impl == "auto" and not q.is_cuda):
+        return PYTORCH
+    reason = _reason_against_kernels(q, v, factors, packed=False)
+    if reason is None and impl == "triton" and factors.score != "softmax":
+        reason = f"score 'softmax' for a piece of a sequence, got {factors.score!r}"
+    if reason is None:
+        from deadreckon.ops.streaming.fused import STREAM
+
+        return STREAM
+    if impl == "triton":
+        raise ValueError(f"impl: 'triton' needs {reason}")
+    return PYTORCH
+
+
+def _check_no_gradients(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> None:
+    """No input may require gradients while grad mode is on: they would be lost without a word."""
+    if not torch.is_grad_enabled():
+        return
+    inputs = {"q": q, "k": k, "v": v, "log_gate": factors.log_gate}
+    if factors.transport is not None:
+        inputs.update({f"transport.{name}": x for name, x in vars(factors.transport).items()})
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise ValueError(f"{name}: expected no gradients to be required (or torch.no_grad()), got requires_grad")
+
+
+def _check_scale(scale: float | None, q: Tensor) -> float:
+    """Returns the scale, by default D^(−1/2)."""
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not abs(scale) <= 1e30:
+        raise ValueError(f"scale: expected a finite number or None, got {scale!r}")
+    return float(scale)
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, None if name == "q" else q, "q")
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions (B, T, heads, channels), got shape {shape_of(x)}")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
+        if 0 in x.shape:
+            raise ValueError(f"{name}: expected every dimension to be at least 1, got shape {shape_of(x)}")
+    batch, length, query_heads, width = q.shape
+    heads = k.shape[2]
+    if k.shape != (batch, length, heads, width):
+        raise ValueError(f"k: expected (B, T, H, D) = ({batch}, {length}, H, {width}) to match q, got {shape_of(k)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected (B, T, H, E) = ({batch}, {length}, {heads}, E) to match k, got {shape_of(v)}")
+    if query_heads % heads:
+        raise ValueError(f"q: expected a multiple of k's {heads} heads, got {query_heads} query heads")
+
+
+def _check_transport(transport: object, q: Tensor, k: Tensor, v: Tensor) -> None:
+    batch, length, query_heads, width = q.shape
+    heads = k.shape[2]
+    if isinstance(transport, Rotation):
+        angles = check_tensor("transport.angles", transport.angles, q, "q")
+        if width % 2:
+            raise ValueError(f"transport: Rotation turns pairs of channels and needs an even D, got D = {width}")
+        allowed = sorted({1, heads, query_heads})
+        if (
+            angles.dim() != 4
+            or angles.shape[2] not in allowed
+            or angles.shape != (batch, length, angles.shape[2], width // 2)
+        ):
+            raise ValueError(
+                f"transport.angles: expected (B, T, Hr, D/2) = ({batch}, {length}, Hr, {width // 2}) "
+                f"with Hr in {allowed}, got {shape_of(angles)}"
+            )
+        if transport.values and v.shape[3] != width:
+            raise ValueError(f"transport.values: turning values needs E = D = {width}, got v with E = {v.shape[3]}")
+    elif isinstance(transport, Householder):
+        w, beta = (
+            check_tensor("transport.w", transport.w, q, "q"),
+            check_tensor("transport.beta", transport.beta, q, "q"),
+        )
+        if w.shape != k.shape:
+            raise ValueError(f"transport.w: expected (B, T, H, D) = {shape_of(k)} to match k, got {shape_of(w)}")
+        if beta.shape != k.shape[:3]:
+            raise ValueError(f"transport.beta: expected (B, T, H) = ({batch}, {length}, {heads}), got {shape_of(beta)}")
+    elif transport is not None:
+        raise ValueError(f"transport: expected None, Rotation or Householder, got {type(transport).__name__}")
+
+
+def _check_gate(log_gate: object, q: Tensor, k: Tensor) -> Tensor | None:
+    """Returns the gate as (B, T, H or Hq), constants expanded."""
+    if log_gate is None:
+        return None
+    gate = check_tensor("log_gate", log_gate, q, "q")
+    batch, length, query_heads, _ = q.shape
+    heads = k.shape[2]
+    if gate.dim() == 1 and gate.shape[0] in (heads, query_heads):
+        return gate.expand(batch, length, -1)
+    if gate.dim() == 3 and gate.shape[:2] == (batch, length) and gate.shape[2] in (heads, query_heads):
+        return gate
+    raise ValueError(
+        f"log_gate: expected ({batch}, {length}, Hq or H) or (Hq or H,) with Hq = {query_heads}, H = {heads}, "
+        f"got {shape_of(gate)}"
+    )
+
+
+def _check_score(score: object, transport: Transport | None) -> None:
+    if isinstance(score, Power):
+        if score.form in ("chunked", "recurrent") and isinstance(transport, Householder):
+            raise ValueError(f"score.form: Householder steps allow 'attention' and 'auto' only, got {score.form!r}")
+    elif not isinstance(score, str) or score not in ("softmax", "stick-breaking"):
+        raise ValueError(f"score: expected 'softmax', 'stick-breaking' or Power(p), got {score!r}")
+
+
+_checked: tuple[weakref.ref[Tensor], int, list[int]] | None = None
+"""The boundaries that were looked at last, their version and what they are: layers of a model share theirs."""
+
+
+def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
+    """Returns the boundaries as Python integers. Where they are on a GPU, it is waited for, once for each tensor."""
+    global _checked
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        came = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens: expected an int32 tensor, got {came}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: expected shape (N + 1,) with N of 1 or more, got {shape_of(cu_seqlens)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
+    if _checked is None or _checked[0]() is not cu_seqlens or _checked[1] != cu_seqlens._version:
+        _checked = weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist()
+    bounds = _checked[2]
+    if bounds[0] != 0 or bounds[-1] != q.shape[1]:
+        raise ValueError(f"cu_seqlens: expected it to run from 0 to T = {q.shape[1]}, got {bounds[0]} to {bounds[-1]}")
+    if any(later < earlier for earlier, later in pairwise(bounds)):
+        raise ValueError(
+            f"cu_seqlens: expected sorted boundaries, got {bounds if len(bounds) < 12 else 'unsorted ones'}"
+        )
+    return bounds

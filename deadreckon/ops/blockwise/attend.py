@@ -1,0 +1,49 @@
+"""Attention in plain PyTorch: any device and dtype, memory linear in T, every transport, gate and score.
+
+Rotations are applied up front and leave nothing behind; plain softmax goes straight to PyTorch's own attention; all
+else climbs the route tree (`tree.py`), whose dense blocks run on stock kernels (`stock.py`).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from deadreckon.ops.blockwise.documents import unpacked
+from deadreckon.ops.blockwise.power import attend_power
+from deadreckon.ops.blockwise.precision import usual_scale
+from deadreckon.ops.blockwise.rotation import turned
+from deadreckon.ops.blockwise.stock import backend_for
+from deadreckon.ops.blockwise.tree import attend_tree
+from deadreckon.ops.factors import Factors, Power, Rotation
+
+
+def attend_blockwise(
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: list[int] | None
+) -> Tensor:
+    """See :func:`deadreckon.attend`; the arguments are already checked."""
+    if cu_seqlens is not None and len(cu_seqlens) > 2:
+        return unpacked(attend_blockwise, q, k, v, factors, scale, cu_seqlens)
+    transport, log_gate, score = factors
+    q, scale = usual_scale(q, scale)
+    if isinstance(transport, Rotation):
+        turn = turned(q, k, v, log_gate, transport)
+        return turn.back(attend_blockwise(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, None))
+    if isinstance(score, Power) and transport is None:
+        return attend_power(q, k, v, log_gate, score)
+    if score == "softmax" and log_gate is None and transport is None and backend_for(q):
+        return plain(q, k, v, scale)
+    return attend_tree(q, k, v, transport, log_gate, score, scale)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Softmax attention with nothing on the route. Equal widths, or PyTorch may choose a kernel that builds T × T."""
+    width, value_width = q.shape[3], v.shape[3]
+    widest = max(width, value_width)
+    if width != value_width:
+        q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
+    output = scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
+    )  # fmt: skip
+    return output.transpose(1, 2)[..., :value_width]

@@ -1,0 +1,304 @@
+"""Even powers in three forms. A weight (qᵀk)^p is ⟨φ(q), φ(k)⟩, so that one matrix can stand for all keys behind:
+
+    state_t = f_t · state_{t−1} + φ(k_t) [v_t, 1]ᵀ,    [o_t · Z_t, Z_t] = φ(q_t)ᵀ state_t
+
+- attention: every logit to the power p, quadratic in T (`tree.py`);
+- recurrent: the above, token by token;
+- chunked: powers of logits inside a chunk, and the state of all chunks before it. The cost is linear in T.
+
+Rotations have been applied to q and k by then: the paper's μ, the running angle, is in them. Gates count from the edges
+of a chunk, exp(c_i − c_start) and exp(c_end − c_j), so that no sum is long; a state fades by exp(c_end − c_start).
+
+A state is (N, F, kinds, E + 1), F the dimension of φ; there is one kind, or one for each query head of a group where
+their gates differ. It holds multiplicities, not their roots. The last column adds up to the rows' sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from deadreckon.ops.blockwise.climb import Climb, by_head, gates_by_head
+from deadreckon.ops.blockwise.precision import exact, faded, in_range, work
+from deadreckon.ops.blockwise.runs import LEAF
+from deadreckon.ops.blockwise.symmetric import dimension, monomial_gradients, monomials, multiplicities, symmetric_power
+from deadreckon.ops.blockwise.tree import attend_tree
+from deadreckon.ops.factors import Form, Power
+
+HELD = 1 << 22  # numbers of φ that are held at a time
+BREAK_EVEN = {("cpu", 2): 2.0, ("cuda", 2): 2.2, ("cuda", 4): 10.0}
+"""From how many times the dimension of φ on the chunked form is faster, by device and p; 4 times where not measured.
+
+On a CPU: one core, float32, 4 heads, forward and backward, process times at four lengths and more, best of several
+runs. Without gates chunked and attention are even at about T = 800 for (D, p) = (16, 2), 1000 for (32, 2), 5200 for
+(64, 2), 1250 for (8, 4) and beyond 12 000 for (16, 4); with gates, which cost attention more, at 400, 750, 2600, before
+1000 and at 5000. States for p > 2 are float64. On an H200, bfloat16, 8 heads, gated (results/powers-h200.md), they are
+even at about T = 2600 for (32, 2) and 4500 for (64, 2), and by extrapolation at 38 000 for (16, 4): the kernels' φ has
+more rows there than it needs.
+"""
+FEWEST = {"cpu": 768, "cuda": 2560}  # tokens: below, chunks are too small to be fast
+
+
+def chunk_tokens(width: int, p: int) -> int:
+    """The size of a chunk: half the dimension of φ, so that its states take about the room of its keys and values."""
+    return -(-max(dimension(width, p) // 2, 4 * LEAF) // LEAF) * LEAF
+
+
+def form_for(score: Power, q: Tensor) -> Form:
+    """The form to compute q (B, T, Hq, D) in: the one it says or, where the choice is ours, the faster."""
+    if score.form != "auto":
+        return score.form
+    device = q.device.type
+    even = BREAK_EVEN.get((device, score.p), 4.0) * dimension(q.shape[3], score.p)
+    return "chunked" if q.shape[1] >= max(even, FEWEST.get(device, 768)) else "attention"
+
+
+def state_dtype(dtype: torch.dtype, p: int, device: torch.device) -> torch.dtype:
+    """The precision of states for inputs of that dtype: single for squares, double beyond.
+
+    One key may be far longer than all others, and a query almost at a right angle to it, so that its weight is a small
+    difference of large monomials: off by ε / cos^p. In float32 a twelfth of all queries would lose a key of 16 channels
+    that way with p = 4.
+    """
+    return work(dtype) if p == 2 else exact(device)
+
+
+# States ---------------------------------------------------------------------------------------------------------------
+
+
+def _pieces(length: int, numbers: int) -> Iterator[slice]:
+    """Tokens, so many at a time that φ of them is not too large; `numbers` is what φ takes of one."""
+    size = max(16, HELD // numbers)
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def _kinds(q: Tensor, kinds: int) -> Iterator[tuple[int, slice]]:
+    """Each kind of gates, and which queries of a group it has."""
+    share = q.shape[2] // kinds
+    for kind in range(kinds):
+        yield kind, slice(kind * share, (kind + 1) * share)
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """v and a column of ones, which adds up to the sum of weights."""
+    return pad(v, (0, 1), value=1.0)
+
+
+def without_noise(found: Tensor, sums: Tensor) -> Tensor:
+    """What unit queries have read, (..., G, E + 1), zero where it is rounding; sums (..., 1 or G, F) is the state's Z.
+
+    A sum of weights no larger than the rounding errors of its terms says nothing: as far as can be known, that query is
+    orthogonal to all keys.
+    """
+    noise = 16 * torch.finfo(found.dtype).eps * sums.detach().norm(dim=-1)
+    return found.masked_fill(found[..., -1:] <= noise.unsqueeze(-1), 0)
+
+
+def read(state: Tensor, q: Tensor, p: int) -> Tensor:
+    """φ(q)ᵀ state of unit queries: (N, T, G, D) -> (N, T, G, E + 1)."""
+    found = q.new_empty(*q.shape[:3], state.shape[3])
+    for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1]):
+        for kind, heads in _kinds(q, state.shape[2]):
+            rows = q[:, tokens, heads]
+            features = monomials(rows.flatten(1, 2).mT.contiguous(), p)  # (N, F, tokens · heads)
+            found[:, tokens, heads] = (features.mT @ state[:, :, kind]).unflatten(1, rows.shape[1:3])
+    return without_noise(found, state[..., -1].mT.unsqueeze(1))
+
+
+def read_gradients(state: Tensor, q: Tensor, p: int, grad: Tensor, grad_state: Tensor) -> Tensor:
+    """d q, given the gradient of what was read; that of the state is added to."""
+    grad_q = torch.empty_like(q)
+    for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1]):
+        for kind, heads in _kinds(q, state.shape[2]):
+            rows, grad_rows = q[:, tokens, heads], grad[:, tokens, heads].flatten(1, 2)
+            columns = rows.flatten(1, 2).mT.contiguous()
+            grad_columns = monomial_gradients(columns, p, state[:, :, kind] @ grad_rows.mT)
+            grad_q[:, tokens, heads] = grad_columns.mT.unflatten(1, rows.shape[1:3])
+            grad_state[:, :, kind] += monomials(columns, p) @ grad_rows
+    return grad_q
+
+
+def written(k: Tensor, v: Tensor, fade: Tensor, p: int) -> Tensor:
+    """The state of these tokens alone: k (N, T, D), v (N, T, E), and how far each has faded, (N, T, kinds)."""
+    columns = (with_ones(v).unsqueeze(2) * fade.unsqueeze(3)).flatten(2)
+    state = k.new_zeros(k.shape[0], dimension(k.shape[2], p), columns.shape[2])
+    for tokens in _pieces(k.shape[1], k.shape[0] * state.shape[1]):
+        state += monomials(k[:, tokens].mT.contiguous(), p) @ columns[:, tokens]
+    state *= multiplicities(k.shape[2], p).to(state).unsqueeze(1)
+    return state.unflatten(2, (fade.shape[2], -1))
+
+
+def write_gradients(k: Tensor, v: Tensor, fade: Tensor, p: int, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """d k, d v and d log fade, given the gradient of the state."""
+    values = with_ones(v).unsqueeze(2)
+    columns = (values * fade.unsqueeze(3)).flatten(2)
+    grad = grad.flatten(2) * multiplicities(k.shape[2], p).to(grad).unsqueeze(1)
+    grad_k, grad_columns = torch.empty_like(k), torch.empty_like(columns)
+    for tokens in _pieces(k.shape[1], k.shape[0] * grad.shape[1]):
+        keys = k[:, tokens].mT.contiguous()
+        grad_columns[:, tokens] = monomials(keys, p).mT @ grad
+        grad_k[:, tokens] = monomial_gradients(keys, p, grad @ columns[:, tokens].mT).mT
+    grad_columns = grad_columns.unflatten(2, (fade.shape[2], -1)) * fade.unsqueeze(3)
+    return grad_k, grad_columns[..., :-1].sum(2), (grad_columns * values).sum(3)
+
+
+# Forms ----------------------------------------------------------------------------------------------------------------
+
+
+def attend_power(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score: Power) -> Tensor:
+    """Attention of (B, T, Hq, D), (B, T, H, D), (B, T, H, E), whose weights are even powers, in the form that it says.
+
+    There is no scale: weights are divided by their sum.
+    """
+    batch, length, query_heads, width = q.shape
+    heads, chunk = k.shape[2], chunk_tokens(width, score.p)
+    form = form_for(score, q)
+    if form == "attention" or (form == "chunked" and length <= chunk):
+        return attend_tree(q, k, v, None, log_gate, score, 1.0)
+    rows, keys, values = (by_head(x.to(work(q.dtype)), heads) for x in (q, k, v))
+    rows, keys = in_range(rows, keys.squeeze(2))
+    gates = None if log_gate is None else gates_by_head(log_gate, heads)
+    if form == "recurrent":
+        output = recurrent(rows, keys, values.squeeze(2), gates, score.p)
+    else:
+        chunks = -(-length // chunk)
+        chunk = -(-length // (chunks * LEAF)) * LEAF
+        output = chunked(rows, keys, values.squeeze(2), gates, score.p, chunk)
+    output = output.unflatten(0, (batch, heads)).transpose(1, 2)  # (B, T, H, G, E)
+    return output.reshape(batch, length, query_heads, -1).to(q.dtype)
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> Tensor:
+    """One token after the other, q (N, T, G, D): to read, and to test with.
+
+    In float64: while there are few keys, a sum of weights is a small difference of large monomials. Gradients need the
+    states of all tokens, T · F · (E + 1) numbers.
+    """
+    dtype = exact(q.device)
+    queries, keys, values = symmetric_power(q.to(dtype), p), symmetric_power(k.to(dtype), p), with_ones(v.to(dtype))
+    gates = keys.new_zeros(*keys.shape[:2], 1) if gates is None else gates
+    state = keys.new_zeros(k.shape[0], gates.shape[2], keys.shape[2], values.shape[2])  # (N, kinds, F, E + 1)
+    outputs = []
+    for query, key, value, gate in zip(*(x.unbind(1) for x in (queries, keys, values, gates.exp())), strict=True):
+        state = gate[..., None, None] * state + key[:, None, :, None] * value[:, None, None]
+        found = without_noise((query.unsqueeze(2) @ state).squeeze(2), state[..., -1])  # (N, G, E + 1)
+        outputs.append(found[..., :-1] / torch.where(found[..., -1:] == 0, 1, found[..., -1:]))
+    return torch.stack(outputs, dim=1)
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, chunk: int) -> Tensor:
+    """A chunk at a time, q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G); chunks are whole leaves."""
+    length = q.shape[1]
+
+    def whole(x: Tensor) -> Tensor:  # T padded to whole chunks
+        return pad(x, (0, 0) * (x.dim() - 2) + (0, -length % chunk))
+
+    gates = None if gates is None else whole(gates)
+    return _Chunked.apply(whole(q), whole(k), whole(v), gates, p, chunk)[:, :length]
+
+
+class _Chunks:
+    """Chunks of (N, T, ...): their routes inside as one climb over all chunks, and what their states need of gates."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, chunk: int) -> None:
+        self.p, self.count, self.chunk = p, q.shape[1] // chunk, chunk
+        inside = (None if x is None else x.reshape(-1, chunk, *x.shape[2:]) for x in (q, k, v, gates))
+        q, k, v, gates = inside  # type: ignore[assignment]
+        self.climb = Climb(q, k, v, None, None, gates, Power(p), 1.0, LEAF)
+        self.tensors = [self.split(x) for x in (self.climb.queries, self.climb.keys, self.climb.values)]
+        self.dtype = state_dtype(q.dtype, p, q.device)
+        if self.climb.sums is None:
+            ones = torch.ones((), dtype=self.dtype, device=q.device)
+            self.from_start = self.to_end = ones.expand(*self.tensors[1].shape[:3], 1)
+        else:
+            sums = self.split(self.climb.sums)  # within a chunk, in float64
+            self.from_start, self.to_end = (faded(x, self.dtype) for x in (sums, sums[:, :, -1:] - sums))
+        self.across = self.from_start[:, :, -1]  # (N, chunks, kinds)
+
+    def split(self, x: Tensor) -> Tensor:
+        """(N · chunks, chunk, ...) -> (N, chunks, chunk, ...)."""
+        return x.unflatten(0, (-1, self.count))
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a chunk, in the precision of states."""
+        q, k, v = (x[:, n].to(self.dtype) for x in self.tensors)
+        return q, k, v
+
+    def states(self) -> Iterator[tuple[int, Tensor]]:
+        """The number of a chunk, from the second on, and the state of all before it."""
+        state: Tensor | None = None
+        for n in range(self.count - 1):
+            _, k, v = self[n]
+            new = written(k, v, self.to_end[:, n], self.p)
+            state = new if state is None else new.addcmul_(state, self.across[:, n, None, :, None])
+            yield n + 1, state
+
+
+class _Chunked(torch.autograd.Function):
+    """The chunked form with its gradients. One state a chunk is kept; φ is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, chunk: int) -> Tensor:
+        chunks = _Chunks(q, k, v, gates, p, chunk)
+        out, row = chunks.climb.ascend()
+        outs, rows = chunks.split(out), chunks.split(row)
+        states, heard = [], []
+        for n, state in chunks.states():
+            found = read(state, chunks[n][0], p)
+            heard.append(found[..., -1] != 0)
+            found *= chunks.from_start[:, n].unsqueeze(3)
+            outs[:, n] += found[..., :-1]
+            rows[:, n] += found[..., -1]
+            states.append(state)
+        out = chunks.climb.score.finish(out, row)
+        ctx.save_for_backward(q, k, v, gates, out, row, torch.stack(heard), *states)
+        ctx.settings = (p, chunk)
+        return out.view(*q.shape[:3], -1).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("attend: second derivatives need impl='reference'; this one computes first derivatives")
+        q, k, v, gates, out, row, heard, *states = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            chunks = _Chunks(q, k, v, gates, *ctx.settings)
+            grad = grad.reshape(out.shape)
+            grad_q, grad_k, grad_v, _, _, grad_gates = chunks.climb.descend(grad.contiguous(), out, row.clone())
+            inside = (grad_q, grad_k, grad_v, grad_gates)
+            across = _state_gradients(chunks, grad, out, row, heard, states)
+            both = (None if x is None else (x + y.view_as(x)) for x, y in zip(inside, across, strict=True))
+            found = (x if x is None else x.view_as(y) for x, y in zip(both, (q, k, v, gates), strict=True))
+            return (*found, None, None)
+
+
+def _state_gradients(
+    chunks: _Chunks, grad: Tensor, out: Tensor, row: Tensor, heard: Tensor, states: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What q, k, v and gates receive through states, from the last chunk to the first."""
+    p, kinds = chunks.p, chunks.across.shape[2]
+    rows = torch.cat([grad.to(out.dtype), -(grad * out).sum(-1, keepdim=True)], dim=-1) / row.unsqueeze(-1)
+    rows = chunks.split(rows.to(chunks.dtype)) * chunks.from_start.unsqueeze(-1)  # the gradient of what was read
+    grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in chunks.tensors)
+    grad_gates = torch.zeros(chunks.from_start.shape, dtype=exact(out.device), device=out.device)
+    grad_state = torch.zeros_like(states[0])
+    for n in range(chunks.count - 1, -1, -1):
+        q, k, v = chunks[n]
+        if n < chunks.count - 1:
+            grad_k[:, n], grad_v[:, n], by_key = write_gradients(k, v, chunks.to_end[:, n], p, grad_state)
+            grad_gates[:, n, 1:] += by_key[:, :-1].to(grad_gates).cumsum(1)
+            grad_state *= chunks.across[:, n, None, :, None]
+            if n:
+                grad_gates[:, n] += (grad_state * states[n - 1]).sum((1, 3)).unsqueeze(1)
+        if n:
+            asked = rows[:, n] * heard[n - 1].unsqueeze(-1)
+            grad_q[:, n] = read_gradients(states[n - 1], q, p, asked, grad_state)
+            # What is read is homogeneous of degree p in q: so d log-weights add up to q · dq / p.
+            by_query = (q * grad_q[:, n]).sum(-1, dtype=grad_gates.dtype) / p
+            by_query = by_query if kinds > 1 else by_query.sum(-1, keepdim=True)
+            grad_gates[:, n] += by_query.flip(1).cumsum(1).flip(1)
+    return grad_q, grad_k, grad_v, grad_gates

@@ -1,0 +1,79 @@
+"""Rotations: add up the step angles, turn queries and keys once, and the route's angle is a difference of phases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deadreckon.ops.blockwise.precision import exact, work
+from deadreckon.ops.factors import Rotation
+
+
+def _without_broadcast(x: Tensor) -> Tensor:
+    """Drops the copies that ``expand`` made, so that constant angles cost no work per batch row."""
+    if x.requires_grad:  # each copy has its gradient
+        return x
+    for dim in range(x.dim()):
+        if x.shape[dim] > 1 and x.stride(dim) == 0 and dim != 1:
+            x = x.narrow(dim, 0, 1)
+    return x
+
+
+def phases(angles: Tensor, start: Tensor | None = None) -> Tensor:
+    """Inclusive prefix sums of step angles modulo 2π, (B or 1, T, Hr, D/2), from a phase to start at.
+
+    Summed in float64: a route's angle is the difference of two phases, and must not lose digits to steps before it.
+    """
+    total = _without_broadcast(angles).to(exact(angles.device)).cumsum(1)
+    return torch.remainder(total if start is None else total + start, 2 * math.pi)
+
+
+class Turned(NamedTuple):
+    """Attention's inputs in the frame of the sequence's beginning, where rotations have left nothing on the route."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_gate: Tensor | None
+    phase: Tensor  # (B or 1, T, Hr, D/2) float64, or of the last tokens alone
+    back: Callable[[Tensor], Tensor]  # takes an output to its own token's frame, if values are turned
+
+
+def turned(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, rotation: Rotation, start: Tensor | None = None
+) -> Turned:
+    """Turns queries, keys and, if they travel, values by their phases, which go on from start."""
+    phase = phases(rotation.angles, start)
+    k, v, log_gate = for_each_query_head(q, k, v, log_gate, rotation)
+    angle = phase.to(work(q.dtype))
+    cos, sin = angle.cos(), angle.sin()
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if not rotation.values:
+        return Turned(q, k, v, log_gate, phase, lambda output: output)
+    return Turned(q, k, _rotate(v, cos, sin), log_gate, phase, lambda output: _rotate(output, cos, -sin))
+
+
+def for_each_query_head(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and gates with a copy for each query head, where keys turn differently for each."""
+    heads = q.shape[2]
+    if rotation.angles.shape[2] != heads or k.shape[2] == heads:
+        return k, v, log_gate
+    k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+    if log_gate is not None:
+        log_gate = log_gate.repeat_interleave(heads // log_gate.shape[2], dim=2)
+    return k, v, log_gate
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pair (m, m + D/2) of x (B, T, heads, D) by an angle (B or 1, T, Hr, D/2)."""
+    heads, turns = x.shape[2], cos.shape[2]
+    if turns not in (1, heads):  # one angle for each group of heads
+        cos, sin = (part.repeat_interleave(heads // turns, dim=2) for part in (cos, sin))
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)

@@ -1,0 +1,77 @@
+"""The definition, literally: walk along the sequence, and let every token act on all that lies behind it.
+
+At token i each earlier key takes the step of token i (``T_ji = T_j,i-1 · step_i``), each earlier value the same when
+values travel, and each running gate sum grows by ``log f_i``. Then query i looks at what has come this far. Nothing is
+factored, chunked or reordered; O(T²·D), in whatever precision the inputs have. Everything fast is tested against it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+
+
+def turn(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotates the pairs (m, m + D/2) of x by angle."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+def weigh(logits: Tensor, gate_sum: Tensor, score: object) -> Tensor:
+    """The weights of one query over all keys up to and including its own, (B, H, i+1)."""
+    if isinstance(score, Power):
+        weights = logits**score.p * gate_sum.exp()
+        total = weights.sum(-1, keepdim=True)
+        return weights / torch.where(total > 0, total, 1)
+    if score == "stick-breaking":
+        # The stick is broken from the nearest key to the farthest; a token takes nothing from its own stick.
+        taken, left = logsigmoid(logits[..., :-1]), logsigmoid(-logits[..., :-1])
+        left_before = left.flip(-1).cumsum(-1).flip(-1) - left
+        weights = (taken + left_before + gate_sum[..., :-1]).exp()
+        return torch.cat([weights, torch.zeros_like(logits[..., -1:])], dim=-1)
+    return (logits + gate_sum).softmax(-1)
+
+
+def attend_reference(
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: list[int] | None
+) -> Tensor:
+    """See :func:`deadreckon.attend`; the arguments are already checked."""
+    transport, log_gate, score = factors
+    batch, length, heads, _ = q.shape
+
+    def per_query_head(x: Tensor) -> Tensor:  # (B, T, 1 | H | Hq, ...) -> (B, T, Hq, ...)
+        return x.repeat_interleave(heads // x.shape[2], dim=2)
+
+    starts = set(cu_seqlens or [0])
+    keys_in, values_in = per_query_head(k), per_query_head(v)
+    gates = q.new_zeros(batch, length, heads) if log_gate is None else per_query_head(log_gate).to(q.dtype)
+    if isinstance(transport, Rotation):
+        angles = per_query_head(transport.angles).to(q.dtype)
+    elif isinstance(transport, Householder):
+        w, beta = per_query_head(transport.w).to(q.dtype), per_query_head(transport.beta).to(q.dtype)
+
+    outputs = []
+    keys = values = gate_sum = q.new_empty(0)
+    for i in range(length):
+        if i in starts:  # a new document: nothing lies behind
+            keys, values = keys_in[:, i].unsqueeze(2)[:, :, :0], values_in[:, i].unsqueeze(2)[:, :, :0]
+            gate_sum = gates[:, i].unsqueeze(2)[:, :, :0]
+        if isinstance(transport, Rotation):
+            step = -angles[:, i].unsqueeze(2)  # k^T R(a) is R(-a) k
+            keys = turn(keys, step)
+            values = turn(values, step) if transport.values else values
+        elif isinstance(transport, Householder):
+            step = w[:, i].unsqueeze(2)
+            keys = keys - beta[:, i, :, None, None] * (keys * step).sum(-1, keepdim=True) * step
+        gate_sum = gate_sum + gates[:, i].unsqueeze(2)
+        keys = torch.cat([keys, keys_in[:, i].unsqueeze(2)], dim=2)  # (B, Hq, i+1, D)
+        values = torch.cat([values, values_in[:, i].unsqueeze(2)], dim=2)
+        gate_sum = torch.cat([gate_sum, gates.new_zeros(batch, heads, 1)], dim=2)
+        logits = scale * (keys * q[:, i].unsqueeze(2)).sum(-1)
+        weights = weigh(logits, gate_sum, score)
+        outputs.append((weights.unsqueeze(-1) * values).sum(2))
+    return torch.stack(outputs, dim=1)

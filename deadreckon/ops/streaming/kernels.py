@@ -1,0 +1,262 @@
+"""One more token along Householder routes: two kernels, whatever lies behind.
+
+The last tokens, the tail, are kept with their keys in the frame of the newest, in float32: a new token turns them all,
+each for itself, and the product of the tail's steps beside them. What lies further back is closed: a segment of it is
+seen by the query through the tail's product and one more, that of all steps between the segment and the tail. So no
+part waits for another: `_look` has a program for every 64 tokens of the tail and for every so many of the segments, and
+`_combine` adds up their partial results. Sizes that grow are read from memory: between two closings of segments every
+launch is the same, as a CUDA graph needs it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, padded, power_of_two, store_matrix
+
+CHUNK = 64  # tokens of the tail that a program turns
+FIELDS = 6  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; and its length
+
+
+class Last(NamedTuple):
+    """The last tokens: what they came with, and what they are now; N heads, room for some more tokens.
+
+    `products` and `totals` are there twice, for even and for odd numbers of tokens: all programs read the one while
+    some write the other.
+    """
+
+    k: Tensor  # (N, room, D), as all that follow up to `gates`
+    v: Tensor  # (N, room, E)
+    w: Tensor  # float32
+    beta: Tensor  # (N, room) float32
+    gates: Tensor | None  # (N, room, 1 | G) float64
+    keys: Tensor  # (N, room, D) float32, in the frame of the newest token
+    bias: Tensor | None  # (N, room, 1 | G) float32, sums of gates up to the newest token
+    products: Tensor  # (2, N, D, D) float32
+    totals: Tensor | None  # (2, N, 1 | G) float32
+    tokens: Tensor  # (1,) int32: how many there are
+
+
+class Partial(NamedTuple):
+    """Of every program: outputs that are not normalised, their weights' sums and greatest logits."""
+
+    out: Tensor  # (N, programs, G, E) float32
+    weight: Tensor  # (N, programs, G) float32
+    greatest: Tensor  # (N, programs, G) float32, in units of log 2
+
+
+@triton.jit
+def _look_at_tail(
+    p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, N, ROOM,
+    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Turns some of the tail, the new token among them perhaps, and attends to it."""
+    channel, value = tl.arange(0, BD), tl.arange(0, BE)
+    m_channel, m_value = channel < D, value < E
+    row = i_part * CHUNK + tl.arange(0, CHUNK)
+    at = i_n * ROOM + row
+    is_new, m_row = row == tokens, row <= tokens
+    m_keys, m_values = m_row[:, None] & m_channel[None, :], m_row[:, None] & m_value[None, :]
+    b_keys = tl.load(last.keys + at[:, None] * D + channel[None, :], mask=m_keys & (row < tokens)[:, None], other=0.0)
+    b_keys -= beta * tl.sum(b_keys * b_w[None, :], 1)[:, None] * b_w[None, :]
+    b_k = tl.load(p_k + i_n * D + channel, mask=m_channel, other=0.0)
+    b_v = tl.load(p_v + i_n * E + value, mask=m_value, other=0.0)
+    b_keys = tl.where(is_new[:, None], b_k.to(tl.float32)[None, :], b_keys)
+    b_values = tl.load(last.v + at[:, None] * E + value[None, :], mask=m_values & (row < tokens)[:, None], other=0.0)
+    b_values = tl.where(is_new[:, None], b_v[None, :], b_values).to(tl.float32)
+    tl.store(last.keys + at[:, None] * D + channel[None, :], b_keys, mask=m_keys)
+    if (i_part == tokens // CHUNK) & (tokens < ROOM):
+        new = i_n * ROOM + tokens
+        tl.store(last.k + new * D + channel, b_k, mask=m_channel)
+        tl.store(last.v + new * E + value, b_v, mask=m_value)
+        tl.store(last.w + new * D + channel, b_w, mask=m_channel)
+        tl.store(last.beta + new, beta)
+    if i_part == 0:
+        b_p = matrix(p_product, D, BD)
+        b_p -= beta * tl.sum(b_p * b_w[None, :], 1)[:, None] * b_w[None, :]
+        store_matrix(last.products + (((tokens + 1) % 2) * N + i_n) * D * D, b_p, D, BD)
+    b_bias = tl.zeros([CHUNK], tl.float32)
+    for g in tl.static_range(G):
+        if GATES and (GATES > 1 or g == 0):
+            gate = tl.load(p_gate + i_n * GATES + g).to(tl.float32)
+            p_bias = last.bias + at * GATES + g
+            b_bias = tl.load(p_bias, mask=row < tokens, other=0.0) + gate
+            b_bias = tl.where(is_new, 0.0, b_bias)
+            tl.debug_barrier()  # several threads load a number, one of them writes it
+            tl.store(p_bias, b_bias, mask=m_row)
+            tl.store(last.gates + at * GATES + g, gate, mask=is_new)
+            if i_part == 0:
+                total = tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + g) + gate
+                tl.store(last.totals + (((tokens + 1) % 2) * N + i_n) * GATES + g, total)
+        b_q = tl.load(p_q + g * D + channel, mask=m_channel, other=0.0).to(tl.float32) * scale
+        b_s = (tl.sum(b_keys * b_q[None, :], 1) + b_bias) * 1.4426950408889634
+        b_s = tl.where(m_row, b_s, float("-inf"))
+        greatest = tl.maximum(tl.max(b_s, 0), -1e30)  # of no tokens at all, perhaps
+        b_weight = tl.exp2(b_s - greatest)
+        tl.store(partial.out + (partial_at + g) * E + value, tl.sum(b_weight[:, None] * b_values, 0), mask=m_value)
+        tl.store(partial.weight + partial_at + g, tl.sum(b_weight, 0))
+        tl.store(partial.greatest + partial_at + g, greatest)
+
+
+@triton.jit
+def _look_at_segment(
+    p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, tokens, scale, N,
+    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Carries the queries back to a segment, and attends to some of it."""
+    channel, value = tl.arange(0, BD), tl.arange(0, BE)
+    m_channel, m_value = channel < D, value < E
+    segment, start, stop = tl.load(p_part), tl.load(p_part + 1), tl.load(p_part + 2)
+    address = p_segments + segment * FIELDS
+    length = tl.load(address + 5)
+    p_keys = last.k + tl.multiple_of(tl.load(address), 8) + i_n * length * D
+    p_values = last.k + tl.multiple_of(tl.load(address + 1), 8) + i_n * length * E
+    p_bias = last.keys + tl.multiple_of(tl.load(address + 2), 4) + i_n * length * GATES
+    p_later = last.keys + tl.multiple_of(tl.load(address + 3), 4) + i_n * D * D
+    p_total = last.keys + tl.load(address + 4) + i_n * GATES
+    b_p, b_later = matrix(p_product, D, BD), matrix(p_later, D, BD)
+    query = tl.arange(0, BG)
+    b_queries = tl.zeros([BG, BD], tl.float32)
+    for g in range(G):
+        b_q = tl.load(p_q + g * D + channel, mask=m_channel, other=0.0).to(tl.float32) * scale
+        b_q -= beta * tl.sum(b_q * b_w, 0) * b_w
+        b_q = tl.sum(b_p * b_q[None, :], 1)
+        b_q = tl.sum(b_later * b_q[None, :], 1)
+        b_queries = tl.where((query == g)[:, None], b_q[None, :], b_queries)
+    b_shift = tl.zeros([BG], tl.float32)
+    gate_of = query % GATES if GATES else query
+    if GATES:
+        m_gate = query < G
+        b_shift += tl.load(p_gate + i_n * GATES + gate_of, mask=m_gate, other=0.0).to(tl.float32)
+        b_shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + gate_of, mask=m_gate, other=0.0)
+        b_shift += tl.load(p_total + gate_of, mask=m_gate, other=0.0)
+    b_queries = b_queries.to(DTYPE)
+    b_greatest = tl.full([BG], -1e30, tl.float32)
+    b_weight = tl.zeros([BG], tl.float32)
+    b_out = tl.zeros([BG, BE], tl.float32)
+    for first in range(start, stop, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        m_row = row < stop
+        at = row.to(tl.int64)
+        b_k = tl.load(p_keys + at[None, :] * D + channel[:, None], mask=m_row[None, :] & m_channel[:, None], other=0.0)
+        b_s = mul(b_queries, b_k, DTYPE)
+        if GATES:
+            m_bias = m_row[None, :] & (query < G)[:, None]
+            b_bias = tl.load(p_bias + gate_of[:, None] * length + at[None, :], mask=m_bias, other=0.0)
+            b_s += b_bias + b_shift[:, None]
+        b_s = tl.where(m_row[None, :], b_s * 1.4426950408889634, float("-inf"))
+        b_new = tl.maximum(b_greatest, tl.max(b_s, 1))
+        b_ratio = tl.exp2(b_greatest - b_new)
+        b_e = tl.exp2(b_s - b_new[:, None])
+        b_v = tl.load(p_values + at[:, None] * E + value[None, :], mask=m_row[:, None] & m_value[None, :], other=0.0)
+        b_out = b_out * b_ratio[:, None] + mul(b_e.to(DTYPE), b_v, DTYPE)
+        b_weight = b_weight * b_ratio + tl.sum(b_e, 1)
+        b_greatest = b_new
+    m_query = query < G
+    p_out = partial.out + (partial_at + query)[:, None] * E + value[None, :]
+    tl.store(p_out, b_out, mask=m_query[:, None] & m_value[None, :])
+    tl.store(partial.weight + partial_at + query, b_weight, mask=m_query)
+    tl.store(partial.greatest + partial_at + query, b_greatest, mask=m_query)
+
+
+@triton.jit
+def _look(
+    p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, p_segments, p_parts, scale, N, ROOM,
+    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    i_n, i_part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    channel = tl.arange(0, BD)
+    tokens = tl.load(last.tokens)
+    p_product = last.products + ((tokens % 2) * N + i_n) * D * D
+    b_w = tl.load(p_w + i_n * D + channel, mask=channel < D, other=0.0).to(tl.float32)
+    beta = tl.load(p_beta + i_n).to(tl.float32)
+    p_q += i_n * G * D
+    partial_at = (i_n * parts + i_part) * G
+    if i_part * CHUNK < ROOM:
+        _look_at_tail(
+            p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, N, ROOM,
+            G, GATES, D, E, BD, BE, CHUNK,
+        )  # fmt: skip
+    else:
+        p_part = p_parts + (i_part - ROOM // CHUNK) * 3
+        _look_at_segment(
+            p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, tokens, scale, N,
+            G, GATES, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _combine(
+    p_out, partial, p_tokens, PARTS, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    i_n, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    value = tl.arange(0, BE)
+    greatest = tl.full([], -1e30, tl.float32)
+    weight = tl.zeros([], tl.float32)
+    b_out = tl.zeros([BE], tl.float32)
+    for first in range(0, PARTS, BLOCK):
+        part = first + tl.arange(0, BLOCK)
+        m_part = part < PARTS
+        at = (i_n * PARTS + part) * G + g
+        b_greatest = tl.load(partial.greatest + at, mask=m_part, other=float("-inf"))
+        b_weight = tl.load(partial.weight + at, mask=m_part, other=0.0)
+        b_part = tl.load(
+            partial.out + at[:, None] * E + value[None, :], mask=m_part[:, None] & (value < E)[None, :], other=0.0
+        )
+        new = tl.maximum(greatest, tl.max(b_greatest, 0))
+        b_ratio = tl.exp2(b_greatest - new)
+        ratio = tl.exp2(greatest - new)
+        b_out = b_out * ratio + tl.sum(b_part * b_ratio[:, None], 0)
+        weight = weight * ratio + tl.sum(b_weight * b_ratio, 0)
+        greatest = new
+    tl.store(p_out + (i_n * G + g) * E + value, (b_out / weight).to(p_out.dtype.element_ty), mask=value < E)
+    if (i_n == 0) & (g == 0):
+        tl.store(p_tokens, tl.load(p_tokens) + 1)
+
+
+def placed(x: Tensor | None, base: Tensor) -> int:
+    """Where a tensor lies: how many numbers on from the first of `base`, which is as aligned as it is.
+
+    For a kernel that cannot know how many tensors there are. (Of a bare address it would not know the alignment.)
+    """
+    if x is None:
+        return 0
+    assert x.is_contiguous()
+    assert x.dtype == base.dtype
+    distance = x.data_ptr() - base.data_ptr()
+    assert distance % 16 == 0
+    return distance // x.element_size()
+
+
+def look(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None,
+    last: Last, partial: Partial, segments: Tensor, parts: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """The output (N, G, E) of the next token, which joins the last ones.
+
+    q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G); segments (segments, FIELDS) int64, as `placed`
+    gives them; parts (parts, 3) int32: a segment, and from where to where in it. All of them contiguous.
+    """
+    heads, group, width = q.shape
+    value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
+    out = q.new_empty(heads, group, value_width)
+    programs = partial.weight.shape[1]
+    narrow = max(width, value_width) <= 64 and q.dtype != torch.float32
+    _look[(programs, heads)](
+        q, k, v, w, beta, gate, last, partial, segments, parts, scale, heads, room,
+        G=group, GATES=gates, D=width, E=value_width, BG=max(16, power_of_two(group)), BD=padded(width),
+        BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=128 if narrow else 64, DTYPE=DTYPES[q.dtype],
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    _combine[(heads, group)](
+        out, partial, last.tokens, programs, G=group, E=value_width, BE=padded(value_width), BLOCK=32, num_warps=4
+    )
+    return out

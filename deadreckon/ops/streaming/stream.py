@@ -1,0 +1,159 @@
+"""Attention while a sequence comes in pieces, any pieces: prefill, chunks, single tokens. What lies behind is `Past`.
+
+    transport     score     piece                          how
+    Rotation      any       any                            turned by its phase, then as without transport
+    Householder   softmax   one token, some waiting        `decode_token`: two kernels, or a few products
+                  softmax   long, or first, with kernels   `attend_routes_fused`: the tree of `attend`, and the segments
+                  any       any other                      `attend_routes`: the same in PyTorch
+    none          Power     any                            `attend_powers`: chunks; keys fold to a state
+                  other     first                          `attend_first`: `attend`, and the KV cache is kept
+                  other     later                          `attend_cached`: over the KV cache, which grows
+
+Without Householder steps nothing ever changes its frame, and there is one segment, the KV cache, that grows (or one for
+each continuation that shares what is behind). With powers it does not grow for ever: once the state takes less room
+than keys and values do, all but the last leaf are folded into it, and from then on a leaf at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deadreckon.ops.blockwise.attend import attend_blockwise
+from deadreckon.ops.blockwise.climb import Climb
+from deadreckon.ops.blockwise.power import chunk_tokens
+from deadreckon.ops.blockwise.precision import usual_scale
+from deadreckon.ops.blockwise.rotation import Turned, turned
+from deadreckon.ops.blockwise.runs import LEAF
+from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score
+from deadreckon.ops.streaming.decode import TokenDecoder, decode_token
+from deadreckon.ops.streaming.past import Decoder, Past
+from deadreckon.ops.streaming.pieces import attend_piece, fields_by_head, from_heads, in_units, queries_by_head
+from deadreckon.ops.streaming.routes import Ascend, attend_routes, attend_routes_fused
+from deadreckon.ops.streaming.segments import Fields, Segment
+from deadreckon.ops.streaming.signature import Signature
+
+
+class Kernels(NamedTuple):
+    """The operations that an implementation brings."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, Factors, float, None], Tensor]
+    turned: Callable[[Tensor, Tensor, Tensor, Tensor | None, Rotation], Turned]
+    ascend: Ascend | None
+    decoder: type[Decoder]
+
+
+PYTORCH = Kernels(attend_blockwise, turned, None, TokenDecoder)
+
+
+@torch.no_grad()
+def attend_stream(
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels = PYTORCH
+) -> Tensor:
+    """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients.
+
+    The past moves on whole, once the output is there, or not at all.
+    """
+    signature = Signature.of(q, k, v, factors, scale)
+    if past.signature is not None:
+        past.signature.check(signature)
+    draft = past.draft()
+    output = _advance(q, k, v, factors, scale, draft, kernels)
+    draft.signature, draft.length = signature, past.length + q.shape[1]
+    past.become(draft)
+    return output
+
+
+def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels) -> Tensor:
+    """Picks the way; see the table above."""
+    transport, log_gate, score = factors
+    q, scale = usual_scale(q, scale)
+    if isinstance(transport, Rotation):
+        return attend_turned(q, k, v, transport, log_gate, score, scale, past, kernels)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels take them
+    if isinstance(transport, Householder):
+        length, waiting = q.shape[1], 0 if past.waiting is None else past.waiting.length
+        if score == "softmax" and length == 1 and waiting:
+            return decode_token(q, k, v, transport, log_gate, scale, past, kernels.decoder)
+        if score == "softmax" and kernels.ascend and (not past.segments or waiting + length > LEAF):
+            return attend_routes_fused(q, k, v, transport, log_gate, scale, past, kernels.ascend)
+        return attend_routes(q, k, v, transport, log_gate, score, scale, past)
+    if isinstance(score, Power):
+        return attend_powers(q, k, v, log_gate, score, past)
+    if not past.segments:
+        return attend_first(q, k, v, log_gate, score, scale, past, kernels)
+    return attend_cached(q, k, v, log_gate, score, scale, past)
+
+
+def attend_turned(
+    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, log_gate: Tensor | None, score: Score, scale: float,
+    past: Past, kernels: Kernels,
+) -> Tensor:  # fmt: skip
+    """Turns the piece by phases that go on from those of the past. The KV cache holds keys as they are turned."""
+    if past.phases is None:
+        turn = kernels.turned(q, k, v, log_gate, rotation)
+        phases = turn.phase
+    else:
+        turn = turned(q, k, v, log_gate, rotation, past.phases[:, -1:])
+        before = past.phases.expand(turn.phase.shape[0], -1, *turn.phase.shape[2:])
+        phases = torch.cat([before, turn.phase[:, -LEAF - 1 :]], dim=1)
+    past.phases = phases[:, -LEAF - 1 :]
+    output = _advance(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past, kernels)
+    return turn.back(output)
+
+
+def attend_first(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score: Score, scale: float, past: Past, kernels: Kernels
+) -> Tensor:
+    """The first piece is attention as in training, and the KV cache is what it was given."""
+    output = kernels.attend(q, k, v, Factors(None, log_gate, score), scale, None)
+    fields = fields_by_head(k, v, None, log_gate)
+    if log_gate is not None:
+        fields["sums"] = fields.pop("gates").mT.contiguous().cumsum(2).mT.contiguous()  # fast on a GPU, too
+    past.segments.append(Segment(fields))
+    return output
+
+
+def attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score: Score, scale: float, past: Past
+) -> Tensor:
+    """A later piece over the KV cache, without transport."""
+    batch, _, heads, _ = k.shape
+    queries, fields = queries_by_head(q, heads, score), fields_by_head(k, v, None, log_gate)
+    output, climb, fields = attend_piece(queries, fields, score, scale, past)
+    extend_cache(past, climb, fields)
+    return from_heads(output, batch).to(q.dtype)
+
+
+def attend_powers(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score: Power, past: Past) -> Tensor:
+    """Even powers, a chunk at a time where keys fold. Rows are divided by their sums, so that no scale matters."""
+    batch, length, heads, width = k.shape
+    folds = score.form != "attention"
+    fields = fields_by_head(k, v, None, log_gate)
+    queries = in_units(queries_by_head(q, heads, score), fields["k"], past)
+    outputs, size = [], chunk_tokens(width, score.p) if folds else length
+    for start in range(0, length, size):
+        chunk = slice(start, start + size)
+        piece = {name: x[:, chunk] for name, x in fields.items()}
+        output, climb, piece = attend_piece(queries[:, chunk], piece, score, 1.0, past)
+        outputs.append(from_heads(output, batch).to(q.dtype))
+        extend_cache(past, climb, piece)
+        if folds:
+            past.fold(score.p)
+    return torch.cat(outputs, dim=1)
+
+
+def extend_cache(past: Past, climb: Climb, fields: Fields) -> None:
+    """Appends tokens to the KV cache, in a segment of their own if the last one is another continuation's, too."""
+    kept = {"k": fields["k"], "v": fields["v"]}
+    last = past.segments[-1] if past.segments and not past.segments[-1].shared else None
+    if climb.sums is not None:
+        sums = climb.sums[:, : kept["k"].shape[1]]
+        kept["sums"] = sums if last is None else sums + last["sums"][:, -1:]
+    if last is None:
+        past.segments.append(Segment(kept))
+    else:
+        past.segments[-1] = last.extended(kept)

@@ -1,0 +1,7 @@
+"""Attention on Triton kernels, one folder a mechanism: its operator and its kernels.
+
+Nothing here is imported until used.
+
+Prefixes: `p_` a pointer, `b_` a block of values, `i_` an index, `m_` a mask. T is always a run-time number; offsets are
+64-bit; nothing uses atomics, so that two runs agree bit for bit.
+"""

@@ -1,0 +1,1 @@
+"""Softmax attention with forget gates inside a flash kernel (FoX, ALiBi)."""

@@ -1,0 +1,130 @@
+"""Sums of log gates for the kernels, and what they leave in reach."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deadreckon.ops.triton.gated.flash import EDGE, Reach, Sums
+from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded
+
+PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
+
+
+@triton.jit(do_not_specialize=["s_b", "s_t", "s_h", "T", "BLOCKS", "GATES"])
+def _block_sums(p_gate, p_left, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
+    i_block, i_c = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
+    row = tl.arange(0, 64)
+    token = i_block.to(tl.int64) * 64 + row
+    p_gate += (i_c // GATES) * s_b + (i_c % GATES) * s_h
+    b_gate = tl.load(p_gate + token * s_t, mask=token < T, other=0.0).to(tl.float32)
+    b_gate = tl.maximum(b_gate, floor) * 1.4426950408889634
+    m_next = (row < 63) & (token + 1 < T)
+    b_next = tl.load(p_gate + (token + 1) * s_t, mask=m_next, other=0.0).to(tl.float32)
+    b_next = tl.maximum(b_next, floor) * 1.4426950408889634
+    tl.store(p_left + i_c * BLOCKS * 64 + token, tl.cumsum(b_next, 0, reverse=True))
+    tl.store(p_total + i_c * BLOCKS + i_block, tl.sum(b_gate, 0))
+
+
+def gate_sums(log_gate: Tensor, heads: int) -> Sums:
+    """log_gate (B, T, H or Hq) -> running sums for B·H key heads and 1 or G gates of each.
+
+    A gate below −1e4 is taken as −1e4: its exponential is zero too, and sums of it are still numbers.
+    """
+    batch, length, gates = log_gate.shape
+    blocks = ceil_div(length, EDGE)
+    left = log_gate.new_empty(batch * gates, blocks * EDGE, dtype=torch.float32)
+    total = log_gate.new_empty(batch * gates, blocks, dtype=torch.float32)
+    _block_sums[(batch * gates * blocks,)](log_gate, left, total, *log_gate.stride(), length, blocks, gates, -1e4)
+    edge = total.cumsum(1, dtype=torch.float64)
+    shape = (batch * heads, gates // heads, -1)
+    return Sums(left.view(shape), edge.view(shape))
+
+
+@triton.jit(do_not_specialize=["T", "TILES", "HEADS"])
+def _longest(p_x, p_out, s_b, s_t, s_h, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
+    pid = tl.program_id(0)
+    i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
+    row = i_tile * 64 + tl.arange(0, 64)
+    b_x = load_rows(p_x + i_b * s_b + i_h * s_h, row, s_t, tl.arange(0, BW), row < T, W, BW).to(tl.float32)
+    tl.store(p_out + (i_b * HEADS + i_h) * TILES + i_tile, tl.max(tl.sum(b_x * b_x, 1), 0))
+
+
+def longest(x: Tensor) -> Tensor:
+    """The greatest length of x (B, T, heads, D) in each sequence and head: (B, heads), infinite rather than too large.
+
+    What is not a number counts as nothing.
+    """
+    batch, length, heads, width = x.shape
+    tiles = ceil_div(length, 64)
+    squares = x.new_empty(batch, heads, tiles, dtype=torch.float32)
+    _longest[(batch * heads * tiles,)](
+        x, squares, *x.stride()[:3], length, tiles, heads, W=width, BW=padded(width), num_warps=4
+    )
+    return squares.amax(2).sqrt()
+
+
+def growth_of(w: Tensor, beta: Tensor) -> Tensor:
+    """How many times as long steps I − β w wᵀ may make a vector: (B·H, 1), 1 where β is in 0..2 and ‖w‖ is 1."""
+    square = torch.linalg.vector_norm(w, dim=-1, dtype=torch.float32).square()
+    norm = (1 - beta * square).abs()  # (B, T, H): of what lies along w; all else stays as it is
+    return norm.clamp(min=1).log().sum(1).clamp(max=60).exp().view(-1, 1)  # more than 60 prunes no less
+
+
+def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float, growth: Tensor | float = 1.0) -> Reach:
+    """Which keys gates leave in reach, exactly to the output's precision; edge is that of their sums.
+
+    No logit exceeds b = scale · max‖q‖ · max‖k‖ · growth in size, and a query always sees itself. So keys whose gates
+    add up to less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single
+    precision.
+    """
+    return reach_within(scale * longest(q), longest(k), log_gate, edge, q.dtype, growth)
+
+
+def reach_within(
+    longest_q: Tensor,
+    longest_k: Tensor,
+    log_gate: Tensor,
+    edge: Tensor,
+    dtype: torch.dtype,
+    growth: Tensor | float = 1.0,
+) -> Reach:
+    """The same from the greatest lengths of scaled queries (B, Hq) and of keys (B, H), on any device."""
+    longest_q, longest_k = longest_q.view(longest_k.numel(), -1), longest_k.view(-1, 1)
+    if edge.shape[1] == 1:
+        longest_q = longest_q.amax(1, keepdim=True)
+    margin = 20.0 if dtype == torch.float32 else 10.0
+    bound = 2 * longest_q * longest_k * growth + math.log(log_gate.shape[1]) + margin  # (B·H, 1 | G)
+    bound = torch.where(log_gate.amax() > 0, torch.inf, bound) * LOG2E  # sums of gates that grow bound nothing
+    before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
+    first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
+    block = torch.arange(first.shape[2], device=first.device, dtype=torch.int32).expand_as(first).contiguous()
+    last = torch.searchsorted(first, block, right=True, out_int32=True)
+    return Reach(first * EDGE, last * EDGE)
+
+
+def pruned(k: Tensor) -> bool:
+    """Whether gates are asked what they leave in reach."""
+    return k.shape[1] >= PRUNED
+
+
+def room_for_reach(k: Tensor, log_gate: Tensor | None) -> Reach:
+    """As `reach_of` has it, or empty where nothing is pruned."""
+    batch, length, heads, _ = k.shape
+    gates, blocks = (heads, 0) if log_gate is None else (log_gate.shape[2], -(-length // EDGE) if pruned(k) else 0)
+    return Reach(*(k.new_empty(batch * heads, gates // heads, blocks, dtype=torch.int32) for _ in range(2)))
+
+
+def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int) -> Tensor:
+    """A gate at s is on the routes that end at s or later, less those that also begin there: from (B·H, T, G)."""
+    ends = by_query - by_key
+    if ends.shape[2] * heads != log_gate.shape[2]:
+        ends = ends.sum(2, keepdim=True)
+    ends = ends.mT.contiguous()  # (B·H, G, T): a scan along the last dimension is many times as fast
+    ends = ends.flip(2).cumsum(2, dtype=torch.float64).flip(2)  # long sums, of which little is left
+    ends = ends.view(log_gate.shape[0], -1, ends.shape[2]).mT
+    return ends[:, : log_gate.shape[1]].to(log_gate.dtype).contiguous()

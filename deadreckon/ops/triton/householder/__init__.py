@@ -1,0 +1,1 @@
+"""Softmax attention along products of Householder steps (PaTH), gated or not."""
