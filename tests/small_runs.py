@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from deadreckon.lab import cli
-from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.recipes import find_recipe
+from deadreckon.lab.recipes import Recipe, find_recipe
 
 SMALL = (
     "length=16", "batch_size=4", "accumulate=2", "width=16", "steps=24", "evaluate_every=6", "validation_rows=4",

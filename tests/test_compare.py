@@ -15,14 +15,13 @@ import pytest
 import torch
 from small_runs import SMALL, quiet, run_cli, small
 
-from deadreckon.lab import pictures, runs
-from deadreckon.lab.compare import Comparison, compare
-from deadreckon.lab.evaluation import places_to_test
+from deadreckon.lab.evaluation import Score, places_to_test
+from deadreckon.lab.pages import pictures
+from deadreckon.lab.pages.compare import compare
+from deadreckon.lab.pages.comparison import Comparison, gather
+from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.recipes import find_recipe
-from deadreckon.lab.report import write_report
-from deadreckon.lab.runs import Run
-from deadreckon.lab.train import score_run, train_run
-from deadreckon.lab.training import Training
+from deadreckon.lab.training import Progress, Run, Training, find_runs, score_run, train_run
 
 
 def test_compare_by_several_processes(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert f"| 32 | {first.cell('rope', 'sparse', 32)} | {first.cell('path', 'sparse', 32)} |" in said
     assert "| the paper's, 512 | 40.3 | 0.0001 |" in said and "seeds 0 to 1" in said
     assert (page.parent / re.findall(r"!\[.*\]\((.*)\)", said)[0]).exists()
-    monkeypatch.setitem(sys.modules, "deadreckon.lab.pictures", None)
+    monkeypatch.setitem(sys.modules, "deadreckon.lab.pages.pictures", None)
     console = quiet()
     compare("flipflop", ("path",), changes=changes, console=console)
     assert "No picture:" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -76,7 +75,7 @@ def test_pictures_show_everything(metric: str, tmp_path: Path, monkeypatch: pyte
     }
     figures: list[Any] = []
     monkeypatch.setattr(pictures.plt, "close", figures.append)
-    comparison = Comparison("a title", replace(small(), metric=metric), values)
+    comparison = Comparison("a title", replace(small(), evaluators=(metric,)), values)
     pictures.comparison_picture(comparison, tmp_path / "all.png")
     pictures.scores_svg(comparison, "sparse")
     panels = [axes for figure in figures for axes in figure.axes]
@@ -115,10 +114,33 @@ def test_report_is_one_page(tmp_path: Path) -> None:
     assert "<script" not in text and not re.search(r'(src|href)=(?!"data:)', text)
     assert text.count("<h2>") == 3 and text.count("data:image/svg+xml;base64,") == 3 + 1 + 1 + 1
     assert "PaTH-FoX" in text and "0 of 24" in text and torch.__version__ in text and "&quot;heads&quot;: 2" in text
-    score_of_path = next(run for run in runs.find_runs([tmp_path]) if run.recipe.encoding == "path-fox").scores()
+    score_of_path = next(run for run in find_runs([tmp_path]) if run.recipe.encoding == "path-fox").scores()
     assert f"<td>{100 * score_of_path['dense', 32].error:.1f}</td>" in text.replace(" class=best", "")
     with pytest.raises(ValueError, match=r"run: expected a folder with recipe\.json, or with such folders in it, got"):
         write_report([tmp_path / "nowhere"], page)
+
+
+def test_only_seeds_are_averaged(tmp_path: Path) -> None:
+    """Runs with other options are other rows; two runs of one seed are one sample."""
+    found = []
+    for name, encoding, change, scored in (
+        ("a", "path", "encoding_options.path.rank=4", 0.1), ("b", "path", "encoding_options.path.rank=8", 0.5),
+        ("c", "rope", "steps=1", 0.2), ("d", "rope", "steps=1", 0.2),
+    ):  # fmt: skip
+        run = Run.create(tmp_path / name, small(encoding, 0, "steps=1", change))
+        training, _ = run.restore("cpu")
+        training.advance()
+        run.save(training, Progress(1))
+        run.add_scores([Score("sparse", 16, scored, 1 - scored, 1.0, 4)])
+        found.append(run)
+    comparison = gather("", found)
+    assert {name: row["sparse", 16] for name, row in comparison.values.items()} == {
+        "path rank=4": [0.1], "path rank=8": [0.5], "rope": [0.2]
+    }  # fmt: skip
+    assert comparison.describe("sparse").endswith(", one seed") and comparison.cell("rope", "sparse", 16) == "20.0"
+    write_report([tmp_path], tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert "±" not in text and "PaTH rank=4" in text and "PaTH rank=8" in text
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +200,7 @@ def test_lengths_that_a_task_does_not_have(tmp_path: Path) -> None:
 def test_all_but_the_command_line_works_without_tyro() -> None:
     code = (
         "import sys; sys.modules['tyro'] = sys.modules['matplotlib'] = None; "
-        "from deadreckon.lab import compare, train, runs, report, demo, recipes, evaluation; print('fine')"
+        "from deadreckon.lab.pages import compare, report, demo; from deadreckon.lab import training; print('fine')"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert found.stdout == "fine\n", found.stderr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ import torch
 from rich.console import Console
 
 from deadreckon.lab import cli, environment
-from deadreckon.lab.demo import demo_recipe, run_demo
-from deadreckon.lab.evaluation import error_rate
-from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.training import make_model, train
+from deadreckon.lab.evaluation import score
+from deadreckon.lab.pages import demo
+from deadreckon.lab.pages.demo import demo_recipe, run_demo
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training import Step, Training, make_model, train
 from deadreckon.tasks.flipflop import FlipFlop
 from deadreckon.tasks.task import NOT_SCORED
 
@@ -65,7 +68,7 @@ def test_error_rate_of_a_guess_is_a_half() -> None:
     with torch.no_grad():
         model.lm_head.weight.zero_()
         model.lm_head.bias.copy_(torch.tensor([0.0, 0, 0, 1, 0]))  # always says "0"
-    assert abs(error_rate(model, FlipFlop(), length=32, count=400) - 0.5) < 0.05
+    assert abs(score(model, Recipe(), "as trained", 32, rows=400).value("error") - 0.5) < 0.05
 
 
 def test_demo_shows_a_table_and_a_picture(tmp_path: Path) -> None:
@@ -77,6 +80,41 @@ def test_demo_shows_a_table_and_a_picture(tmp_path: Path) -> None:
     assert "4× length" in out.getvalue()
     assert all(len(c.errors) == 4 and len(c.steps) == 4 for c in contestants)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+class SlowMachine(io.StringIO):
+    """A file that knows when its lines were written, on a clock that only steps of training move on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.lines = 0.0, list[tuple[float, str]]()
+
+    def write(self, text: str) -> int:
+        self.lines += [(self.now, line) for line in text.splitlines() if line.strip()]
+        return super().write(text)
+
+
+def test_demo_says_how_long_and_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of one model takes 0.7 s with one thread, 1.9 s with two: 60 steps of two models, 84 s."""
+    machine, advance, threads, used = SlowMachine(), Training.advance, [2], set[int]()
+
+    def slow(self: Training) -> Step:
+        machine.now += {1: 0.7, 2: 1.9}[threads[0]] * self.recipe.batch_size / 4
+        if machine.now > 10:
+            used.add(threads[0])
+        return advance(self)
+
+    monkeypatch.setattr(Training, "advance", slow)
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.__setitem__(0, number))
+    run_demo(Console(file=machine, width=120), ("rope", "nope"), replace(demo_recipe(60, 16), batch_size=4), None)
+    when, estimate = next((now, line) for now, line in machine.lines if "About" in line)
+    assert when < 10 and "About 1 min 24 s with 1 thread" in estimate
+    assert used == {1} and threads == [2]  # as before
+    times = [now for now, _ in machine.lines]
+    assert max(after - before for before, after in pairwise(times)) <= demo.QUIET_SECONDS + 2 * 1.9
+    assert re.search(r"step \d+/60, \d+ s, .* left: loss RoPE ", machine.getvalue())
 
 
 def test_list_names_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,3 +164,5 @@ def test_commands_are_as_one_types_them(monkeypatch: pytest.MonkeyPatch) -> None
     assert environment.command() == "python -m deadreckon.lab.environment --only 'PaTH, FoX'"
     monkeypatch.setattr("sys.argv", ["/some/where/bin/deadreckon", "bench"])
     assert environment.command() == "deadreckon bench"
+    monkeypatch.setattr("sys.argv", [str(Path(cli.__file__).parents[1] / "__main__.py"), "list"])
+    assert environment.command() == "python -m deadreckon list"

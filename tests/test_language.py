@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 import deadreckon as dr
-from deadreckon.lab.perplexity import loss_by_position, perplexity_by_length, token_losses, windowed_losses
-from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.evaluation.perplexity import loss_by_position, perplexity_by_length, token_losses, windowed_losses
+from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import train
 from deadreckon.tasks import tokens as tokens_module
 from deadreckon.tasks.language import Corpus, Language, load_corpus, open_corpus, save_corpora

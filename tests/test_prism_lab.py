@@ -1,56 +1,70 @@
-"""PRISM's tasks: settings, results and pictures, and that copying goes beyond its lengths."""
+"""PRISM's experiments: recipes that are the paper's, the best evaluations reported, copying beyond training lengths."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import quiet, run_cli
 
 import deadreckon as dr
 from deadreckon.encodings.cursors import Cursors
-from deadreckon.lab import prism as lab
-from deadreckon.lab.evaluation import exact_match_by_length
+from deadreckon.lab.pages.compare import compare
 from deadreckon.lab.probe.cursors_picture import show
-from deadreckon.lab.training import train
+from deadreckon.lab.recipes import EXPERIMENTS, SIZES, find_recipe
+from deadreckon.lab.training import Run, Training, make_model, score_model, train, train_run
+from deadreckon.lab.training.engine import model_for_tests
 
-TINY = "--width 32 --layers 2 --heads 2 --pe-width 16 --positions 32 --batch-size 4 --count 4 --evaluations 4 --steps 4"
-
-
-def settings(*arguments: str, encoding: str = "prism") -> lab.Settings:
-    return lab.settings_of(lab.parse(arguments), encoding)
-
-
-def test_settings_are_the_papers() -> None:
-    reverse = settings("--task", "reverse")
-    assert reverse.options()["copy"] == 5 and reverse.options()["modules"] == [0] and reverse.width == 192
-    assert reverse.curriculum().stages == ((250, 5), (250, 10), (500, 20), (500, 30)) and reverse.longest == 40
-    assert settings("--task", "stack").options()["modules"] == [0, 3]
-    assert settings("--task", "addition", "--pace", "1").curriculum().stages == ((5000, 5),)
-    assert settings("--task", "copy", "--longest", "10").lengths == (5, 10, 12, 15, 20, 25, 30, 40, 50, 70, 100)
-    assert settings("--task", "copy", encoding="sinusoidal").options()["shift"] == 256
-    assert settings("--task", "copy", "--lengths", "99").positions == 256 and settings(*TINY.split()).positions == 32
-    assert settings("--task", "copy", "--lengths", "9").positions == 128  # 40 are trained on, 82 tokens
-    far = settings("--task", "copy", "--longest", "10", "--lengths", "99")
-    assert (far.near, far.positions) == (64, 256)  # 22 tokens in training, 200 in tests
-    assert far.options(near=True) == {**far.options(), "positions": 64}
-    scan = settings("--task", "scan")
-    assert all(n in scan.make_task(n).lengths for n in scan.lengths)
-    assert lab.best_by_length([{5: 0.2, 9: 0.1}, {5: 0.4, 9: 0.0}]) == pytest.approx({5: 0.3, 9: 0.05})
-    best = lab.best_by_length([{5: share} for share in (0.2, 0.9, 0.5, 0.7)])
-    assert best == pytest.approx({5: 0.7})
-    grows = settings("--noise", "0.2", "1", "--steps", "1000")
-    assert [grows.noise_at(n) for n in (0, 300, 450, 600, 1000)] == pytest.approx([0.2, 0.2, 0.6, 1, 1])
-    assert settings("--noise", "2").noise_at(0) == 2 and settings().noise_at(5000) == 0
-    for wrong in (["-1"], ["0", "1", "2"]):
-        with pytest.raises(ValueError, match="noise: expected one or two numbers of 0 or more, got"):
-            settings("--noise", *wrong)
+TINY = (
+    "width=32", "heads=2", "encoding_options.prism.width=16", "batch_size=4", "test_rows=4", "validation_rows=2",
+    "steps=4", "evaluate_every=1",
+)  # fmt: skip
 
 
-def test_noise_grows_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_are_the_papers() -> None:
+    reverse = find_recipe("reverse", "paper", "prism")
+    assert (reverse.width, reverse.layers, reverse.heads, reverse.tied) == (192, 5, 8, True)
+    assert reverse.initial == pytest.approx(192**-0.5)
+    assert (reverse.steps, reverse.batch_size, reverse.learning_rate) == (150_000, 100, 9e-5)
+    assert reverse.betas[1] == 0.98 and reverse.weight_decay == 0.01
+    assert reverse.test_rows == 1000 and reverse.reporting == "best-three" and reverse.evaluators == ("exact",)
+    options = reverse.options_in_training()
+    assert options["copy"] == 5 and "modules" not in options
+    assert options["similarity"] == 20 and options["width"] == 340
+    assert find_recipe("reverse", "small", "prism").curriculum.stages == ((250, 5), (250, 10), (500, 20), (500, 30))  # type: ignore[union-attr]
+    assert reverse.length == 40
+    for name in ("stack", "odds-first"):
+        assert find_recipe(name, "paper", "prism").options_in_training()["modules"] == [0, 3]
+    assert find_recipe("addition", "paper", "prism").curriculum.stages == ((5000, 5),)  # type: ignore[union-attr]
+    assert find_recipe("copy-10", "small", "prism").test_lengths == (5, 10, 12, 15, 20, 25, 30, 40, 50, 70, 100)
+    for name in EXPERIMENTS:  # the last stage of every curriculum is reached in four fifths of the steps
+        for size in SIZES:
+            recipe = find_recipe(name, size)
+            stages = recipe.curriculum.stages if recipe.curriculum else ()
+            assert sum(steps for steps, _ in stages) <= recipe.steps * 0.8, (name, size)
+    baseline = find_recipe("copy", "paper", "sinusoidal")
+    assert find_recipe("copy", "paper", "prism").options_in_training()["copy"] == 0
+    assert baseline.width == 512 and baseline.options_in_training()["shift"] == 256
+    assert baseline.options_in_training()["gain"] == pytest.approx(2**0.5 * baseline.initial)
+
+
+def test_positions_while_training_and_testing() -> None:
+    far = find_recipe("copy-10", "small", "prism", changes=("test_lengths=[99]",))
+    assert far.options_in_training()["positions"] == 64  # 22 tokens in training, 200 in tests
+    assert far.options_in_tests() == {"positions": 256} and far.options_in_tests((150,)) == {"positions": 320}
+    near = find_recipe("copy", "small", "prism", changes=("test_lengths=[9]",))
+    assert near.options_in_tests() == {"positions": 128}  # 40 are trained on, 82 tokens
+    fixed = replace(far, train_positions=32, test_positions=48)
+    assert fixed.options_in_training()["positions"] == 32 and fixed.options_in_tests() == {"positions": 48}
+    assert replace(far, encoding="rope").options_in_tests() == {}
+    scan = find_recipe("scan", "small", "prism")
+    assert scan.options_in_tests()["positions"] >= scan.options_in_training()["positions"]
+
+
+def test_noise_grows_in_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What each step adds to gates, seen where it is added; none in the evaluations between them."""
     seen: list[float] = []
     decide = Cursors._decide
@@ -61,51 +75,83 @@ def test_noise_grows_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
         return decide(self, part, hidden)
 
     monkeypatch.setattr(Cursors, "_decide", look)
-    chosen = settings("--task", "copy", "--lengths", "2", "--noise", "0", "1", *TINY.split())
-    lab.run(replace(chosen, recipe=replace(chosen.recipe, steps=10)), "cpu", None)
-    assert seen == pytest.approx([chosen.noise[1] * share for share in (0, 0, 0, 0, 1 / 3, 2 / 3, 1, 1, 1, 1)])
+    changes = (*TINY, "steps=10", "test_lengths=[9]", "schedules.noise=[[0.3, 0], [0.6, 1]]")
+    train_run(find_recipe("copy", "tiny", "prism", changes=changes), tmp_path, console=quiet())
+    assert seen == pytest.approx([0, 0, 0, 0, 1 / 3, 2 / 3, 1, 1, 1, 1])
+    constant = find_recipe("copy", "tiny", "prism", changes=("schedules.noise=[[0, 2]]",))
+    assert constant.scheduled_at(0) == constant.scheduled_at(599) == {"noise": 2}
+    grows = find_recipe("copy", "tiny", "prism", changes=("steps=1000", "schedules.noise=[[0.3, 0.2], [0.6, 1]]"))
+    values = [grows.scheduled_at(step)["noise"] for step in (0, 300, 450, 600, 999)]
+    assert values == pytest.approx([0.2, 0.2, 0.6, 1, 1])
+    assert replace(grows, encoding="rope").scheduled_at(500) == {}
 
 
-def test_runs_leave_results_pictures_and_a_model_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lab.main(["--task", "reverse", "--lengths", "2", "3", "--save", str(tmp_path), *TINY.split()])
-    said = capsys.readouterr().out
-    assert said.count("step") == 8 and "reverse sinusoidal: exact match" in said
-    results = json.loads((tmp_path / "prism-0.json").read_text())
-    assert [one["step"] for one in results["evaluations"]] == [1, 2, 3, 4] and set(results["best"]) == {"2", "3"}
-    assert results["recipe"]["curriculum"]["longest"] == 40 and results["options"]["copy"] == 5
-    page = (tmp_path / "lengths.md").read_text()
-    assert "# reverse: exact match by length" in page and page.count("| 4 of 4 |") == 2
-    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
-    lab.main(["--show", str(tmp_path / "prism-0"), "--input", "123", "--layer", "1", "--head", "1"])
-    assert capsys.readouterr().out.replace(" ", "").startswith("123=")
-    assert (tmp_path / "prism-0" / "cursors.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="model: expected one with the encoding prism, got"):
-        lab.main(["--show", str(tmp_path / "sinusoidal-0")])
-    with pytest.raises(ValueError, match="draw: expected a folder with results"):
-        lab.main(["--draw", str(tmp_path / "prism-0")])
+def test_a_comparison_reports_the_best_three(tmp_path: Path) -> None:
+    page, console = tmp_path / "page.md", quiet()
+    changes = (*TINY, "test_lengths=[2, 9]")
+    found = compare("reverse", ("prism", "sinusoidal"), changes=changes, runs=tmp_path, page=page, console=console)
+    [path] = tmp_path.rglob("prism-0")
+    run = Run(path)
+    lines = run.lines("evaluations")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for length in (2, 9):
+        shares = [one["exact"] for line in lines for one in line["scores"] if one["length"] == length]
+        assert len(shares) == 4
+        assert found.values["prism"]["as trained", length] == [pytest.approx(sum(sorted(shares)[1:]) / 3)]
+    assert run.scores()["as trained", 9].exact == lines[-1]["scores"][-1]["exact"]
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Exact match in % by length, as trained, trained at 8, one seed; for each seed the mean of the three" in said
+    assert "| length | PRISM | sinusoidal |" in page.read_text() and run.starts()[0]["command"] in page.read_text()
+    with pytest.raises(ValueError, match=r"lengths: expected some of 2, 9, where this recipe evaluates while training"):
+        compare("reverse", ("prism",), changes=changes, lengths=(3,), runs=tmp_path, console=quiet())
+
+
+def test_the_best_three_survive_interruptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = find_recipe("copy", "tiny", "prism", 1, (*TINY, "steps=6", "evaluate_every=2", "test_lengths=[9]"))
+    whole = train_run(recipe, tmp_path / "whole", console=quiet())
+    advance, left = Training.advance, [0]
+
+    def interrupted(self: Training) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return advance(self)
+
+    monkeypatch.setattr(Training, "advance", interrupted)
+    for steps in (2, 4):  # within the first stretch, and after an evaluation that was saved
+        left[0] = steps
+        with pytest.raises(KeyboardInterrupt):
+            train_run(recipe, tmp_path / "torn", console=quiet())
+    torn = train_run(recipe, tmp_path / "torn", console=quiet())
+    assert torn.lines("evaluations") == whole.lines("evaluations") and torn.reported() == whole.reported()
 
 
 def test_copying_is_learnt_and_goes_beyond_the_lengths_of_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Trained on up to 5 digits; guessing 8 digits and the end would be right once in 10⁸."""
-    arguments = "--longest 5 --steps 140 --batch-size 32 --learning-rate 3e-3 --similarity 10 --pace 0.001"
-    sizes = "--width 64 --layers 1 --heads 2 --pe-width 32 --positions 32"
-    chosen = settings(*arguments.split(), *sizes.split())
-    model = chosen.model()
-    list(train(model, chosen.make_task(), replace(chosen.recipe, curriculum=chosen.curriculum())))
-    found = exact_match_by_length(model, chosen.make_task(), (5, 8), count=100)
-    assert found[5] > 0.9 and found[8] > 0.3
-    assert show(model, "31415", tmp_path / "cursors.png") == "31415=31415."
+    monkeypatch.setenv("COLUMNS", "200")
+    changes = (
+        "layers=1", "length=5", "steps=140", "batch_size=32", "train_positions=32", "test_positions=32",
+        'curriculum={"longest": 5}', "warmup=100", "test_lengths=[5, 8]", "test_rows=100",
+    )  # fmt: skip
+    recipe = find_recipe("copy", "tiny", "prism", 0, changes)
+    model = make_model(recipe, 64)
+    list(train(model, recipe.make_task(), recipe))
     model.save_pretrained(tmp_path / "saved")
-    lab.main(["--score", str(tmp_path / "saved"), "--task", "copy", "--count", "100", "--lengths", "5", "8", "40"])
-    scores = dict(re.findall(r"exact match at (\d+), of 100: ([\d.]+)%", capsys.readouterr().out))
-    assert [float(scores[n]) for n in ("5", "8")] == pytest.approx([100 * found[n] for n in (5, 8)], abs=1)
-    assert float(scores["40"]) <= float(scores["8"])
+    scores = score_model(tmp_path / "saved", recipe)
+    found = {length: score.value("exact") for (_, length), score in scores.items()}
+    assert found[5] > 0.9 and found[8] > 0.3
+    assert show(model_for_tests(model, recipe), "31415", tmp_path / "cursors.png") == "31415=31415."
+    saved = str(tmp_path / "saved")
+    words = ["eval", saved, "--recipe", "copy", "--lengths", "5,8,40", "--change", "test_rows=100"]
+    assert run_cli(monkeypatch, *words) == 0
+    said = dict(re.findall(r"(\d+): ([\d.e-]+)%", capsys.readouterr().out))
+    assert [float(said[n]) for n in ("5", "8")] == pytest.approx([100 * found[n] for n in (5, 8)], abs=1)
+    assert float(said["40"]) <= float(said["8"])
     config = dr.DeadReckonConfig(encoding="nope", vocab_size=5, hidden_size=16, num_hidden_layers=1)
     dr.DeadReckonForCausalLM(config).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="task: expected one of 5 tokens, as the model has, got 'copy'"):
-        lab.main(["--score", str(tmp_path / "other"), "--task", "copy"])
-    for action in ("--score", "--show"):
-        with pytest.raises(ValueError, match=r"model: expected a folder with config\.json, as save_pretrained"):
-            lab.main([action, str(tmp_path / "nowhere")])
+    with pytest.raises(ValueError, match="recipe: expected a task of 5 tokens, as the model has, got copy, of 64"):
+        score_model(tmp_path / "other", find_recipe("copy"))
+    with pytest.raises(ValueError, match=r"model: expected a folder with config\.json, as save_pretrained"):
+        score_model(tmp_path / "nowhere", find_recipe("copy"))

@@ -19,7 +19,7 @@ from deadreckon.lab.probe.probe import _losses_as_trained
 from deadreckon.lab.probe.reach import measure_more
 from deadreckon.lab.probe.report import print_findings
 from deadreckon.lab.probe.source import Source
-from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import make_model
 
 

@@ -25,15 +25,12 @@ from small_runs import SMALL, quiet, run_cli, small
 from transformers import AutoTokenizer
 
 import deadreckon as dr
-from deadreckon.lab import runs
-from deadreckon.lab import train as train_module
 from deadreckon.lab.evaluation import places_to_test, score
-from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.recipes import RECIPES, SIZES, find_recipe
-from deadreckon.lab.runs import Progress, Run, recover, replaced
-from deadreckon.lab.texts import read_language
-from deadreckon.lab.train import train_run
-from deadreckon.lab.training import Training, make_model, train
+from deadreckon.lab.recipes import EXPERIMENTS, SIZES, Recipe, find_recipe
+from deadreckon.lab.recipes.texts import read_language
+from deadreckon.lab.training import Progress, Run, Training, make_model, runs, train, train_run
+from deadreckon.lab.training.engine import model_for_tests
+from deadreckon.lab.training.runs import recover, replacing
 from deadreckon.tasks.curriculum import Curriculum
 
 
@@ -97,7 +94,7 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     save_file = runs.save_file
     monkeypatch.setattr(runs, "save_file", write_half)
-    monkeypatch.setattr(train_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(sys.modules["deadreckon.lab.training.trainer"], "SAVE_SECONDS", 0.0)
     watch(Training, "advance", after=True)
     watch(Path, "rename", after=True)
     watch(os, "replace", after=True)
@@ -164,7 +161,7 @@ def test_killed_it_goes_on(tmp_path: Path) -> None:
     """kill -9 of the very command, twice, at random."""
     changes = [*SMALL, "steps=300", "evaluate_every=20"]
     words = ["flipflop", "--encoding", "path", "--out", str(tmp_path / "killed"), "--change", *changes]
-    command = [sys.executable, "-m", "deadreckon.lab.train", *words]
+    command = [sys.executable, "-m", "deadreckon", "train", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     chance, metrics = random.Random(5), tmp_path / "killed" / "metrics.jsonl"
     for reached in (chance.randrange(10, 60), chance.randrange(100, 200)):
@@ -200,15 +197,15 @@ def test_half_a_checkpoint_is_never_picked_up(tmp_path: Path) -> None:
 def test_folders_are_replaced_as_a_whole(tmp_path: Path) -> None:
     place = tmp_path / "place"
     for text in ("one", "two"):
-        with replaced(place) as folder:
+        with replacing(place) as folder:
             (folder / "file").write_text(text)
             assert not place.exists() or (place / "file").read_text() == "one"
     assert (place / "file").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(KeyboardInterrupt), replaced(place) as folder:
+    with pytest.raises(KeyboardInterrupt), replacing(place) as folder:
         raise KeyboardInterrupt
     recover(place)
     assert (place / "file").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
-    with replaced(tmp_path / "place.old"):
+    with replacing(tmp_path / "place.old"):
         (tmp_path / "place.old.new" / "file").write_text("before")
     place.rename(tmp_path / "place.new")  # as if killed between the two renamings
     recover(place)
@@ -257,7 +254,7 @@ def test_other_threads_are_told(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text(json.dumps(environment))
     train_run(recipe, tmp_path, console=console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "goes on from step 1." in said and "There were 99 threads" in said
+    assert "resumes at step 1." in said and "There were 99 threads" in said
 
 
 def test_tensorboard_gets_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +282,7 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_recipes_go_to_json_and_back() -> None:
-    for name, experiment in RECIPES.items():
+    for name, experiment in EXPERIMENTS.items():
         for size in SIZES:
             recipe = experiment.recipe(size)
             assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
@@ -311,16 +308,17 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]
         yield f"options.data={data}", f"options.held_out={held_out}", "options.vocabulary=300"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_recipes_train(name: str, texts: tuple[str, ...]) -> None:
-    changes = texts if RECIPES[name].paper.task == "language" else ()
-    recipe = replace(RECIPES[name].recipe("tiny").change(changes), encoding="rope", batch_size=4)
+    encoding = EXPERIMENTS[name].encodings[0]
+    changes = texts if EXPERIMENTS[name].paper.task == "language" else ()
+    recipe = replace(find_recipe(name, "tiny", encoding, 0, changes), batch_size=4)
     task = recipe.make_task()
     model = make_model(recipe, task.vocab_size)
     training = Training(model, task, recipe)
     assert math.isfinite(training.advance().loss)
-    condition, length = places_to_test(recipe)[-1]
-    assert 0 <= score(model, recipe, condition, length, rows=2).error <= 1
+    condition, length = list(recipe.conditions)[-1], max(recipe.test_lengths)
+    assert 0 <= score(model_for_tests(model, recipe), recipe, condition, length, rows=2).value("error") <= 1
 
 
 @pytest.mark.parametrize("packed", ["true", "false"])
@@ -373,7 +371,11 @@ def test_recipes_are_changed_and_checked() -> None:
         "tied=1": "tied: expected bool, got 1",
         "accumulate=5": "accumulate: expected a divisor of batch_size = 16, got 5",
         "schedule=slow": "schedule: expected one of linear, cosine, constant; got 'slow'",
-        "metric=fun": "metric: expected one of error, exact, perplexity; got 'fun'",
+        'evaluators=["fun"]': "evaluators: expected one of error, exact, perplexity, perplexity-window,",
+        "reporting=first": "reporting: expected one of last, best-three; got 'first'",
+        "encoding_options.rank=8": "encoding_options: expected options by encoding, such as",
+        "schedules.gamma=[[0, 1]]": "schedules: expected numbers among learning_rate, length, noise, got 'gamma'",
+        "schedules.noise=[[0.5, 1], [0.2, 2]]": "schedules.noise: expected points [share of the steps, value",
         "floor=2": "learning_rate, warmup, floor: expected above 0, 0 or more and a share, got 0.003, 50, 2.0",
         "conditions={}": "conditions: expected one or more, got none",
     }.items():
@@ -397,21 +399,64 @@ def test_schedules() -> None:
     assert rates["cosine"][2:] == pytest.approx([2 * (0.1 + 0.9 * 0.5), 0.2])
     assert rates["constant"] == pytest.approx([0.2, 2.0, 2.0, 2.0])
     assert replace(base, warmup=0, schedule="constant").learning_rate_at(0) == 2.0
+    points = {"learning_rate": [[0, 0], [0.5, 1], [1, 0.5]], "length": [[0.2, 10], [0.4, 20]]}
+    free = replace(base, schedules=points)
+    assert [free.learning_rate_at(step) for step in (0, 25, 50, 75)] == pytest.approx([0, 1, 2, 1.5])
+    assert free.learning_rate_at(25, peak=0.4) == pytest.approx(0.2)
+    assert [free.lengths_at(step) for step in (0, 20, 30, 40, 99)] == [10, 10, 15, 20, 20]
 
 
-def test_accumulation_changes_rounding_alone() -> None:
-    """In a batch of rows with more and fewer scored tokens."""
+def test_runs_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Options were those of the one encoding, and one metric stood for the evaluators."""
+    run = train_run(small("path", 0, "steps=2", "encoding_options.path.rank=4"), tmp_path, console=quiet())
+    recipe = json.loads((tmp_path / "recipe.json").read_text())
+    before = recipe | {"metric": "error", "encoding_options": {"rank": 4}}
+    for name in ("evaluators", "reporting", "schedules", "train_positions", "test_positions", "test_autocast"):
+        del before[name]
+    (tmp_path / "recipe.json").write_text(json.dumps(before))
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    for one in scores:
+        del one["score"]["measure"], one["score"]["axis"]
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    again = train_run(run.recipe, tmp_path, console=quiet())
+    assert again.recipe == run.recipe and again.scores() == run.scores() and len(again.starts()) == 1
+
+
+@pytest.mark.parametrize("encoding", ["path", "prism"])
+def test_accumulation_changes_rounding_alone(encoding: str) -> None:
+    """In a batch of rows with more and fewer scored tokens; PRISM adds a penalty to the loss, once a batch."""
+    options = {"prism": {"positions": 24, "width": 8, "hidden": 8, "orthogonality": 0.1}}
     found = []
     for accumulate in (1, 2, 4):
-        recipe = Recipe(encoding="path", steps=5, batch_size=8, curriculum=Curriculum(24, shortest=4), width=16)
-        recipe = replace(recipe, accumulate=accumulate)
+        recipe = Recipe(encoding=encoding, steps=5, batch_size=8, curriculum=Curriculum(24, shortest=4), width=16)
+        recipe = replace(recipe, accumulate=accumulate, encoding_options=options)
         model = make_model(recipe, 5)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(1.5 if "weight_hh" in name else 1.0)  # away from orthogonal: a penalty of 1.25 or so
         steps = list(train(model, recipe.make_task(), recipe))
         found.append(([(step.loss, step.error) for step in steps], model.lm_head.weight))
     for steps, weight in found[1:]:
         # Losses of single precision, added up in another order, five steps of Adam in a row.
         assert torch.allclose(torch.tensor(steps), torch.tensor(found[0][0]), rtol=0, atol=1e-4)
         assert torch.allclose(weight, found[0][1], rtol=0, atol=1e-3)
+
+
+def test_gradients_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the optimiser sees has at most the recipe's norm, also where gradients are added up in parts."""
+    norms: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def look(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", look)
+    for clip, accumulate in ((1e-3, 1), (1e-3, 2), (1e6, 1)):
+        recipe = small("path", 0, "steps=1", f"clip={clip}", f"accumulate={accumulate}")
+        list(train(make_model(recipe, 5), recipe.make_task(), recipe))
+    assert norms[:2] == pytest.approx([1e-3, 1e-3], rel=1e-3) and norms[2] > 1e-2
 
 
 def test_scores_of_random_encodings_repeat() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from deadreckon.lab.evaluation import exact_match, exact_match_by_length, exact_match_on, mean_of_best, tally
-from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.evaluation import mean_of_best, score, tally
+from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import Training, make_model, train
 from deadreckon.tasks import TASKS, task
 from deadreckon.tasks.copy import Copy
@@ -69,13 +69,14 @@ class Peeks(torch.nn.Module):
 
 def test_exact_match_counts_whole_rows_and_the_end() -> None:
     model, lengths = Peeks(wrong=3), (2, 5, 9)
-    found = exact_match_by_length(model, Copy(), lengths, count=500, batch_size=64, seed=7)
+    recipe = Recipe(task="copy")
     for length in lengths:
         tokens, labels = Copy().sample(500, length, seed(7))
         expected = 1 - float((tokens[:, 0] == 3).float().mean())
-        assert expected < 1 and found[length] == pytest.approx(expected)
-        assert exact_match_on(model, tokens, labels) == pytest.approx(expected)
-    assert exact_match(Peeks(wrong=task.EQUALS), Copy(), range(1, 20)) == 1.0
+        assert expected < 1
+        assert score(model, recipe, "as trained", length, rows=500, seed=7).exact == pytest.approx(expected)
+        assert tally(model, tokens, labels, 100).exact / 500 == pytest.approx(expected)
+    assert tally(Peeks(wrong=task.EQUALS), *Copy().sample(1000, range(1, 20), seed())).exact == 1000
     tokens = torch.tensor([[0, 1, 2], [0, 1, 1], [0, 0, 2]])  # and so it will be said, but in the second row
     labels = torch.tensor([[NOT_SCORED, 1, 2], [NOT_SCORED, 1, 2], [NOT_SCORED, NOT_SCORED, 2]])
     found = tally(model, tokens, labels, batch_size=2)
@@ -85,10 +86,10 @@ def test_exact_match_counts_whole_rows_and_the_end() -> None:
 
 
 def test_mean_of_best() -> None:
-    assert mean_of_best([0.2, 0.9, 0.5, 0.7]) == pytest.approx(0.7)
-    assert mean_of_best([0.2, 0.9], best=1) == 0.9
-    with pytest.raises(ValueError, match="evaluations: expected 3 or more, got 2"):
-        mean_of_best([0.2, 0.9])
+    assert mean_of_best("exact", [0.2, 0.9, 0.5, 0.7]) == pytest.approx(0.7)
+    assert mean_of_best("error", [0.2, 0.9, 0.5, 0.7]) == pytest.approx(1.4 / 3)
+    assert mean_of_best("exact", [0.2, 0.9], best=1) == 0.9
+    assert mean_of_best("exact", [0.2, 0.4]) == pytest.approx(0.3)
 
 
 def test_exact_match_is_greedy_decoding() -> None:
@@ -100,7 +101,7 @@ def test_exact_match_is_greedy_decoding() -> None:
     decoded = model.generate(tokens[:, :4], max_new_tokens=4, do_sample=False)
     matched = (decoded == tokens).all(1).float().tolist()
     assert 3 < sum(matched) < 97
-    assert [exact_match_on(model, *pair) for pair in zip(tokens.split(1), labels.split(1), strict=True)] == matched
+    assert [tally(model, *pair).exact for pair in zip(tokens.split(1), labels.split(1), strict=True)] == matched
 
 
 @pytest.mark.gpu
@@ -108,7 +109,7 @@ def test_exact_match_is_greedy_decoding() -> None:
 def test_graphs_train_as_launches_do(encoding: str) -> None:
     """Two shapes of batches, of which the first comes back; what is drawn at random is the same too."""
     prism = {"positions": 32, "width": 8, "hidden": 8, "start": True}
-    options = {"prism": prism, "sinusoidal": {"shift": 16}}.get(encoding, {})
+    options = {"prism": prism, "sinusoidal": {"shift": 16}}
     curriculum = Curriculum(9, ((4, 3), (4, 9), (2, 3)), shortest=3)
     recipe = Recipe(encoding=encoding, encoding_options=options, steps=12, batch_size=64, curriculum=curriculum)
     losses = []

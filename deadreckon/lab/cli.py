@@ -37,20 +37,22 @@ def demo(
         picture: where to save the picture.
         device: cpu, cuda, …
     """
-    from deadreckon.lab.compare import names_in
-    from deadreckon.lab.demo import demo_recipe, run_demo
+    console = Console()
+    console.print("Loading PyTorch and transformers; about a minute on two free cores, measured in a moment …")
+    from deadreckon.lab.environment import check_device
+    from deadreckon.lab.pages.compare import names_in
+    from deadreckon.lab.pages.demo import demo_recipe, run_demo
     from deadreckon.lab.recipes import check_encodings
-    from deadreckon.lab.training import check_device
 
     names = names_in(encodings)
     check_encodings(names)
     check_device(device)
-    run_demo(Console(), names, demo_recipe(steps, length, seed), picture, device)
+    run_demo(console, names, demo_recipe(steps, length, seed), picture, device)
 
 
 def list_() -> None:
-    """List recipes, encodings and implementations, and what `impl="auto"` picks."""
-    from deadreckon.lab.listing import print_listing
+    """List experiments, encodings and implementations, and what `impl="auto"` picks."""
+    from deadreckon.lab.pages.listing import print_listing
 
     print_listing()
 
@@ -66,10 +68,10 @@ def train(
     device: str = "cpu",
     tensorboard: bool = False,
 ) -> None:
-    """Train one model by a recipe, in a folder that keeps all about it, and score it by length.
+    """Train one model by a recipe, in a folder of its own, and score it by length.
 
-    The same command, given again, goes on from the last checkpoint: on a CPU with as many threads, the result is the
-    same, bit for bit, as if it had never been stopped.
+    If killed, run the same command again: it resumes from the last checkpoint. On a CPU with as many threads the result
+    is the same, bit for bit, as without the interruption.
 
     Args:
         recipe: what to learn, such as flipflop, mqrar-2 or reverse (see `deadreckon list`).
@@ -82,7 +84,7 @@ def train(
         tensorboard: also write metrics for TensorBoard, in the folder.
     """
     from deadreckon.lab.recipes import find_recipe
-    from deadreckon.lab.train import summary, train_run
+    from deadreckon.lab.training import summary, train_run
 
     console = Console()
     run = train_run(
@@ -96,78 +98,91 @@ def eval_(
     /,
     lengths: tuple[str, ...] = (),
     checkpoint: Literal["last", "best"] = "last",
+    recipe: str = "",
+    size: Size = "small",
+    change: tuple[str, ...] = (),
     device: str = "cpu",
 ) -> None:
     """Score a trained model by length, in every test of its recipe.
 
     Args:
-        run: folder of a run.
+        run: folder of a run; or, with --recipe, of any saved model.
         lengths: where to score, such as 512,4096,65536; by default where its recipe says.
         checkpoint: the last weights, or those that did best while training.
+        recipe: the tests to run on a saved model that is no run, such as addition.
+        size: of that recipe.
+        change: fields of that recipe to change, such as test_rows=1000.
         device: cpu, cuda, …
     """
-    from deadreckon.lab.compare import numbers_in
-    from deadreckon.lab.runs import Run
-    from deadreckon.lab.train import quiet_transformers, score_run, summary
-    from deadreckon.lab.training import check_device
+    from deadreckon.lab.environment import check_device
+    from deadreckon.lab.pages.compare import numbers_in
+    from deadreckon.lab.recipes import find_recipe
+    from deadreckon.lab.training import Run, list_scores, quiet_transformers, score_model, score_run, summary
 
     check_device(device)
-    console, found = Console(), Run(run)
+    console, wanted = Console(), numbers_in(lengths)
     with quiet_transformers():
-        scores = score_run(found, numbers_in(lengths), kind=checkpoint, device=device, console=console)
-    console.print(summary(found, scores), highlight=False, soft_wrap=True)
+        if recipe:
+            scores = score_model(run, chosen := find_recipe(recipe, size, changes=change), wanted, device)
+            lines = "\n".join(list_scores(chosen, scores))
+        else:
+            trained = Run(run)
+            lines = summary(trained, score_run(trained, wanted, kind=checkpoint, device=device, console=console))
+    console.print(lines, highlight=False, soft_wrap=True)
 
 
 def compare(
-    task: str,
+    experiment: str,
     /,
     encodings: tuple[str, ...] = (),
     seeds: int = 1,
     size: Size = "tiny",
     lengths: tuple[str, ...] = (),
     change: tuple[str, ...] = (),
+    sweep: tuple[str, ...] = (),
     runs: Path = Path("runs"),
     picture: Path | None = None,
     page: Path | None = None,
     device: str = "cpu",
     jobs: int = 1,
 ) -> None:
-    """Compare encodings: the same model, data and budget for each, scores by length, as tables and a picture.
+    """Run an experiment: the same data and budget for each encoding, scores by length, as tables and a picture.
 
-    Runs that are there already are used as they are, unfinished ones are finished, the rest is trained.
+    Finished runs are used as they are, unfinished ones resume, missing ones are trained.
 
     Args:
-        task: name of a recipe, such as flipflop, mqrar-2 or reverse (see `deadreckon list`).
-        encodings: names, such as rope,fox,path,path-fox; by default those that the paper compares.
+        experiment: its name, such as flipflop, copy, rotations or powers (see `deadreckon list`).
+        encodings: names, such as rope,fox,path,path-fox; by default those that the experiment compares.
         seeds: how many models of each, from seed 0 on; tables then show mean ± standard deviation.
         size: tiny takes about a minute a model on a CPU, small minutes on a GPU, paper what the paper took.
         lengths: where to score, such as 512,4096; by default where the recipe says.
         change: fields of the recipe to change, such as steps=1000 learning_rate=1e-3.
+        sweep: values to compare, such as length=256,1024 p=2,4, in place of the experiment's.
         runs: folder of all runs.
         picture: where to save the picture; beside the runs by default.
-        page: where to save the tables as Markdown too, with what the paper found.
+        page: where to save the tables as Markdown too, with the paper's figures.
         device: cpu, cuda, …
         jobs: how many to train at a time; small models leave most of a GPU to others.
     """
-    from deadreckon.lab.compare import compare as run_compare
-    from deadreckon.lab.compare import names_in, numbers_in
+    from deadreckon.lab.pages.compare import compare as run_compare
+    from deadreckon.lab.pages.compare import names_in, numbers_in
 
     run_compare(
-        task, names_in(encodings), seeds=seeds, size=size, lengths=numbers_in(lengths), changes=change, runs=runs,
-        device=device, jobs=jobs, picture=picture, page=page,
+        experiment, names_in(encodings), seeds=seeds, size=size, lengths=numbers_in(lengths), changes=change,
+        sweep=sweep, runs=runs, device=device, jobs=jobs, picture=picture, page=page,
     )  # fmt: skip
 
 
 def report(
     runs: tuple[Path, ...], /, output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
 ) -> None:
-    """Write one page of HTML about runs: tables, pictures, recipes, environments, with nothing outside the file.
+    """Write one self-contained page of HTML about runs: tables, pictures, recipes, environments.
 
     Args:
         runs: folders of runs, or folders with such folders in them.
         output: the page.
     """
-    from deadreckon.lab.report import write_report
+    from deadreckon.lab.pages.report import write_report
 
     if not runs:
         raise ValueError("runs: expected one or more folders, got none")
@@ -264,7 +279,7 @@ def generate(
         seed: of sampling.
         device: cpu, cuda, …
     """
-    from deadreckon.lab.generation import run_generate
+    from deadreckon.lab.evaluation.generation import run_generate
 
     run_generate(model, prompt, tokens, temperature, seed, device, Console())
 
@@ -277,7 +292,7 @@ def main() -> None:
     }  # fmt: skip
     try:
         tyro.extras.subcommand_cli_from_dict(
-            commands, prog="deadreckon", description="Attention whose positions are reckoned from content."
+            commands, prog="deadreckon", description="Attention with data-dependent position encodings."
         )
     except (ValueError, OSError) as error:
         Console(stderr=True).print("[red]error[/]:", Text(str(error)), highlight=False)

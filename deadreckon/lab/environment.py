@@ -1,4 +1,4 @@
-"""Where and how something was run: what one needs to run it again."""
+"""Where and how something was run: device, versions, command, commit."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ import deadreckon as dr
 PACKAGES = ("torch", "transformers", "safetensors", "triton", "numpy")
 
 
+def check_device(name: str) -> None:
+    """Raises ValueError if there is no such device here."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: expected one that is here, got {name!r} ({str(error).splitlines()[0]})") from error
+
+
+def check_model(folder: Path) -> None:
+    """Raises ValueError if no model has been saved in a folder: from_pretrained would look for it elsewhere."""
+    if not (folder / "config.json").exists():
+        raise ValueError(
+            f"model: expected a folder with config.json, as save_pretrained writes it, got {str(folder)!r}"
+        )
+
+
 def describe_environment(device: str) -> dict[str, Any]:
     """This machine, this process and the versions of what it uses."""
     return {
@@ -26,7 +42,8 @@ def describe_environment(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{device}, {processor()}",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {"deadreckon": dr.__version__} | {name: found for name in PACKAGES if (found := version_of(name))},
+        "versions": {"deadreckon": dr.__version__}
+        | {name: version for name in PACKAGES if (version := version_of(name))},
         "commit": commit(),
     }
 
@@ -36,7 +53,8 @@ def command() -> str:
     program, package = Path(sys.argv[0]), Path(dr.__file__).parent
     words = [program.name]
     if program.is_relative_to(package):
-        words = ["python", "-m", ".".join(program.relative_to(package.parent).with_suffix("").parts)]
+        parts = program.relative_to(package.parent).with_suffix("").parts
+        words = ["python", "-m", ".".join(part for part in parts if part != "__main__")]
     return shlex.join([*words, *sys.argv[1:]])
 
 
@@ -53,13 +71,12 @@ def commit() -> str | None:
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
-        found = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
-        return found.stdout.strip() if found.returncode == 0 else ""
+        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        tracked = git(
-            "ls-files", "--error-unmatch", "__init__.py"
-        )  # an installed copy may lie in somebody's repository
+        # An installed copy may lie in somebody else's repository.
+        tracked = git("ls-files", "--error-unmatch", "__init__.py")
         head = git("rev-parse", "HEAD") if tracked else ""
         changed = head and git("status", "--porcelain", "--", str(here.parent))
     except (OSError, subprocess.TimeoutExpired):
@@ -69,7 +86,7 @@ def commit() -> str | None:
 
 def processor() -> str:
     """What this machine calls its processor."""
-    found = Path("/proc/cpuinfo")
-    lines = found.read_text().splitlines() if found.exists() else []
+    description = Path("/proc/cpuinfo")
+    lines = description.read_text().splitlines() if description.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return " ".join([platform.machine(), *names[:1]])

@@ -328,6 +328,8 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
             )
             penalty = self.model.penalty() if self.training else None
+            if penalty is not None and num_items_in_batch is not None:  # once for all parts of an accumulated batch
+                penalty = penalty * ((labels[:, 1:] != -100).sum() / num_items_in_batch)
             loss = loss if penalty is None else loss + penalty
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
         return output.to_tuple() if return_dict is False else output

@@ -20,7 +20,7 @@ from deadreckon.tasks import task
 
 @dataclass(frozen=True)
 class OddsFirst:
-    """The task over some number of digits.
+    """The task over any number of digits.
 
     Args:
         digits: how many digits there are, V, 2 to 10.

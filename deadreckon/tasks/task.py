@@ -76,7 +76,7 @@ def draw(task: Task, count: int, length: int | range, generator: torch.Generator
     tokens, labels = task.sample(count, length, generator)
     end = getattr(task, "document_end", None)
     pairs = zip(tokens.chunk(parts), labels.chunk(parts), strict=True)
-    return [Batch(some, said) if end is None else pack(some, said, end) for some, said in pairs]
+    return [Batch(*pair) if end is None else pack(*pair, end) for pair in pairs]
 
 
 def pack(tokens: Tensor, labels: Tensor, end: int) -> Batch:

@@ -31,11 +31,11 @@ def read_documents(data: str | Path, field: str = "text") -> Iterator[str]:
         yield from _read_dataset(str(data), field)
         return
     for path in find_files(data):
-        some = False
+        any_text = False
         for document in _read_file(path, field):
-            some = True
+            any_text = True
             yield document
-        if not some:
+        if not any_text:
             raise ValueError(f"data: expected text, got none in {path}")
 
 
@@ -43,10 +43,10 @@ def find_files(data: str | Path) -> list[Path]:
     """The file, or those in the folder that can be read, at any depth."""
     path = Path(data)
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.name.endswith(KINDS) and file.is_file())
-        if not found:
+        files = sorted(file for file in path.rglob("*") if file.name.endswith(KINDS) and file.is_file())
+        if not files:
             raise ValueError(f"data: expected files that end in one of {', '.join(KINDS)}, got none in {path}")
-        return found
+        return files
     if not path.is_file():
         raise ValueError(f"data: expected a file, a folder or {HUGGING_FACE}NAME, got {str(data)!r}")
     if not path.name.endswith(KINDS):
@@ -56,18 +56,18 @@ def find_files(data: str | Path) -> list[Path]:
 
 def fingerprint(data: str | Path, field: str = "text") -> str:
     """Changes with what `read_documents` would give: a hash of the files as they are stored, or the dataset's own."""
-    found = hashlib.sha256(field.encode())
+    digest = hashlib.sha256(field.encode())
     if str(data).startswith(HUGGING_FACE):
-        found.update(_load_dataset(str(data))._fingerprint.encode())
-        return found.hexdigest()
+        digest.update(_load_dataset(str(data))._fingerprint.encode())
+        return digest.hexdigest()
     for path in find_files(data):
-        found.update(next(kind for kind in KINDS if path.name.endswith(kind)).encode())  # how the bytes are read
+        digest.update(next(kind for kind in KINDS if path.name.endswith(kind)).encode())  # how the bytes are read
         content = hashlib.sha256()
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 content.update(block)
-        found.update(content.digest())
-    return found.hexdigest()
+        digest.update(content.digest())
+    return digest.hexdigest()
 
 
 def _read_file(path: Path, field: str) -> Iterator[str]:
@@ -94,16 +94,16 @@ class _MalformedError(Exception):
 
 def _parse(line: str, field: str) -> str:
     try:
-        found = json.loads(line)
+        document = json.loads(line)
     except json.JSONDecodeError as error:
         raise _MalformedError(f"a JSON object, got {error.msg} at column {error.colno}") from error
-    if not isinstance(found, dict):
-        raise _MalformedError(f"a JSON object, got {type(found).__name__}")
-    if field not in found:
-        raise _MalformedError(f"a field {field!r}, got {', '.join(map(repr, found)) or 'none'}")
-    if not isinstance(found[field], str):
-        raise _MalformedError(f"text in {field!r}, got {type(found[field]).__name__}")
-    return found[field]
+    if not isinstance(document, dict):
+        raise _MalformedError(f"a JSON object, got {type(document).__name__}")
+    if field not in document:
+        raise _MalformedError(f"a field {field!r}, got {', '.join(map(repr, document)) or 'none'}")
+    if not isinstance(document[field], str):
+        raise _MalformedError(f"text in {field!r}, got {type(document[field]).__name__}")
+    return document[field]
 
 
 def _open(path: Path) -> IO[str]:
@@ -119,12 +119,12 @@ def _read_dataset(data: str, field: str) -> Iterator[str]:
     dataset = _load_dataset(data)
     if field not in dataset.column_names:
         raise ValueError(f"data: expected a field {field!r}, got {', '.join(dataset.column_names)} in {data}")
-    some = False
+    any_text = False
     for row in dataset:
         if row[field]:
-            some = True
+            any_text = True
             yield row[field]
-    if not some:
+    if not any_text:
         raise ValueError(f"data: expected text, got none in {data}")
 
 

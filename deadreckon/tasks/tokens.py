@@ -139,8 +139,8 @@ def write_ids(path: Path, documents: Iterator[str], tokenizer: Tokenizer, name: 
     with path.open("wb") as file, tqdm(desc=name, unit=" tokens", unit_scale=True, mininterval=often) as progress:
         _write_header(file, kind, count)
         for document in documents:
-            found = tokenizer.encode_batch_fast(list(cut(document)), add_special_tokens=False)
-            ids = np.array([token for piece in found for token in piece.ids] + [end], kind)
+            pieces = tokenizer.encode_batch_fast(list(cut(document)), add_special_tokens=False)
+            ids = np.array([token for piece in pieces for token in piece.ids] + [end], kind)
             file.write(ids.tobytes())
             count += len(ids)
             progress.update(len(ids))
@@ -156,9 +156,9 @@ def _write_header(file: Any, kind: type, count: int) -> None:
 def cut(text: str, size: int = PIECE) -> Iterator[str]:
     """Pieces of a text whose tokens, one after another, are the text's: no token crosses from a letter to a blank."""
     start = 0
-    while found := re.compile(r"(?<=\S)(?=\s)").search(text, start + size):
-        yield text[start : found.start()]
-        start = found.start()
+    while border := re.compile(r"(?<=\S)(?=\s)").search(text, start + size):
+        yield text[start : border.start()]
+        start = border.start()
     yield text[start:]
 
 

@@ -8,11 +8,10 @@ from datetime import date
 import torch
 from rich.console import Console
 
-from deadreckon.lab import markdown
 from deadreckon.lab.bench.flags import Flags
 from deadreckon.lab.bench.timing import SUMMARIES
-from deadreckon.lab.environment import processor, version_of
-from deadreckon.lab.training import check_device
+from deadreckon.lab.environment import check_device, processor, version_of
+from deadreckon.lab.pages import markdown
 
 Row = list[str]
 

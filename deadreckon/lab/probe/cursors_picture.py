@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import deadreckon as dr
-from deadreckon.lab.pictures import COLOURS, plt
+from deadreckon.lab.pages.pictures import COLOURS, plt
 from deadreckon.lab.probe.cursors import Trace, answer, trace, words
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.lines import Line2D
 from matplotlib.ticker import ScalarFormatter
 
-from deadreckon.lab.pictures import COLOURS, plt
+from deadreckon.lab.pages.pictures import COLOURS, plt
 from deadreckon.lab.probe.findings import Findings, Head
 from deadreckon.lab.probe.report import spell_tokens
 

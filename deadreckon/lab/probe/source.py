@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.lab.environment import check_device
 from deadreckon.lab.probe.cursors import layers_of
-from deadreckon.lab.runs import Run
-from deadreckon.lab.train import quiet_transformers
-from deadreckon.lab.training import check_device
+from deadreckon.lab.training import Run, quiet_transformers
 from deadreckon.tasks import TASKS
 from deadreckon.tasks.task import EQUALS, VOCAB_SIZE, spell
 
@@ -58,7 +57,7 @@ class Source:
             trained = task.sample(1, recipe.length, generator)[0].shape[1]
             if not data:
                 tokens, labels = task.sample(count, length or 4 * recipe.length, generator)
-                return Rows(tokens, None if recipe.metric == "perplexity" else labels, trained)
+                return Rows(tokens, None if recipe.task == "language" else labels, trained)
         if data in TASKS:
             return Rows(*TASKS[data]().sample(count, length or 1024, generator), trained)
         return Rows(self._text(data, count, length or 1024), None, trained)

@@ -1,15 +1,14 @@
-"""How well a model foretells text, by how much of it it has read.
+"""Perplexity by context length, and loss by position.
 
-All figures are means of −log p(token | what the model read before it), in nats. A row of L + 1 tokens gives L of them,
-the t-th from t tokens of context. Rows of L tile rows of the greatest length, so that **the very same tokens are
-foretold at every length**: what differs is where reading began.
+All figures are means of −log p(token | tokens before it in its row), in nats. A row of L + 1 tokens gives L of them,
+the t-th from t tokens of context. Rows of L tile rows of the greatest length, so that **the same tokens are predicted
+at every length**: what differs is where their context begins.
 
 - The mean over all positions of rows of L is what the rotations' paper reports ("all positions, no burn-in").
-- The mean over the last quarter of the positions tells what the far end of a row costs or gains. These are other tokens
+- The mean over the last quarter of the positions shows what the far end of a row costs or gains. These are other tokens
   at other lengths: it takes more text to compare them.
-- With a window of W, a token is foretold from its last W − stride to W tokens (from all, where there are fewer), by
-  rows of W that overlap: what a model is worth that reads no further back, unchanged. (As Hugging Face's guide to
-  perplexity does it.)
+- With a window of W, a token is predicted from its last W − stride to W tokens (from all, where there are fewer), by
+  overlapping rows of W: a model that reads no further back. (Hugging Face's guide to perplexity does the same.)
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers.cache_utils import DynamicCache
 
 import deadreckon as dr
-from deadreckon.lab.evaluation import autocast
+from deadreckon.lab.evaluation.scores import autocast, isolated_rng
 from deadreckon.tasks.language import Corpus
 
 LAST = 4  # one part in so many, at the end of a row
@@ -35,11 +34,11 @@ ENOUGH = 1 << 18
 
 @dataclass(frozen=True)
 class LengthScore:
-    """How well rows of one length are foretold."""
+    """Loss and perplexity of rows of one length."""
 
     length: int
     window: int | None
-    tokens: int  # that were foretold
+    tokens: int  # that were predicted
     loss: float
     perplexity: float
     last_loss: float  # in the last quarter of a row
@@ -48,7 +47,7 @@ class LengthScore:
 
 @dataclass(frozen=True)
 class PositionScore:
-    """How well tokens are foretold that have `first` to `last` tokens before them in their row."""
+    """The loss of tokens that have `first` to `last` tokens before them in their row."""
 
     first: int
     last: int
@@ -67,21 +66,23 @@ def perplexity_by_length(
     piece: int | None = None,
     batch_tokens: int = 1 << 16,
     seed: int = 0,
+    longest: int | None = None,
 ) -> list[LengthScore]:
     """Perplexity at each length, over the same text.
 
     Args:
-        tokens: about how many tokens to foretell at each length; all that fit in rows of the greatest length if None.
+        tokens: about how many tokens to predict at each length; all that fit in rows of the greatest length if None.
         window: read no further back than this, by overlapping rows; None to read a row from its beginning.
         stride: how far these rows lie apart, half a window by default.
         across: rows of the stream, over ends of documents; else rows of documents that are long enough.
         piece: read a row in pieces of so many tokens, through the model's cache; at once by default.
         batch_tokens: about how many tokens are read at once, one row at least.
         seed: of encodings that draw positions.
+        longest: take the text from rows of this length; by default of the greatest of `lengths`.
     """
     if not lengths:
         raise ValueError("lengths: expected one or more, got none")
-    text = corpus.rows(max(lengths), tokens, across=across)
+    text = corpus.rows(longest or max(lengths), tokens, across=across)
     scores = []
     for length in lengths:
         rows = text.unfold(1, length + 1, length).flatten(0, 1)
@@ -142,9 +143,9 @@ def windowed_losses(
         raise ValueError(f"stride: expected 1 to window = {window}, got {stride}")
     stops = [*range(window, length, stride), length]
     short = torch.cat([rows[:, stop - window : stop + 1] for stop in stops])  # (stops · count, window + 1)
-    found = token_losses(model, short, batch_tokens=batch_tokens, seed=seed).chunk(len(stops))
-    fresh = [stop - before for stop, before in zip(stops, [0, *stops[:-1]], strict=True)]
-    return torch.cat([losses[:, window - new :] for losses, new in zip(found, fresh, strict=True)], dim=1)
+    by_window = token_losses(model, short, batch_tokens=batch_tokens, seed=seed).chunk(len(stops))
+    new = [stop - before for stop, before in zip(stops, [0, *stops[:-1]], strict=True)]
+    return torch.cat([losses[:, window - count :] for losses, count in zip(by_window, new, strict=True)], dim=1)
 
 
 @torch.no_grad()
@@ -165,31 +166,25 @@ def token_losses(
         raise ValueError(f"piece: expected 1 or more, got {piece}")
     training = model.training
     model.eval()
-    found = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), autocast(device):
-        torch.manual_seed(seed)
-        for some in rows.split(max(1, batch_tokens // rows.shape[1])):
-            some = some.to(device)
+    batches = []
+    width = piece or rows.shape[1]
+    with isolated_rng(device, seed), autocast(device):
+        for batch in rows.split(max(1, batch_tokens // rows.shape[1])):
+            batch = batch.to(device)
             cache = None if piece is None else DynamicCache(config=model.config)
-            losses = [
-                _losses(model, read, told, cache)
-                for read, told in zip(
-                    some[:, :-1].split(piece or rows.shape[1], 1), some[:, 1:].split(piece or rows.shape[1], 1),
-                    strict=True,
-                )
-            ]  # fmt: skip
-            found.append(torch.cat(losses, dim=1).cpu())
+            pairs = zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True)
+            batches.append(torch.cat([_losses(model, *pair, cache) for pair in pairs], dim=1).cpu())
     model.train(training)
-    return torch.cat(found)
+    return torch.cat(batches)
 
 
-def _losses(model: dr.DeadReckonForCausalLM, read: Tensor, told: Tensor, cache: DynamicCache | None) -> Tensor:
-    """Losses (B, T) of the tokens told, each behind the one read; moves the cache on."""
-    hidden = model.model(read, past_key_values=cache).last_hidden_state.flatten(0, 1)
+def _losses(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, cache: DynamicCache | None) -> Tensor:
+    """Losses (B, T) of the labels, each the token behind; moves the cache on."""
+    hidden = model.model(tokens, past_key_values=cache).last_hidden_state.flatten(0, 1)
     # All logits of a long row would be the greatest tensor there is.
-    parts = zip(hidden.split(HEAD), told.flatten().split(HEAD), strict=True)
-    losses = [cross_entropy(model.lm_head(some).float(), expected, reduction="none") for some, expected in parts]
-    return torch.cat(losses).view_as(told)
+    parts = zip(hidden.split(HEAD), labels.flatten().split(HEAD), strict=True)
+    losses = [cross_entropy(model.lm_head(part).float(), expected, reduction="none") for part, expected in parts]
+    return torch.cat(losses).view_as(labels)
 
 
 def _mean(losses: Tensor) -> float:

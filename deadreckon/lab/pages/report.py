@@ -1,4 +1,4 @@
-"""A report: one page of HTML with nothing outside it, readable on a phone and on paper."""
+"""A report on runs: one self-contained page of HTML, readable on a phone and on paper."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import deadreckon as dr
-from deadreckon.lab.compare import Comparison, alike, gather
-from deadreckon.lab.display import spell_seconds
+from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather
 from deadreckon.lab.recipes import title_of
-from deadreckon.lab.runs import Run, find_runs, write_text
+from deadreckon.lab.training import Run, find_runs
+from deadreckon.lab.training.display import format_seconds
+from deadreckon.lab.training.runs import write_text
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -54,13 +55,13 @@ def _section(runs: list[Run]) -> str:
     comparison = gather(", ".join(folders), runs)
     title = f"{recipe.task}: {', '.join(dict.fromkeys(run.recipe.encoding for run in runs))}"
     parts = [f"<h2>{escape(title)}</h2><p>{escape(', '.join(folders))}</p>"]
-    parts += [_scores(comparison, condition) for condition in comparison.conditions]
+    parts += [_scores(comparison, condition) for condition in comparison.tabulated]
     parts += [_learning(runs), _runs(runs), _recipe(runs), _environment(runs)]
     return "".join(parts)
 
 
 def _scores(comparison: Comparison, condition: str) -> str:
-    from deadreckon.lab.pictures import scores_svg
+    from deadreckon.lab.pages.pictures import scores_svg
 
     lengths = comparison.lengths(condition)
     rows = []
@@ -74,15 +75,16 @@ def _scores(comparison: Comparison, condition: str) -> str:
 
 
 def _learning(runs: list[Run]) -> str:
-    from deadreckon.lab.pictures import learning_svg
+    from deadreckon.lab.pages.pictures import learning_svg
 
     curves: dict[str, list[tuple[list[int], list[float]]]] = {}
-    for run in runs:
-        lines = [line for line in run.metrics() if line["loss"] is not None]
-        if lines:
-            thin = lines[:: max(1, len(lines) // 500)]
-            curve = [line["step"] for line in thin], [line["loss"] for line in thin]
-            curves.setdefault(run.recipe.encoding, []).append(curve)
+    for label, labelled in by_label(runs).items():
+        for run in labelled:
+            lines = [line for line in run.metrics() if line["loss"] is not None]
+            if lines:
+                thin = lines[:: max(1, len(lines) // 500)]
+                curve = [line["step"] for line in thin], [line["loss"] for line in thin]
+                curves.setdefault(label, []).append(curve)
     if not curves:
         return ""
     return f"<h3>Learning</h3>{_picture(learning_svg(curves), 'Loss while training')}"
@@ -93,7 +95,7 @@ def _runs(runs: list[Run]) -> str:
     for run in runs:
         progress = run.progress()
         state = f"{progress.step}" if run.finished else f"{progress.step} of {run.recipe.steps}"
-        row = [run.recipe.encoding, run.recipe.seed, state, f"{progress.tokens:,}", spell_seconds(progress.seconds)]
+        row = [run.recipe.encoding, run.recipe.seed, state, f"{progress.tokens:,}", format_seconds(progress.seconds)]
         rows.append([run.path, *row, len(run.starts())])
     headings = ["run", "encoding", "seed", "steps", "tokens", "time", "starts"]
     return f"<h3>Runs</h3>{_table(headings, rows)}"

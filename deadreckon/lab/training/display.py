@@ -1,4 +1,4 @@
-"""What one sees of a training while it runs: a live line on a terminal, elsewhere a line now and then."""
+"""Progress of a training: a live line on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from deadreckon.lab.evaluation import Score, spell
-from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.training import Step
+from deadreckon.lab.evaluation import Score, format_value
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.engine import Step
 
 RECENT = 100  # steps that speed is measured over
-QUIET = 20.0  # seconds between lines where there is no terminal
+QUIET = 10.0  # seconds between lines where there is no terminal
 
 
-def spell_seconds(seconds: float) -> str:
-    """As people say it."""
+def format_seconds(seconds: float) -> str:
+    """Hours, minutes and seconds in words."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
@@ -55,24 +55,24 @@ class Display:
             self.live.stop()
 
     def step(self, step: Step, logged: bool) -> None:
-        """Takes note of a step. Its loss is fetched, which makes a device wait, only where it is logged anyway."""
+        """Notes a step. Its loss is fetched, which synchronises with the device, only where it is logged anyway."""
         self.done = step.number
         now = time.perf_counter()
         self.recent.append((now, self.recent[-1][1] + step.tokens))
         if logged:
-            # A mean over some tens of logged steps, as single ones jump about.
+            # A running mean: the loss of single steps is noisy.
             self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
         if not self.console.is_terminal and (now - self.printed > QUIET or self.done == self.recipe.steps):
             self.printed = now
             self.console.print(f"{self.title}: {self._words()}", highlight=False, soft_wrap=True)
 
     def evaluated(self, score: Score) -> None:
-        """Takes note of a look at fresh data."""
+        """Notes an evaluation."""
         self.score = score
 
     @property
     def speed(self) -> float:
-        """Tokens per second, of late."""
+        """Recent tokens per second."""
         (began, before), (now, after) = self.recent[0], self.recent[-1]
         return (after - before) / max(now - began, 1e-9)
 
@@ -81,11 +81,12 @@ class Display:
         if self.loss is not None:
             words.append(f"loss {self.loss:.3f}")
         if self.score is not None:
-            words.append(f"{self.recipe.metric} {spell(self.recipe.metric, self.score.value(self.recipe.metric))}")
+            metric = self.recipe.metric
+            words.append(f"{metric} {format_value(metric, self.score.value(metric))}")
         words.append(f"{self.speed:,.0f} tokens/s")
         if taken := len(self.recent) - 1:
             pace = (self.recent[-1][0] - self.recent[0][0]) / taken
-            words.append(f"{spell_seconds(pace * (self.recipe.steps - self.done))} left")
+            words.append(f"{format_seconds(pace * (self.recipe.steps - self.done))} left")
         return ", ".join(words)
 
     def _render(self) -> Table:

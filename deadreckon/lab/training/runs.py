@@ -1,12 +1,13 @@
 """A run is a folder: its recipe, where and how it was made, its metrics, checkpoints and scores.
 
-    recipe.json       everything that decides the result
-    environment.json  each time it was started: date, command, machine, versions, commit
-    metrics.jsonl     a line for each logged step
-    last/, best/      checkpoints: models for from_pretrained; the last one with the optimiser's state
-    scores.json       by test and length
+    recipe.json         everything that decides the result
+    environment.json    each time it was started: date, command, machine, versions, commit
+    metrics.jsonl       a line for each logged step
+    evaluations.jsonl   scores while training, where the recipe reports the best three of them
+    last/, best/        checkpoints: models for from_pretrained; the last one with the optimizer's state
+    scores.json         by test and length
 
-Nothing is ever half there: files and folders are written beside their place, brought to the disk, then renamed.
+Writes are atomic: files and folders are written beside their place, synced to disk, then renamed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,18 +26,18 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 import deadreckon as dr
-from deadreckon.lab.environment import describe_environment
-from deadreckon.lab.evaluation import Score
-from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.texts import save_tokenizer
-from deadreckon.lab.training import Training, make_model
+from deadreckon.lab.environment import check_model, describe_environment
+from deadreckon.lab.evaluation import Place, Score, mean_of_best
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.recipes.texts import save_tokenizer
+from deadreckon.lab.training.engine import Training, config_for_tests, make_model
 
 KINDS = ("last", "best")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a checkpoint knows beside weights and the optimiser's state."""
+    """How far a checkpoint is."""
 
     step: int
     seconds: float = 0.0  # of training, before
@@ -71,10 +72,10 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else trains this run meanwhile. The lock goes with the process, however it ends."""
+        """An exclusive lock on training this run, released when the process ends, however it ends."""
         try:
             import fcntl
-        except ModuleNotFoundError:  # where there are no such locks, people take care themselves
+        except ModuleNotFoundError:  # no such locks on this system
             yield
             return
         with (self.path / "lock").open("w") as file:
@@ -95,7 +96,7 @@ class Run:
 
     def save(self, training: Training, progress: Progress) -> None:
         """Writes the last checkpoint, in place of the one before."""
-        with replaced(self.path / "last") as folder:
+        with replacing(self.path / "last") as folder:
             training.model.save_pretrained(folder)
             save_tokenizer(training.task, folder)
             save_file(training.memory(), folder / "optimizer.safetensors")
@@ -103,7 +104,7 @@ class Run:
 
     def save_best(self, training: Training, score: Score) -> None:
         """Writes the best checkpoint, in place of the one before."""
-        with replaced(self.path / "best") as folder:
+        with replacing(self.path / "best") as folder:
             training.model.save_pretrained(folder)
             save_tokenizer(training.task, folder)
             (folder / "score.json").write_text(json.dumps({"step": training.done} | asdict(score)))
@@ -126,27 +127,29 @@ class Run:
         path = self.path / "last" / "progress.json"
         return Progress(**json.loads(path.read_text())) if path.exists() else Progress(0)
 
-    def load(self, kind: str = "last", device: str = "cpu") -> dr.DeadReckonForCausalLM:
-        """The model of a checkpoint, to be scored."""
+    def load(self, kind: str = "last", device: str = "cpu", lengths: Sequence[int] = ()) -> dr.DeadReckonForCausalLM:
+        """The model of a checkpoint, with the positions for tests of the recipe's lengths and of these."""
         folder = self.path / kind
         if not (folder / "config.json").exists():
             raise ValueError(f"run: {self.path} has no {kind} checkpoint yet")
-        model: dr.DeadReckonForCausalLM = dr.DeadReckonForCausalLM.from_pretrained(folder).to(device)
-        return model.eval()
+        return load_for_tests(folder, self.recipe, device, lengths)
 
     def scores(self, kind: str = "last") -> dict[tuple[str, int], Score]:
-        """What a checkpoint reached, by test and length; scores of an earlier one do not count."""
+        """Scores of a checkpoint by test and length; those of an earlier checkpoint do not count."""
         path = self.path / "scores.json"
         data = json.loads(path.read_text()) if path.exists() else []
-        found = [Score(**one["score"]) for one in data if (one["kind"], one["step"]) == (kind, self._step(kind))]
-        return {(score.condition, score.length): score for score in found}
+        scores = [Score(**one["score"]) for one in data if (one["kind"], one["step"]) == (kind, self._step(kind))]
+        for line in self.lines("evaluations") if kind == "last" else ():
+            if line["step"] == self._step(kind):
+                scores += [Score(**one) for one in line["scores"]]
+        return {score.place: score for score in scores}
 
     def add_scores(self, scores: Iterable[Score], kind: str = "last") -> None:
-        """Keeps scores beside those that are there."""
-        found = self.scores(kind) | {(score.condition, score.length): score for score in scores}
+        """Adds scores of a checkpoint."""
+        merged = self.scores(kind) | {score.place: score for score in scores}
         path, step = self.path / "scores.json", self._step(kind)
         others = [one for one in json.loads(path.read_text()) if one["kind"] != kind] if path.exists() else []
-        data = [{"kind": kind, "step": step, "score": asdict(found[place])} for place in sorted(found)]
+        data = [{"kind": kind, "step": step, "score": asdict(merged[place])} for place in sorted(merged)]
         write_text(path, json.dumps([*others, *data], indent=1))
 
     def _step(self, kind: str) -> int:
@@ -154,17 +157,46 @@ class Run:
         path = self.path / kind / ("progress.json" if kind == "last" else "score.json")
         return int(json.loads(path.read_text())["step"]) if path.exists() else 0
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics, without one that was cut off."""
-        path = self.path / "metrics.jsonl"
+    def reported(self) -> dict[Place, Score]:
+        """The scores that tables show: of the last checkpoint, or for each place the mean of the best evaluations."""
+        if self.recipe.reporting == "last":
+            return self.scores()
+        evaluations: dict[Place, list[Score]] = {}
+        for line in self.lines("evaluations"):
+            for one in line["scores"]:
+                score = Score(**one)
+                evaluations.setdefault(score.place, []).append(score)
+        return {place: self._best(scores) for place, scores in evaluations.items()}
+
+    def _best(self, scores: list[Score]) -> Score:
+        measure = scores[0].measure or self.recipe.metric
+        name = "loss" if measure == "perplexity" else measure
+        value = mean_of_best(measure, [score.value(name) for score in scores])
+        return Score(**(asdict(scores[-1]) | {name: value}))
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Of metrics.jsonl or evaluations.jsonl, without one that was cut off."""
+        path = self.path / f"{name}.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
-    def cut_metrics(self, step: int) -> None:
-        """Leaves out what was logged after a step: those steps are taken again."""
-        if (self.path / "metrics.jsonl").exists():
-            kept = [line for line in self.metrics() if line["step"] <= step]
-            write_text(self.path / "metrics.jsonl", "".join(map(spell_line, kept)))
+    def metrics(self) -> list[dict[str, Any]]:
+        """The logged steps."""
+        return self.lines("metrics")
+
+    def add_evaluation(self, step: int, scores: Iterable[Score]) -> None:
+        """Keeps scores while training."""
+        with (self.path / "evaluations.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "scores": [asdict(score) for score in scores]}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def cut_lines(self, step: int) -> None:
+        """Removes what was logged after a step: those steps are taken again."""
+        for name in ("metrics", "evaluations"):
+            if (self.path / f"{name}.jsonl").exists():
+                kept = [line for line in self.lines(name) if line["step"] <= step]
+                write_text(self.path / f"{name}.jsonl", "".join(map(format_line, kept)))
 
     @property
     def finished(self) -> bool:
@@ -172,19 +204,27 @@ class Run:
         return self.progress().step == self.recipe.steps
 
 
+def load_for_tests(folder: Path, recipe: Recipe, device: str, lengths: Sequence[int] = ()) -> dr.DeadReckonForCausalLM:
+    """A saved model, with the positions for tests of the recipe's lengths and of these."""
+    check_model(folder)
+    config = config_for_tests(dr.DeadReckonConfig.from_pretrained(folder), recipe, lengths)
+    model: dr.DeadReckonForCausalLM = dr.DeadReckonForCausalLM.from_pretrained(folder, config=config).to(device)
+    return model.eval()
+
+
 def find_runs(paths: Iterable[Path]) -> list[Run]:
     """The runs in folders, at any depth; each must have one."""
-    found: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
     for path in paths:
         places = sorted(file.parent for file in path.rglob("recipe.json")) if path.is_dir() else []
         if not places:
             raise ValueError(f"run: expected a folder with recipe.json, or with such folders in it, got {str(path)!r}")
-        found |= {place.resolve(): Run(place) for place in places}
-    return list(found.values())
+        runs |= {place.resolve(): Run(place) for place in places}
+    return list(runs.values())
 
 
-def spell_line(values: dict[str, Any]) -> str:
-    """A line of metrics. JSON has no infinities: None stands for them."""
+def format_line(values: dict[str, Any]) -> str:
+    """A line of JSON, with null for infinities and NaN, which JSON lacks."""
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
     }
@@ -201,11 +241,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
-    """A new folder to write in, which takes the place of `folder` once all is written.
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder to write in, which takes the place of `folder` once everything is written.
 
-    Folders are not replaced in one go. So the old one is put aside first: if it is aside and none is in its place, the
-    new one is whole, and `recover` ends what was begun. In any other case a new one is a leftover.
+    Folders cannot be replaced atomically. So the old one is renamed first: if it is aside and none is in its place, the
+    new one is complete, and `recover` finishes. In any other case a new one is a leftover.
     """
     new, old = beside(folder)
     for leftover in (new, old):
@@ -222,7 +262,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 def recover(folder: Path) -> None:
-    """Ends what `replaced` was killed in, or takes back what it had begun."""
+    """Finishes what `replacing` was killed in, or undoes what it had begun."""
     new, old = beside(folder)
     if old.exists() and not folder.exists():
         new.rename(folder)
@@ -236,8 +276,8 @@ def beside(folder: Path) -> tuple[Path, Path]:
 
 
 def to_disk(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder."""
-    if path.is_dir() and sys.platform == "win32":  # which has no such thing for folders
+    """fsync of a file, or of a folder."""
+    if path.is_dir() and sys.platform == "win32":  # no fsync for folders there
         return
     handle = os.open(path, os.O_RDONLY)
     try:

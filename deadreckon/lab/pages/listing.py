@@ -1,4 +1,4 @@
-"""What there is to choose from."""
+"""`deadreckon list`: experiments, encodings and implementations."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rich.console import Console
 from rich.table import Table
 
 import deadreckon as dr
-from deadreckon.lab.recipes import RECIPES
+from deadreckon.lab.recipes import EXPERIMENTS
 
 
 def print_listing() -> None:
-    """Prints recipes, encodings and implementations."""
+    """Prints them as tables."""
     console = Console()
     recipes = Table(title="Recipes", title_justify="left")
     recipes.add_column("name", no_wrap=True)
     recipes.add_column("what is learnt")
     recipes.add_column("from")
     before = ""
-    for name, experiment in RECIPES.items():
+    for name, experiment in EXPERIMENTS.items():
         recipes.add_row(name, experiment.about, "likewise" if experiment.source == before else experiment.source)
         before = experiment.source
     console.print(recipes)

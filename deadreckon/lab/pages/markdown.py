@@ -1,4 +1,4 @@
-"""Tables for pages of results."""
+"""Tables in Markdown."""
 
 from __future__ import annotations
 

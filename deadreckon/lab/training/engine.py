@@ -1,47 +1,30 @@
-"""The training engine: one object that holds all that training goes on from, and takes one step at a time.
+"""The training engine: one object with the whole state of a training, which takes one step at a time.
 
-Data come from one generator, whose state is kept; what encodings draw in a forward pass follows from the seed and the
-step. So a training that was stored and restored goes on as if nothing had happened: on a CPU, bit for bit, with as many
-threads as before.
+Data come from one generator, whose state is saved; what encodings draw in a forward pass follows from the seed and the
+step. So a restored training continues exactly: on a CPU bit for bit, given the same number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.evaluation import autocast, wrongly
-from deadreckon.lab.graphs import Graphs, recorded_on
-from deadreckon.lab.recipe import Recipe
+from deadreckon.lab.evaluation import autocast, is_wrong
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.graphs import Graphs, captured_on
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
 
-def check_device(name: str) -> None:
-    """Says so if there is no such device here."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: expected one that is here, got {name!r} ({str(error).splitlines()[0]})") from error
-
-
-def check_model(folder: Path) -> None:
-    """Says so if no model has been saved in a folder: from_pretrained would look for it elsewhere."""
-    if not (folder / "config.json").exists():
-        raise ValueError(
-            f"model: expected a folder with config.json, as save_pretrained writes it, got {str(folder)!r}"
-        )
-
-
 def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
-    """The model of a recipe as it begins, which its seed decides."""
+    """The model of a recipe before training, with weights drawn by its seed."""
     torch.manual_seed(recipe.seed)
-    options = recipe.encoding_options
+    options = recipe.options_in_training()
     config = dr.DeadReckonConfig(
         encoding=recipe.encoding, vocab_size=vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads, initializer_range=recipe.initial, tie_word_embeddings=recipe.tied,
@@ -50,10 +33,29 @@ def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
     return dr.DeadReckonForCausalLM(config)
 
 
-def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW, with what encodings ask for. The schedule scales each group's `initial_lr`.
+def config_for_tests(config: dr.DeadReckonConfig, recipe: Recipe, lengths: Sequence[int] = ()) -> dr.DeadReckonConfig:
+    """The configuration of a trained model with as many positions as tests need: no weight depends on them."""
+    changes = recipe.options_in_tests(lengths)
+    if changes:
+        config = deepcopy(config)
+        config.encoding_options = {recipe.encoding: (config.encoding_options or {}).get(recipe.encoding, {}) | changes}
+    return config
 
-    On a GPU its rates and counts of steps are tensors there, so that a CUDA graph reads those of the day.
+
+def model_for_tests(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> dr.DeadReckonForCausalLM:
+    """The model itself, or a copy with as many positions as tests need."""
+    config = config_for_tests(model.config, recipe)
+    if config.encoding_options == model.config.encoding_options:
+        return model
+    tested = dr.DeadReckonForCausalLM(config).to(next(model.parameters()).device)
+    tested.load_state_dict(model.state_dict())
+    return tested
+
+
+def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW, with the parameter groups of encodings. The schedule scales each group's `initial_lr`.
+
+    On a GPU learning rates and step counts are tensors there, so that a captured CUDA graph sees the current values.
     """
     first, second = recipe.betas
     groups = dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay)
@@ -68,7 +70,7 @@ def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.opt
 
 @dataclass(frozen=True)
 class Step:
-    """What one step showed, on data the model had not seen. Figures leave the device when they are asked for."""
+    """Loss and errors of one step, on fresh data. They are copied from the device when asked for."""
 
     number: int  # counted from 1
     tokens: int
@@ -82,7 +84,7 @@ class Step:
 
     @cached_property
     def error(self) -> float:
-        """The share of scored tokens that were predicted wrongly; not a number where nobody counted."""
+        """The share of scored tokens predicted wrongly; NaN where errors are not counted."""
         return float("nan") if self.wrong is None else int(self.wrong) / max(int(self.scored), 1)
 
 
@@ -93,7 +95,7 @@ class Training:
         model: is trained in place.
         task: where its data come from.
         recipe: equal recipes see equal data.
-        graphs: whether steps are recorded as CUDA graphs (`graphs.py`); on a GPU they are, unless this says no.
+        graphs: whether steps are captured as CUDA graphs (`graphs.py`); by default they are on a GPU.
     """
 
     def __init__(self, model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe, graphs: bool | None = None) -> None:
@@ -102,8 +104,9 @@ class Training:
         self.optimizer = make_optimizer(model, recipe)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.done = 0  # steps
-        record = recorded_on(self.device) if graphs is None else graphs
-        self.graphs = Graphs(self._step, self.device) if record and recipe.accumulate == 1 else None
+        self.scheduled = self._place_scheduled()
+        capture = captured_on(self.device) if graphs is None else graphs
+        self.graphs = Graphs(self._step, self.device) if capture and recipe.accumulate == 1 else None
 
     def advance(self) -> Step:
         """Takes the next step."""
@@ -111,6 +114,8 @@ class Training:
         torch.manual_seed(1_000_003 * recipe.seed + self.done)  # for encodings that draw numbers
         self.model.train()
         self._set_rates()
+        for name, value in recipe.scheduled_at(self.done).items():
+            self.scheduled[name].fill_(value)
         drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, recipe.accumulate)
         parts = [part.to(self.device) for part in drawn]
         if self.graphs is not None and parts[0].cu_seqlens is None:
@@ -121,6 +126,15 @@ class Training:
         tokens = sum(part.tokens.numel() for part in parts)
         return Step(self.done, tokens, losses, counted[0] if counted else None, scored)
 
+    def _place_scheduled(self) -> dict[str, Tensor]:
+        """Tensors in place of scheduled numbers, so that a captured CUDA graph sees the current values."""
+        values = {name: torch.tensor(value, device=self.device) for name, value in self.recipe.scheduled_at(0).items()}
+        for encoding in (part for part in self.model.modules() if isinstance(part, dr.Encoding)):
+            for part in encoding.modules():
+                for name in values.keys() & vars(part).keys():
+                    setattr(part, name, values[name])
+        return values
+
     def _set_rates(self) -> None:
         for group in self.optimizer.param_groups:
             rate = self.recipe.learning_rate_at(self.done, group["initial_lr"])
@@ -130,7 +144,7 @@ class Training:
                 group["lr"] = rate
 
     def _step(self, *parts: Batch) -> tuple[Tensor, ...]:
-        """From a batch to changed weights: the loss, how many tokens were scored and, where that is counted, errors."""
+        """One step of the optimizer: the loss, the number of scored tokens and, where counted, of errors."""
         scored = torch.stack([(part.labels[:, 1:] != NOT_SCORED).sum() for part in parts]).sum()
         self.optimizer.zero_grad()
         judged = [self._learn(part, scored) for part in parts]
@@ -141,25 +155,25 @@ class Training:
         return torch.stack(losses).sum(), scored, *counted
 
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Adds to the gradients what a part of a batch has to say: its share of the loss, and its errors."""
-        count = scored if self.recipe.accumulate > 1 else None  # by what a part's summed loss is divided
+        """Accumulates the gradients of a part of a batch: its share of the loss, and its errors."""
+        count = scored if self.recipe.accumulate > 1 else None
         with autocast(part.tokens.device):
             output = self.model(part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count)
         output.loss.backward()
-        if self.recipe.metric == "perplexity":  # counting errors among many words takes time
+        if self.recipe.task == "language":  # an argmax over a large vocabulary takes time
             return output.loss.detach(), None
-        return output.loss.detach(), wrongly(output.logits[:, :-1], part.labels[:, 1:]).sum()
+        return output.loss.detach(), is_wrong(output.logits[:, :-1], part.labels[:, 1:]).sum()
 
     def memory(self) -> dict[str, Tensor]:
-        """All but the weights that the next step depends on: the optimiser's state by parameter, and the generator."""
-        found = {"generator": self.generator.get_state()}
+        """All but the weights that the next step depends on: the optimizer's state by parameter, and the generator."""
+        memory = {"generator": self.generator.get_state()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
-                found[f"{key}.{name}"] = value
-        return found
+                memory[f"{key}.{name}"] = value
+        return memory
 
     def remember(self, memory: dict[str, Tensor], done: int) -> None:
-        """Goes on from what `memory` gave after so many steps; the weights are the model's."""
+        """Restores what `memory` gave after `done` steps; the weights are the model's."""
         memory = dict(memory)
         self.generator.set_state(memory.pop("generator"))
         parameters = dict(self.model.named_parameters())
@@ -167,13 +181,13 @@ class Training:
             key, name = place.split(".", 1)
             parameter = parameters[name]
             # Without graphs AdamW keeps its count of steps on the CPU.
-            here = key == "step" and not self.optimizer.defaults["capturable"]
-            self.optimizer.state[parameter][key] = value if here else value.to(parameter.device)
+            on_cpu = key == "step" and not self.optimizer.defaults["capturable"]
+            self.optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
         self.done = done
 
 
 def train(model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe) -> Iterator[Step]:
-    """Trains in place, a step for each item that is asked for."""
+    """Trains in place: an iterator over steps."""
     training = Training(model, task, recipe)
     while training.done < recipe.steps:
         yield training.advance()

@@ -15,11 +15,11 @@ PARTS = ("train", "valid")
 def read_language(
     data: str = "", held_out: str = "", part: str = "train", vocabulary: int = 8192, packed: bool = False
 ) -> Language:
-    """Language modelling on texts of one's own.
+    """Language modelling on any text.
 
     Args:
         data: the text to learn from: a file, a folder or a dataset, see `deadreckon.tasks.text.read_documents`. Or a
-            folder of tokens, as `python -m deadreckon.lab.text_runs` makes them, with both parts in it.
+            folder of tokens, as `deadreckon.tasks.language.save_corpora` writes it, with both parts in it.
         held_out: the text to test on.
         part: "train" or "valid".
         vocabulary: tokens of the tokenizer, which is trained on `data`.

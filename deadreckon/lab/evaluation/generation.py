@@ -10,7 +10,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, TextStreamer
 
 import deadreckon as dr
-from deadreckon.lab.training import check_device, check_model
+from deadreckon.lab.environment import check_device, check_model
 
 
 def run_generate(
@@ -36,10 +36,10 @@ def run_generate(
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     torch.manual_seed(seed)
     began = time.perf_counter()
-    found = network.generate(
+    tokens_out = network.generate(
         ids, max_new_tokens=tokens, streamer=TextStreamer(tokenizer), pad_token_id=tokenizer.pad_token_id, **sampling
     )
     seconds = time.perf_counter() - began
-    new = found.shape[1] - ids.shape[1]
+    new = tokens_out.shape[1] - ids.shape[1]
     console.print(f"{new} tokens after {ids.shape[1]}, {new / seconds:.1f} tokens/s on {device}, seed {seed}")
-    return tokenizer.decode(found[0])
+    return tokenizer.decode(tokens_out[0])

@@ -1,0 +1,170 @@
+"""Evaluators by name: what a recipe can ask of a trained model, each at any lengths.
+
+error, exact        tokens predicted wrongly, rows answered exactly, on fresh sequences of the task
+perplexity          by context length, over the same tokens at every length
+perplexity-window   the same, reading no further back than the training length
+loss-by-position    by the number of tokens before, up to the greatest test length; and its mean within the training
+                    length and beyond
+training-loss       the mean over the last tenth of training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import deadreckon as dr
+from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length
+from deadreckon.lab.evaluation.scores import Place, Score, score
+from deadreckon.lab.recipes import Recipe
+from deadreckon.tasks.language import Corpus, Language
+
+TRAINING_LOSS = "last tenth of training"
+BINS = 32  # of positions
+
+
+class Subject(NamedTuple):
+    """What is evaluated, in which test and at which lengths."""
+
+    model: dr.DeadReckonForCausalLM | None  # None if no evaluator needs it
+    recipe: Recipe
+    metrics: Sequence[dict[str, Any]]  # lines of its training
+    condition: str
+    lengths: Sequence[int]
+
+
+class Evaluator(NamedTuple):
+    """Where an evaluator gives scores: (recipe, condition, lengths) to places; and the scores themselves."""
+
+    places: Callable[[Recipe, str, Sequence[int]], list[Place]]
+    scores: Callable[[Subject], Iterator[Score]]
+
+
+def evaluate(
+    model: dr.DeadReckonForCausalLM,
+    recipe: Recipe,
+    metrics: Sequence[dict[str, Any]] = (),
+    lengths: Sequence[int] = (),
+    known: Sequence[Place] | set[Place] = (),
+) -> Iterator[Score]:
+    """Scores of all evaluators of a recipe in all its tests, at these lengths or its own, but for those known."""
+    for name in recipe.evaluators:
+        evaluator = EVALUATORS[name]
+        for condition in recipe.conditions:
+            missing = [place for place in evaluator.places(recipe, condition, lengths) if place not in known]
+            if missing:
+                yield from evaluator.scores(Subject(model, recipe, metrics, condition, [n for _, n in missing]))
+
+
+def places_to_test(recipe: Recipe, lengths: Sequence[int] = ()) -> list[Place]:
+    """The places that `evaluate` gives scores of."""
+    evaluators = [EVALUATORS[name] for name in recipe.evaluators]
+    places = [p for e in evaluators for condition in recipe.conditions for p in e.places(recipe, condition, lengths)]
+    return list(dict.fromkeys(places))
+
+
+def _offered(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
+    """Lengths that are asked for, or those of the recipe that the task has in this condition."""
+    offered = recipe.make_task(condition).lengths
+    places = []
+    for length in sorted(set(lengths or recipe.test_lengths or (recipe.length,))):
+        if length in offered:
+            places.append((condition, length))
+        elif lengths:
+            raise ValueError(f"lengths: expected lengths that {recipe.task} ({condition}) has, got {length}")
+    return places
+
+
+def _sampled(subject: Subject) -> Iterator[Score]:
+    assert subject.model is not None
+    for length in subject.lengths:
+        yield score(subject.model, subject.recipe, subject.condition, length)
+
+
+def _on_text(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
+    if recipe.task != "language":
+        raise ValueError(f"evaluators: expected error or exact for {recipe.task}, got {', '.join(recipe.evaluators)}")
+    return _offered(recipe, condition, lengths)
+
+
+def _corpus(subject: Subject, longest: int) -> tuple[Corpus, bool]:
+    """The text of a test, and whether rows go over ends of documents, as they must if none is long enough."""
+    task = subject.recipe.make_task(subject.condition)
+    assert isinstance(task, Language)
+    spans = task.corpus.documents
+    return task.corpus, int((spans[:, 1] - spans[:, 0]).max()) <= longest
+
+
+def _window(recipe: Recipe, condition: str) -> str:
+    return f"{condition}, window of {recipe.length}"
+
+
+def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
+    assert subject.model is not None
+    recipe = subject.recipe
+    longest = max([*subject.lengths, *recipe.test_lengths])
+    corpus, across = _corpus(subject, longest)
+    name = subject.condition if window is None else _window(recipe, subject.condition)
+    for one in perplexity_by_length(
+        subject.model, corpus, subject.lengths, tokens=recipe.test_tokens, window=window, across=across,
+        longest=longest,
+    ):  # fmt: skip
+        rows = one.tokens // one.length
+        yield Score(name, one.length, None, None, one.loss, rows, "perplexity")
+
+
+def _longer(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
+    places = _on_text(recipe, condition, lengths)
+    return [(_window(recipe, condition), length) for _, length in places if length > recipe.length]
+
+
+def _position_places(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
+    _, longest = _on_text(recipe, condition, lengths)[-1]
+    return [(f"{condition}, by position", longest)]
+
+
+def _positions(subject: Subject) -> Iterator[Score]:
+    assert subject.model is not None
+    recipe, longest = subject.recipe, max(subject.lengths)
+    corpus, across = _corpus(subject, longest)
+    tokens = recipe.test_tokens
+    bins = loss_by_position(subject.model, corpus, longest, min(BINS, longest), tokens=tokens, across=across)
+    rows = max(1, tokens // longest)
+    for name, chosen in (  # positions in a bin on both sides of the border count on neither
+        ("within the training length", [one for one in bins if one.last <= recipe.length]),
+        ("beyond it", [one for one in bins if one.first > recipe.length]),
+    ):
+        if chosen:
+            loss = mean_loss(chosen)
+            yield Score(
+                f"{subject.condition}, {name}", recipe.length, None, None, loss, rows, "loss", "training length"
+            )
+    for one in bins:  # the last of them last: it says that all are there
+        name = f"{subject.condition}, by position"
+        yield Score(name, one.last, None, None, one.loss, rows, "loss", "position")
+
+
+def mean_loss(bins: Sequence[PositionScore]) -> float:
+    """Over all positions of these bins."""
+    counts = [one.last - one.first + 1 for one in bins]
+    return sum(count * one.loss for count, one in zip(counts, bins, strict=True)) / sum(counts)
+
+
+def _training_loss(subject: Subject) -> Iterator[Score]:
+    recipe = subject.recipe
+    losses = [
+        line["loss"] for line in subject.metrics if line["step"] > 0.9 * recipe.steps and line["loss"] is not None
+    ]
+    if losses:
+        loss = sum(losses) / len(losses)
+        yield Score(TRAINING_LOSS, recipe.length, None, None, loss, len(losses), "loss", "training length")
+
+
+EVALUATORS = {
+    "error": Evaluator(_offered, _sampled),
+    "exact": Evaluator(_offered, _sampled),
+    "perplexity": Evaluator(_on_text, _perplexity),
+    "perplexity-window": Evaluator(_longer, lambda subject: _perplexity(subject, subject.recipe.length)),
+    "loss-by-position": Evaluator(_position_places, _positions),
+    "training-loss": Evaluator(lambda recipe, condition, lengths: [(TRAINING_LOSS, recipe.length)], _training_loss),
+}

@@ -1,0 +1,153 @@
+"""Scores: errors, exact answers and loss on fresh sequences of a task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import deadreckon as dr
+from deadreckon.lab.recipes import Recipe
+from deadreckon.tasks.task import NOT_SCORED
+
+TEST_SEED = 1234
+BATCH_TOKENS = 2**15  # go through a model at a time
+Place = tuple[str, int]  # a test, and a length in it
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts over rows of a task."""
+
+    rows: int
+    scored: int  # tokens
+    wrong: int  # of these
+    exact: int  # rows without an error
+    loss: float  # nats, summed over scored tokens
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of one test at one length.
+
+    `axis` says what the length is: of test sequences ("length"), of training sequences ("training length"), or the
+    last of a range of positions in a sequence ("position").
+    """
+
+    condition: str
+    length: int
+    error: float | None  # share of scored tokens predicted wrongly, where that was counted
+    exact: float | None  # share of rows without an error, likewise
+    loss: float  # nats per scored token
+    rows: int
+    measure: str = ""  # what tables show; by default the recipe's metric
+    axis: str = "length"
+
+    @property
+    def place(self) -> Place:
+        return self.condition, self.length
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))  # a double holds no more
+
+    def value(self, measure: str) -> float:
+        """In one of the measures: error, exact, loss, perplexity."""
+        return float(getattr(self, measure))
+
+
+def is_better(measure: str, one: float, other: float) -> bool:
+    """Whether the first of two values is better."""
+    return one > other if measure == "exact" else one < other
+
+
+def mean_of_best(measure: str, evaluations: Sequence[float], best: int = 3) -> float:
+    """The mean of the best of several evaluations, or of all while there are fewer."""
+    chosen = sorted(evaluations, reverse=measure == "exact")[:best]
+    return sum(chosen) / len(chosen)
+
+
+def format_value(measure: str, value: float) -> str:
+    """A value for people, in three digits or so: shares in per cent, without the sign."""
+    value = 100 * value if measure in ("error", "exact") else value
+    if measure == "loss":
+        return f"{value:.4f}"
+    if 0 < value < 0.005:
+        return f"{value:.1g}"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1e4 else f"{value:.1e}"
+
+
+def score(
+    model: dr.DeadReckonForCausalLM,
+    recipe: Recipe,
+    condition: str,
+    length: int,
+    *,
+    rows: int = 0,
+    seed: int = TEST_SEED,
+) -> Score:
+    """Scores a model in a test of a recipe, on as many fresh rows as it says, or `rows`."""
+    rows = rows or max(1, min(recipe.test_rows, recipe.test_tokens // length))
+    tokens, labels = recipe.make_task(condition).sample(rows, length, torch.Generator().manual_seed(seed))
+    device = next(model.parameters()).device
+    with isolated_rng(device, seed), autocast(device, recipe.test_autocast):
+        counts = tally(model, tokens, labels, max(1, BATCH_TOKENS // tokens.shape[1]))
+    scored = max(counts.scored, 1)
+    return Score(condition, length, counts.wrong / scored, counts.exact / rows, counts.loss / scored, rows)
+
+
+@torch.no_grad()
+def tally(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, batch_size: int = 64) -> Tally:
+    """Errors and loss on rows (count, width).
+
+    Tokens are predicted from the right ones before them. Where labels are the tokens themselves, greedy decoding gives
+    the very same rows: up to its first mistake it has read the same.
+    """
+    device = next(model.parameters()).device
+    model.eval()
+    wrong = exact = scored = 0
+    loss = 0.0
+    for batch, expected in zip(tokens.split(batch_size), labels.split(batch_size), strict=True):
+        errors, nats = _judge(model, batch.to(device), expected.to(device))
+        wrong += int(errors.sum())
+        exact += int((errors == 0).sum())
+        scored += int((expected[:, 1:] != NOT_SCORED).sum())
+        loss += nats
+    return Tally(len(tokens), scored, wrong, exact, loss)
+
+
+def _judge(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    """Errors in each row, and the summed loss. Logits, which may be wide, are made for a slice of tokens at a time."""
+    hidden = model.model(tokens).last_hidden_state[:, :-1]
+    errors = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
+    loss = 0.0
+    width = max(1, 2**14 // len(tokens))
+    for part, expected in zip(hidden.split(width, 1), labels[:, 1:].split(width, 1), strict=True):
+        logits = model.lm_head(part).float()
+        errors += is_wrong(logits, expected).sum(1)
+        loss += float(cross_entropy(logits.flatten(0, 1), expected.flatten(), ignore_index=NOT_SCORED, reduction="sum"))
+    return errors, loss
+
+
+def is_wrong(logits: Tensor, expected: Tensor) -> Tensor:
+    """Which places are scored and predicted wrongly."""
+    return (logits.argmax(-1) != expected) & (expected != NOT_SCORED)
+
+
+@contextmanager
+def isolated_rng(device: torch.device, seed: int) -> Iterator[None]:
+    """Encodings that draw random numbers draw the same each time; the caller's generators stay as they are."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def autocast(device: torch.device, enabled: bool = True) -> torch.autocast:
+    """bfloat16 where a GPU has it; float32 elsewhere."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled and on_gpu)

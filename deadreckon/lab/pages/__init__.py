@@ -1,0 +1,1 @@
+"""Pages: tables, pictures, Markdown and HTML made of runs."""

@@ -1,0 +1,128 @@
+"""`deadreckon compare`: trains what is missing of a comparison, then prints, draws and writes its tables."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from deadreckon.lab.environment import check_device
+from deadreckon.lab.pages.comparison import Comparison, gather
+from deadreckon.lab.pages.page import describe_solved, write_page
+from deadreckon.lab.recipes import check_encodings, find_experiment, parse_sweep
+from deadreckon.lab.training.parallel import make_runs
+
+
+def compare(
+    name: str,
+    encodings: Sequence[str] = (),
+    *,
+    seeds: int = 1,
+    size: str = "tiny",
+    lengths: Sequence[int] = (),
+    changes: Sequence[str] = (),
+    sweep: Sequence[str] = (),
+    runs: Path = Path("runs"),
+    device: str = "cpu",
+    jobs: int = 1,
+    picture: Path | None = None,
+    page: Path | None = None,
+    console: Console | None = None,
+) -> Comparison:
+    """Trains what is missing, scores what is not scored, prints tables and draws the picture.
+
+    Args:
+        name: in `EXPERIMENTS`.
+        encodings: names; by default the experiment's.
+        seeds: how many, from 0 on.
+        size: one of `SIZES`.
+        lengths: where to score, in place of the recipe's lengths.
+        changes: of the recipe; see `Recipe.change`.
+        sweep: values to compare, such as "length=256,1024" or "p=2,4", in place of the experiment's.
+        runs: folder of runs.
+        jobs: how many to train at a time. Small models leave most of a GPU to others.
+        picture: where to save it; beside the runs by default.
+        page: where to save the tables in Markdown, if anywhere.
+    """
+    console = console or Console()
+    experiment = find_experiment(name)
+    encodings = tuple(encodings) or experiment.encodings
+    check_encodings(encodings)
+    check_device(device)
+    for what, count in (("seeds", seeds), ("jobs", jobs)):
+        if count < 1:
+            raise ValueError(f"{what}: expected 1 or more, got {count}")
+    folder = runs / folder_name(name, size, changes)
+    swept = parse_sweep(sweep, encodings) if sweep else None
+    wanted = {
+        folder / run: recipe for run, recipe in experiment.recipes(size, encodings, seeds, changes, swept).items()
+    }
+    recipe = next(iter(wanted.values()))
+    if lengths and recipe.reporting != "last" and not set(lengths) <= set(recipe.test_lengths):
+        raise ValueError(
+            f"lengths: expected some of {', '.join(map(str, recipe.test_lengths))}, where this recipe evaluates while "
+            f"training (--change test_lengths=[…]; `deadreckon eval` scores a trained model at any), got {lengths}"
+        )
+    done = make_runs(wanted, lengths, device, jobs, console)
+    comparison = gather(f"{name}, {size}", done, lengths)
+    print_comparison(comparison, console)
+    picture = draw_comparison(comparison, picture or folder / "comparison.png", console)
+    if page is not None:
+        write_page(page, comparison, done, experiment, picture)
+        console.print(f"Page: {page}", highlight=False)
+    return comparison
+
+
+def folder_name(name: str, size: str, changes: Sequence[str]) -> str:
+    """The folder of a recipe's runs, named after its changes: in words, or by a hash of many words."""
+    words = "-".join([name, size, *(re.sub(r"[^\w.=]+", "_", change) for change in changes)])
+    if len(words) < 100:
+        return words
+    return f"{name}-{size}-{hashlib.sha256('|'.join(changes).encode()).hexdigest()[:12]}"
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """A table for each test."""
+    for condition in comparison.tabulated:
+        console.print(f"\n{comparison.describe(condition)}", highlight=False)
+        headings, rows = comparison.table(condition)
+        table = Table()
+        for heading in headings:
+            table.add_column(heading, justify="right")
+        for length, row in zip(comparison.lengths(condition), rows, strict=True):
+            best = 1 + list(comparison.values).index(comparison.best(condition, length))
+            table.add_row(*(f"[bold]{cell}[/]" if place == best else cell for place, cell in enumerate(row)))
+        console.print(table)
+        if solved := describe_solved(comparison, condition):
+            console.print(solved, highlight=False)
+
+
+def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Path | None:
+    """The picture, where there is matplotlib."""
+    try:
+        from deadreckon.lab.pages.pictures import comparison_picture
+    except ModuleNotFoundError as error:
+        console.print(
+            f"No picture: {error.name} is not installed. Runs are kept; the same command draws them elsewhere."
+        )
+        return None
+    comparison_picture(comparison, path)
+    console.print(f"Picture: {path}", highlight=False)
+    return path
+
+
+def names_in(texts: Iterable[str]) -> tuple[str, ...]:
+    """Names that are separated by commas or already apart."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
+
+
+def numbers_in(texts: Iterable[str], name: str = "lengths") -> tuple[int, ...]:
+    """Likewise, whole numbers above 0."""
+    for text in names_in(texts):
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"{name}: expected whole numbers above 0, such as 512,4096, got {text!r}")
+    return tuple(int(text) for text in names_in(texts))

@@ -1,0 +1,165 @@
+"""Scores of several runs side by side: for each encoding, test and length, one value a seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+from deadreckon.lab.evaluation import Place, format_value, is_better
+from deadreckon.lab.recipes import Recipe, title_of
+from deadreckon.lab.training import Run
+
+SOLVED = 0.9  # a word problem counts as solved where more rows than this are right
+WORD_PROBLEMS = ("a5-products", "a5-identity")
+HEADINGS = {"error": "Error in %", "exact": "Exact match in %", "perplexity": "Perplexity", "loss": "Loss"}
+
+
+class Test(NamedTuple):
+    """What a test measures, what its lengths are (see `Score`), and the training length if that is another."""
+
+    measure: str
+    axis: str
+    trained: int | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Scores of runs that are compared.
+
+    Args:
+        recipe: what they have in common.
+        values: by label (encoding and what sets its runs apart), then by (test, length); one for each seed.
+        tests: what each test measures; by default the recipe's metric, by length.
+    """
+
+    title: str
+    recipe: Recipe
+    values: dict[str, dict[Place, list[float]]]
+    tests: dict[str, Test] = field(default_factory=dict)
+
+    def test(self, name: str) -> Test:
+        """What a test measures."""
+        return self.tests.get(name, Test(self.recipe.metric, "length", self.recipe.length))
+
+    @property
+    def conditions(self) -> list[str]:
+        """The names of all tests that there are scores of, in the order of the recipe."""
+        names = dict.fromkeys([*self.recipe.conditions, *self.tests, *(p[0] for v in self.values.values() for p in v)])
+        return [name for name in names if self.lengths(name)]
+
+    def lengths(self, condition: str) -> list[int]:
+        """Where there are scores, in one test."""
+        return sorted({length for scores in self.values.values() for name, length in scores if name == condition})
+
+    def seeds(self) -> int:
+        """The most that any label has."""
+        return max((len(values) for scores in self.values.values() for values in scores.values()), default=0)
+
+    def cell(self, label: str, condition: str, length: int) -> str:
+        """Mean ± standard deviation between seeds."""
+        values, measure = self.values[label].get((condition, length), []), self.test(condition).measure
+        if not values:
+            return ""
+        if len(values) == 1:
+            return format_value(measure, values[0])
+        return f"{format_value(measure, mean(values))} ± {format_value(measure, stdev(values))}"
+
+    def best(self, condition: str, length: int) -> str:
+        """The label with the best mean."""
+        place, measure = (condition, length), self.test(condition).measure
+        means = {label: mean(scores[place]) for label, scores in self.values.items() if place in scores}
+        best = next(iter(means))
+        for label, value in means.items():
+            best = label if is_better(measure, value, means[best]) else best
+        return best
+
+    def table(self, condition: str) -> tuple[list[str], list[list[str]]]:
+        """Headings and rows of one test, a row for each length."""
+        cells = [[self.cell(label, condition, n) for label in self.values] for n in self.lengths(condition)]
+        rows = [[f"{length}", *row] for length, row in zip(self.lengths(condition), cells, strict=True)]
+        return [self.test(condition).axis, *map(title_of, self.values)], rows
+
+    @property
+    def tabulated(self) -> list[str]:
+        """Tests that are shown as tables: all but those by position, which are for pictures."""
+        return [name for name in self.conditions if self.test(name).axis != "position"]
+
+    def describe(self, condition: str) -> str:
+        """What a table of one test shows."""
+        test, seeds = self.test(condition), self.seeds()
+        spread = f", mean ± standard deviation of {seeds} seeds" if seeds > 1 else ", one seed"
+        trained = f", trained at {test.trained}" if test.trained else ""
+        trained = "" if condition.endswith(trained) else trained
+        best = "; for each seed the mean of the three best evaluations" if self.recipe.reporting != "last" else ""
+        return f"{HEADINGS[test.measure]} by {test.axis}, {condition}{trained}{spread}{best}"
+
+    def solved(self, condition: str) -> dict[str, int | None]:
+        """For each label, the greatest length up to which more than 90% of rows are right at all lengths tested."""
+        solved: dict[str, int | None] = {}
+        for label, scores in self.values.items():
+            reached = None
+            for length in self.lengths(condition):
+                if mean(scores.get((condition, length), [0.0])) <= SOLVED:
+                    break
+                reached = length
+            solved[label] = reached
+        return solved
+
+
+def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None) -> Comparison:
+    """The reported scores of finished runs: at these lengths, at those of their recipes if (), or all there are."""
+    runs = list(runs)
+    several = len({run.recipe.length for run in runs}) > 1  # training lengths
+    values: dict[str, dict[Place, list[float]]] = {}
+    tests: dict[str, Test] = {}
+    for label, labelled in by_label(runs).items():
+        for run in labelled:
+            recipe = run.recipe
+            wanted = lengths or recipe.test_lengths or (recipe.length,)
+            for score in run.reported().values() if run.finished else ():
+                if lengths is not None and score.axis == "length" and score.length not in wanted:
+                    continue
+                trained = recipe.length if score.axis != "training length" else None
+                name = f"{score.condition}, trained at {trained}" if several and trained else score.condition
+                tests[name] = Test(score.measure or recipe.metric, score.axis, trained)
+                value = score.value(tests[name].measure)
+                values.setdefault(label, {}).setdefault((name, score.length), []).append(value)
+    return Comparison(title, alike(runs[0].recipe), values, tests)
+
+
+def alike(recipe: Recipe) -> Recipe:
+    """What runs that are compared have in common: all but the encoding, its options, the seed, and the width."""
+    return replace(recipe, encoding=Recipe.encoding, encoding_options={}, seed=0, width=Recipe.width, initial=0.0)
+
+
+def by_label(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Runs by encoding and what sets them apart from others of the same encoding: "path", "sympow p=4".
+
+    Runs of one label differ in the seed and the training length alone. A seed counts once: a second run of it is the
+    same figure again, not a second sample.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.recipe.encoding, []).append(run)
+    labelled: dict[str, dict[tuple[int, int], Run]] = {}
+    for encoding, group in groups.items():
+        settings = [_settings(run.recipe) for run in group]
+        differing = [key for key in settings[0] if len({json.dumps(one.get(key)) for one in settings}) > 1]
+        differing += [key for one in settings for key in one if key not in settings[0]]
+        for run, one in zip(group, settings, strict=True):
+            words = [f"{key}={one[key]}" for key in dict.fromkeys(differing) if key in one]
+            seeds = labelled.setdefault(" ".join([encoding, *words]), {})
+            seeds.setdefault((run.recipe.seed, run.recipe.length), run)
+    return {label: [seeds[key] for key in sorted(seeds)] for label, seeds in labelled.items()}
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """What a label may name: fields of a recipe, and options of its encoding."""
+    data = recipe.to_dict()
+    options = data.pop("encoding_options").get(recipe.encoding, {})
+    for name in ("encoding", "seed", "length", "batch_size", "accumulate", "test_lengths"):
+        del data[name]
+    return data | options

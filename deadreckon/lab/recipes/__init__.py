@@ -1,0 +1,41 @@
+"""Recipes and experiments. Adding an experiment is one entry in a file of its theme."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deadreckon.lab.recipes.experiment import SIZES, Experiment, check_encodings, parse_sweep, title_of
+from deadreckon.lab.recipes.prism import PRISM
+from deadreckon.lab.recipes.recipe import MEASURES, Recipe
+from deadreckon.lab.recipes.state_tracking import STATE_TRACKING
+from deadreckon.lab.recipes.text import TEXT
+
+EXPERIMENTS: dict[str, Experiment] = {**STATE_TRACKING, **PRISM, **TEXT}
+
+__all__ = [
+    "EXPERIMENTS",
+    "MEASURES",
+    "SIZES",
+    "Experiment",
+    "Recipe",
+    "check_encodings",
+    "find_experiment",
+    "find_recipe",
+    "parse_sweep",
+    "title_of",
+]
+
+
+def find_experiment(name: str) -> Experiment:
+    """By its name."""
+    if name not in EXPERIMENTS:
+        raise ValueError(f"recipe: expected one of {', '.join(EXPERIMENTS)}; got {name!r}")
+    return EXPERIMENTS[name]
+
+
+def find_recipe(
+    name: str, size: str = "tiny", encoding: str = Recipe.encoding, seed: int = 0, changes: Sequence[str] = ()
+) -> Recipe:
+    """The whole recipe of one run."""
+    return replace(find_experiment(name).recipe(size, encoding).change(changes), seed=seed)

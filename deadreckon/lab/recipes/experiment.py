@@ -1,0 +1,114 @@
+"""An experiment: a recipe at three sizes, what is compared or swept in it, and what its paper reports."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import deadreckon as dr
+from deadreckon.lab.recipes.recipe import Recipe, parse
+from deadreckon.tasks.curriculum import Curriculum
+
+SIZES = ("tiny", "small", "paper")
+TITLES = {
+    "rope": "RoPE", "fox": "FoX", "path": "PaTH", "path-fox": "PaTH-FoX", "alibi": "ALiBi", "nope": "NoPE",
+    "prism": "PRISM",
+}  # fmt: skip
+Sweep = dict[str, tuple[Any, ...]]  # values by name: a field of the recipe, or an option of encodings that have it
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure of a paper.
+
+    Sizes mean the same everywhere: `paper` has the model, lengths and budget of the paper; `small` takes minutes a
+    model on a GPU; `tiny` asks the same question of a CPU, about a minute a model.
+
+    Args:
+        about: what is learnt.
+        source: where it is from, and what of its recipe is ours.
+        paper: the recipe.
+        small, tiny: fields that differ at these sizes.
+        encodings: those that are compared.
+        by_encoding: fields that differ for an encoding, unless the size sets them.
+        sweep: by size, what else is compared: every combination.
+        reported: the paper's figures, by test, encoding and length, in the units of the measure.
+    """
+
+    about: str
+    source: str
+    paper: Recipe
+    small: dict[str, Any]
+    tiny: dict[str, Any]
+    encodings: tuple[str, ...] = ("rope", "stickbreaking", "fox", "path")
+    by_encoding: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sweep: dict[str, Sweep] = field(default_factory=dict)
+    reported: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
+
+    def recipe(self, size: str, encoding: str = Recipe.encoding) -> Recipe:
+        """The recipe at one of `SIZES`, for an encoding."""
+        if size not in SIZES:
+            raise ValueError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
+        check_encodings((encoding,))
+        at_size = {"paper": {}, "small": self.small, "tiny": self.tiny}[size]
+        return replace(self.paper, **(self.by_encoding.get(encoding, {}) | at_size | {"encoding": encoding}))
+
+    def recipes(
+        self, size: str, encodings: Iterable[str], seeds: int, changes: Sequence[str] = (), sweep: Sweep | None = None
+    ) -> dict[str, Recipe]:
+        """All runs of a comparison, by the names of their folders."""
+        sweep = self.sweep.get(size, {}) if sweep is None else sweep
+        runs = {}
+        for values in product(*sweep.values()):
+            for encoding in encodings:
+                recipe, words = self.recipe(size, encoding).change(changes), [encoding]
+                for name, value in zip(sweep, values, strict=True):
+                    if name in inspect.signature(dr.ENCODINGS[encoding]).parameters:
+                        recipe = recipe.change([f"encoding_options.{encoding}.{name}={value}"])
+                    elif name == "length":
+                        recipe = recipe.at_length(value)
+                    elif name in vars(recipe):
+                        recipe = recipe.change([f"{name}={value}"])
+                    else:
+                        continue  # an option of other encodings
+                    words.append(f"{name}={value}")
+                for seed in range(seeds):
+                    runs["-".join([*words, str(seed)])] = replace(recipe, seed=seed)
+        return runs
+
+
+def check_encodings(names: Sequence[str]) -> None:
+    """Raises ValueError if there is no such encoding, or none is asked for."""
+    if not names:
+        raise ValueError("encodings: expected at least one name, got none")
+    for name in names:
+        if name not in dr.ENCODINGS:
+            raise ValueError(f"encoding: expected one of {', '.join(dr.ENCODINGS)}; got {name!r}")
+
+
+def parse_sweep(words: Iterable[str], encodings: Sequence[str]) -> Sweep:
+    """What the command line says, such as "length=256,1024" or "p=2,4"."""
+    sweep: Sweep = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        sweep[name] = tuple(parse(value) for value in values.split(",") if value.strip())
+        options = {key for encoding in encodings for key in inspect.signature(dr.ENCODINGS[encoding]).parameters}
+        if not sweep[name] or name not in {*vars(Recipe()), *options} - {"encoding", "seed", "sizes"}:
+            raise ValueError(
+                f"sweep: expected values of a field of the recipe or an option, such as length=256,1024, got {word!r}"
+            )
+    return sweep
+
+
+def title_of(label: str) -> str:
+    """An encoding as its authors write it, with the options behind its name, if any: "sympow p=4"."""
+    encoding, *options = label.split(" ", 1)
+    return " ".join([TITLES.get(encoding, encoding), *options])
+
+
+def quicker(curriculum: Curriculum, times: int) -> Curriculum:
+    """The same lengths in a fraction of the steps."""
+    return replace(curriculum, stages=tuple((steps // times, longest) for steps, longest in curriculum.stages))

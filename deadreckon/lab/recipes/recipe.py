@@ -1,0 +1,307 @@
+"""A recipe: everything that decides a run, as one frozen dataclass that goes to JSON and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import deadreckon as dr
+from deadreckon.lab.recipes.texts import read_language
+from deadreckon.tasks import TASKS
+from deadreckon.tasks.curriculum import Curriculum
+from deadreckon.tasks.task import Task
+
+SCHEDULES = ("linear", "cosine", "constant")
+# What each evaluator measures; the evaluators themselves are in `deadreckon.lab.evaluation`.
+MEASURES = {
+    "error": "error", "exact": "exact", "perplexity": "perplexity", "perplexity-window": "perplexity",
+    "loss-by-position": "loss", "training-loss": "loss",
+}  # fmt: skip
+REPORTING = ("last", "best-three")
+SCHEDULABLE = {"prism": ("noise",)}  # numbers of an encoding that a schedule may change, read in each forward pass
+SCHEDULABLE_ALWAYS = ("learning_rate", "length")
+TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_language}
+AT_LEAST_ONE = (
+    "length", "batch_size", "accumulate", "layers", "width", "heads", "steps", "test_rows", "test_tokens",
+    "evaluate_every", "validation_rows", "log_every",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Task, model, training and tests of one run. Equal recipes give equal runs.
+
+    Args:
+        task: a name in `TASK_MAKERS`; `options` are its keywords.
+        length: of training sequences, in the task's own measure; with a curriculum, the greatest.
+        curriculum: how lengths grow; without one, all are `length`.
+        batch_size: sequences of a step, in `accumulate` equal parts to save memory (gradient accumulation).
+        encoding: a name in `deadreckon.ENCODINGS`.
+        encoding_options: keywords of encodings, by encoding. The values "train_positions" and "test_positions" stand
+            for these fields of the recipe.
+        train_positions, test_positions: how many positions encodings have that limit or shift them, while training
+            and in tests; 0 for the tokens of the longest row, rounded up to a multiple of 64.
+        layers, width, heads: of the transformer, whose weights begin with standard deviation `initial`; `tied` shares
+            the matrix of embeddings and outputs.
+        longest: the longest document, for encodings that scale their angles by it.
+        learning_rate: at its peak, after `warmup` steps; `schedule` takes it to `floor` times that.
+        schedules: numbers that change in training, by name: points (share of the steps, value), linear in between and
+            constant outside, such as {"noise": [[0.3, 0.3], [0.6, 2.0]]}. Numbers of the encoding (`SCHEDULABLE`),
+            "length" in place of `length`, and "learning_rate" as a factor in place of `warmup` and `schedule`.
+        clip: the greatest norm of a step's gradients.
+        evaluators: names in `MEASURES`. The measure of the first is followed while training and decides what is best.
+        reporting: "last", scores of the last checkpoint; or "best-three", for each length the mean of the three best
+            evaluations in training, for which every test is run every `evaluate_every` steps.
+        conditions: the tests: options of the task that differ in them, by name. The first is followed in training.
+        test_lengths: lengths of tests, each with `test_rows` sequences or fewer, `test_tokens` tokens at most.
+        test_autocast: whether tests of a task compute in bfloat16 on a GPU, as training does.
+        evaluate_every: steps between evaluations, on `validation_rows` fresh sequences of the training length.
+        log_every: steps between lines of metrics.
+    """
+
+    task: str = "flip-flop"
+    options: dict[str, Any] = field(default_factory=dict)
+    length: int = 128
+    curriculum: Curriculum | None = None
+    batch_size: int = 32
+    accumulate: int = 1
+    encoding: str = "path-fox"
+    encoding_options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    train_positions: int = 0
+    test_positions: int = 0
+    layers: int = 1
+    width: int = 64
+    heads: int = 2
+    initial: float = 0.1
+    tied: bool = False
+    longest: int = 2048
+    steps: int = 500
+    learning_rate: float = 8e-3
+    betas: tuple[float, ...] = (0.9, 0.999)
+    weight_decay: float = 0.1
+    warmup: int = 30
+    schedule: str = "linear"
+    floor: float = 0.0
+    schedules: dict[str, list[list[float]]] = field(default_factory=dict)
+    clip: float = 1.0
+    seed: int = 0
+    evaluators: tuple[str, ...] = ("error",)
+    reporting: str = "last"
+    conditions: dict[str, dict[str, Any]] = field(default_factory=lambda: {"as trained": {}})
+    test_lengths: tuple[int, ...] = ()
+    test_rows: int = 256
+    test_tokens: int = 2**20
+    test_autocast: bool = True
+    evaluate_every: int = 100
+    validation_rows: int = 64
+    log_every: int = 1
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            object.__setattr__(self, one.name, _as_declared(one.name, str(one.type), getattr(self, one.name)))
+        for name in AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"accumulate: expected a divisor of batch_size = {self.batch_size}, got {self.accumulate}")
+        if self.learning_rate <= 0 or self.warmup < 0 or not 0 <= self.floor <= 1:
+            raise ValueError(
+                "learning_rate, warmup, floor: expected above 0, 0 or more and a share, "
+                f"got {self.learning_rate}, {self.warmup}, {self.floor}"
+            )
+        for name, chosen, known in (
+            ("schedule", [self.schedule], SCHEDULES), ("reporting", [self.reporting], REPORTING),
+            ("evaluators", self.evaluators or [""], MEASURES),
+        ):  # fmt: skip
+            for word in chosen:
+                if word not in known:
+                    raise ValueError(f"{name}: expected one of {', '.join(known)}; got {word!r}")
+        if not self.conditions:
+            raise ValueError("conditions: expected one or more, got none")
+        for name, options in self.encoding_options.items():
+            if name not in dr.ENCODINGS or not isinstance(options, dict):
+                raise ValueError(
+                    "encoding_options: expected options by encoding, such as encoding_options.path.rank=8, "
+                    f"got {name!r}"
+                )
+        for name, points in self.schedules.items():
+            _check_schedule(name, points)
+
+    @property
+    def metric(self) -> str:
+        """The measure of the first evaluator."""
+        return MEASURES[self.evaluators[0]]
+
+    def learning_rate_at(self, step: int, peak: float | None = None) -> float:
+        """The learning rate of a step, counted from 0, if `peak` is the greatest: by default the recipe's."""
+        peak = self.learning_rate if peak is None else peak
+        if "learning_rate" in self.schedules:
+            return peak * self._scheduled("learning_rate", step)
+        warmed = peak * min(1.0, (step + 1) / max(self.warmup, 1))
+        if self.schedule == "constant":
+            return warmed
+        left = 1 - step / self.steps
+        if self.schedule == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
+        return warmed * (left if not self.floor else self.floor + (1 - self.floor) * left)
+
+    def lengths_at(self, step: int) -> int | range:
+        """The length of sequences, or the range of it, at a step counted from 0."""
+        if "length" in self.schedules:
+            return round(self._scheduled("length", step))
+        return self.length if self.curriculum is None else self.curriculum.lengths_at(step)
+
+    def scheduled_at(self, step: int) -> dict[str, float]:
+        """The numbers of this recipe's encoding that `schedules` change, at a step counted from 0."""
+        names = SCHEDULABLE.get(self.encoding, ())
+        return {name: self._scheduled(name, step) for name in names if name in self.schedules}
+
+    def _scheduled(self, name: str, step: int) -> float:
+        points, share = self.schedules[name], step / self.steps
+        for (start, low), (stop, high) in pairwise(points):
+            if share < stop:
+                return low + (high - low) * max(0.0, share - start) / (stop - start)
+        return float(points[-1][1])
+
+    def make_task(self, condition: str | None = None) -> Task:
+        """The task to learn, or one of the conditions that it is tested in."""
+        if self.task not in TASK_MAKERS:
+            raise ValueError(f"task: expected one of {', '.join(TASK_MAKERS)}; got {self.task!r}")
+        if condition is not None and condition not in self.conditions:
+            raise ValueError(f"condition: expected one of {', '.join(self.conditions)}; got {condition!r}")
+        options = self.options | (self.conditions[condition] if condition is not None else {})
+        try:
+            return TASK_MAKERS[self.task](**options)
+        except TypeError as error:
+            raise ValueError(f"options: expected keywords of {self.task}, got {options} ({error})") from error
+
+    def options_in_training(self) -> dict[str, Any]:
+        """Keywords of the encoding, for the model that is trained."""
+        options = dict(self.encoding_options.get(self.encoding, {}))
+        for name, value in options.items():
+            if value == "train_positions":
+                options[name] = self.train_positions or self._tokens_of(self.length)
+            elif value == "test_positions":
+                options[name] = self._positions_for_tests(())
+        return options
+
+    def options_in_tests(self, lengths: Sequence[int] = ()) -> dict[str, int]:
+        """What differs of them in tests of these lengths beside the recipe's: options of "train_positions"."""
+        options = self.encoding_options.get(self.encoding, {})
+        limited = [name for name, value in options.items() if value == "train_positions"]
+        return dict.fromkeys(limited, self._positions_for_tests(lengths)) if limited else {}
+
+    def _positions_for_tests(self, lengths: Sequence[int]) -> int:
+        known = self.test_positions or self._tokens_of(max(self.length, *self.test_lengths, 1))
+        return max([known, *(self._tokens_of(length) for length in lengths)])
+
+    def _tokens_of(self, length: int) -> int:
+        """The tokens of the longest of 100 rows, rounded up to a multiple of 64."""
+        tasks = [self.make_task(), *map(self.make_task, self.conditions)]
+        task = next((task for task in tasks if length in task.lengths), tasks[0])
+        rows, _ = task.sample(100, length, torch.Generator().manual_seed(0))
+        return -(-rows.shape[1] // 64) * 64
+
+    def at_length(self, length: int) -> Recipe:
+        """The same recipe at another training length: as many tokens a step, test lengths in proportion."""
+        if self.curriculum is not None:
+            raise ValueError(f"length: expected one training length, got a curriculum, {self.curriculum}")
+        batch = max(1, self.batch_size * self.length // length)
+        tests = tuple(max(1, test * length // self.length) for test in self.test_lengths)
+        accumulate = math.gcd(batch, self.accumulate)
+        return replace(self, length=length, batch_size=batch, accumulate=accumulate, test_lengths=tests)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Recipe:
+        """What `to_dict` gave, or an earlier version of it."""
+        data = dict(data)
+        if "metric" in data:
+            data["evaluators"] = [data.pop("metric")]
+        options = data.get("encoding_options") or {}
+        if not options.keys() <= dr.ENCODINGS.keys():  # they were the options of the one encoding
+            data["encoding_options"] = {data["encoding"]: options}
+        return cls._of(data)
+
+    @classmethod
+    def _of(cls, data: dict[str, Any]) -> Recipe:
+        if unknown := set(data) - {one.name for one in fields(cls)}:
+            raise ValueError(f"recipe: expected names of its fields, got {', '.join(sorted(unknown))}")
+        return cls(**data)
+
+    def change(self, changes: Sequence[str]) -> Recipe:
+        """This recipe but for changes such as "steps=100", "options.ignore=0.9" or "betas=[0.9, 0.95]"."""
+        data = self.to_dict()
+        for change in changes:
+            place, equals, value = change.partition("=")
+            if not equals:
+                raise ValueError(f"change: expected field=value, such as steps=100, got {change!r}")
+            *path, last = place.strip().split(".")
+            inside: Any = data
+            for part in path:
+                if inside.get(part) is None:
+                    inside[part] = {}
+                inside = inside[part]
+                if not isinstance(inside, dict):
+                    raise ValueError(f"change: expected a field of the recipe, got {place!r}")
+            inside[last] = parse(value)
+        return Recipe._of(data)
+
+    def differences(self, other: Recipe) -> list[str]:
+        """Where another recipe differs, in words."""
+        mine, its = self.to_dict(), other.to_dict()
+        return [f"{name} {mine[name]!r}, not {its[name]!r}" for name in mine if mine[name] != its[name]]
+
+
+def parse(text: str) -> Any:
+    """A value on the command line: JSON if it is any, else the text itself."""
+    try:
+        return json.loads(text.strip())
+    except ValueError:
+        return text.strip()
+
+
+def _check_schedule(name: str, points: Any) -> None:
+    known = [*SCHEDULABLE_ALWAYS, *(name for names in SCHEDULABLE.values() for name in names)]
+    if name not in known:
+        raise ValueError(f"schedules: expected numbers among {', '.join(known)}, got {name!r}")
+    try:
+        shares = [float(share) for share, value in points if math.isfinite(float(value)) and float(value) >= 0]
+    except (TypeError, ValueError):
+        shares = []
+    if not shares or len(shares) < len(points) or sorted(set(shares)) != shares or shares[0] < 0 or shares[-1] > 1:
+        raise ValueError(
+            f"schedules.{name}: expected points [share of the steps, value of 0 or more], shares growing from 0 to 1, "
+            f"got {points!r}"
+        )
+
+
+def _as_declared(name: str, kind: str, value: Any) -> Any:
+    """A value of a field in its own type, whether it comes from Python or from JSON."""
+    if kind.startswith("Curriculum"):
+        if isinstance(value, dict) and "longest" in value:
+            return Curriculum(**(value | {"stages": tuple(map(tuple, value.get("stages", ())))}))
+        good = value is None or isinstance(value, Curriculum)
+    elif kind == "float":
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        value = float(value) if good else value
+    elif kind.startswith("tuple"):
+        inner = (int,) if "int" in kind else (str,) if "str" in kind else (int, float)
+        good = isinstance(value, (list, tuple, range)) and all(isinstance(one, inner) for one in value)
+        value = tuple(value) if good else value
+    else:
+        wanted = {"int": int, "bool": bool, "str": str}.get(kind, dict)
+        good = isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+    if not good:
+        raise ValueError(f"{name}: expected {kind}, got {value!r}")
+    return value

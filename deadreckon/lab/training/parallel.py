@@ -1,0 +1,57 @@
+"""Several runs, one after the other or in several processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+
+import torch
+from rich.console import Console
+
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.runs import Run
+from deadreckon.lab.training.trainer import quiet_transformers, score_run, train_run
+
+
+def make_runs(
+    wanted: dict[Path, Recipe], lengths: Sequence[int], device: str, jobs: int, console: Console
+) -> list[Run]:
+    """The runs of these folders, trained and scored where they are not yet, `jobs` at a time."""
+    if min(jobs, len(wanted)) == 1:
+        return [make_run(recipe, path, lengths, device, console) for path, recipe in wanted.items()]
+    threads = max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(threads,)) as pool:
+        pending = {pool.submit(_make_quietly, recipe, path, lengths, device): path for path, recipe in wanted.items()}
+        for number, done in enumerate(as_completed(pending), 1):
+            done.result()
+            console.print(f"{pending[done]}: {number} of {len(wanted)}", highlight=False, soft_wrap=True)
+    return [Run(path) for path in wanted]
+
+
+def make_run(recipe: Recipe, path: Path, lengths: Sequence[int], device: str, console: Console) -> Run:
+    """Trains and scores one run."""
+    run = train_run(recipe, path, device=device, console=console)
+    with quiet_transformers():
+        score_run(run, lengths, device=device, console=console)
+    return run
+
+
+def _make_quietly(recipe: Recipe, path: Path, lengths: Sequence[int], device: str) -> None:
+    make_run(recipe, path, lengths, device, Console(quiet=True))
+
+
+def _begin(threads: int) -> None:
+    """In a worker process, which exits when its parent does."""
+    torch.set_num_threads(threads)
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=follow, daemon=True).start()

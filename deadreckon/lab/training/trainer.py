@@ -1,0 +1,196 @@
+"""Trains a run from its recipe, or resumes it, then scores it by length."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers.utils import logging
+
+import deadreckon as dr
+from deadreckon.lab.environment import check_device
+from deadreckon.lab.evaluation import Place, Score, evaluate, format_value, is_better, places_to_test, score
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.display import Display, format_seconds
+from deadreckon.lab.training.engine import Step, Training, model_for_tests
+from deadreckon.lab.training.runs import Progress, Run, format_line, load_for_tests
+
+SAVE_SECONDS = 60.0  # the most that is lost when a run is killed; how often it is saved changes no result
+VALIDATION_SEED = 4321
+
+Log = Callable[[int, dict[str, float]], None]
+
+
+def train_run(
+    recipe: Recipe, out: Path, *, device: str = "cpu", console: Console | None = None, tensorboard: bool = False
+) -> Run:
+    """Trains and scores a run, resuming from its last checkpoint. A finished run is only scored where it was not.
+
+    Args:
+        out: the run's folder.
+        tensorboard: also write metrics for TensorBoard, there.
+    """
+    console = console or Console()
+    check_device(device)
+    recipe.make_task(), places_to_test(recipe)  # so that a bad recipe fails before anything is written
+    run = Run.create(out, recipe)
+    with run.locked(), quiet_transformers():
+        if not run.finished:
+            _train(run, device, console, tensorboard)
+        score_run(run, device=device, console=console)
+    return run
+
+
+def _train(run: Run, device: str, console: Console, tensorboard: bool) -> None:
+    recipe = run.recipe
+    training, progress = run.restore(device)
+    run.cut_lines(progress.step)
+    if progress.step:
+        console.print(f"{run.path} resumes at step {progress.step}.", highlight=False, soft_wrap=True)
+        before = run.starts()[-1]["threads"] if run.starts() else torch.get_num_threads()
+        if before != torch.get_num_threads():
+            console.print(
+                f"There were {before} threads, now {torch.get_num_threads()}: results may differ by rounding."
+            )
+    run.note_start(device)
+    began = saved = time.perf_counter()
+    display = Display(console, str(run.path), recipe, training.done)
+    with display, metrics_log(run, tensorboard) as log:
+        while training.done < recipe.steps:
+            step = training.advance()
+            due = step.number % recipe.evaluate_every == 0 or step.number == recipe.steps
+            logged = due or step.number % recipe.log_every == 0
+            display.step(step, logged)
+            validation = validate(run, training) if due else None
+            if validation is not None:
+                display.evaluated(validation)
+            if logged:
+                log(step.number, _line(recipe, step, validation, display.speed))
+            best, metric = progress.best, recipe.metric
+            if validation is not None and (best is None or is_better(metric, validation.value(metric), best)):
+                best = validation.value(metric)
+                run.save_best(training, validation)
+            now = time.perf_counter()
+            progress = Progress(step.number, progress.seconds, progress.tokens + step.tokens, best)
+            if due or now - saved > SAVE_SECONDS:
+                progress = replace(progress, seconds=progress.seconds + now - began)
+                run.save(training, progress)
+                began, saved = now, time.perf_counter()
+
+
+def validate(run: Run, training: Training) -> Score:
+    """A score on fresh sequences of the training length; and all tests, where the best of them are reported."""
+    recipe = training.recipe
+    if recipe.reporting != "last":
+        run.add_evaluation(training.done, evaluate(model_for_tests(training.model, recipe), recipe, run.metrics()))
+    condition = next(iter(recipe.conditions))
+    rows, seed = recipe.validation_rows, VALIDATION_SEED
+    return score(training.model, recipe, condition, recipe.length, rows=rows, seed=seed)
+
+
+def _line(recipe: Recipe, step: Step, validation: Score | None, speed: float) -> dict[str, float]:
+    line = {
+        "step": step.number,
+        "loss": step.loss,
+        "learning_rate": recipe.learning_rate_at(step.number - 1),
+        "tokens_per_second": round(speed, 1),
+    }
+    if step.wrong is not None:
+        line["error"] = step.error
+    if validation is not None:
+        line |= {f"validation_{name}": validation.value(name) for name in ("loss", "error", "exact")}
+    return line
+
+
+@contextmanager
+def metrics_log(run: Run, tensorboard: bool) -> Iterator[Log]:
+    """Writes metrics of a step: a line of JSON, flushed at once, and TensorBoard if asked for."""
+    writer = None
+    if tensorboard:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError as error:
+            raise ValueError("tensorboard: not installed; pip install 'deadreckon[tensorboard]'") from error
+        writer = SummaryWriter(run.path / "tensorboard", purge_step=run.progress().step + 1)
+    with (run.path / "metrics.jsonl").open("a") as file:
+
+        def log(step: int, values: dict[str, float]) -> None:
+            file.write(format_line(values))
+            file.flush()
+            if writer is not None:
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
+
+        yield log
+        os.fsync(file.fileno())
+    if writer is not None:
+        writer.close()
+
+
+def score_run(
+    run: Run,
+    lengths: Sequence[int] = (),
+    *,
+    kind: str = "last",
+    device: str = "cpu",
+    console: Console | None = None,
+) -> dict[Place, Score]:
+    """Scores of a checkpoint in every test at these lengths, or the recipe's; known ones are not computed again."""
+    places, known = places_to_test(run.recipe, lengths), run.scores(kind)
+    if any(place not in known for place in places):
+        model = run.load(kind, device, lengths)
+        with (console or Console()).status(f"scoring {run.path}"):
+            for one in evaluate(model, run.recipe, run.metrics(), lengths, set(known)):
+                run.add_scores([one], kind)
+        known = run.scores(kind)
+    return {place: known[place] for place in places if place in known}
+
+
+def score_model(folder: Path, recipe: Recipe, lengths: Sequence[int] = (), device: str = "cpu") -> dict[Place, Score]:
+    """Scores of any saved model in the tests of a recipe."""
+    encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding if (folder / "config.json").exists() else ""
+    recipe = replace(recipe, encoding=encoding or recipe.encoding)
+    model = load_for_tests(folder, recipe, device, lengths)
+    expected = recipe.make_task().vocab_size
+    if model.config.vocab_size != expected:
+        raise ValueError(
+            f"recipe: expected a task of {model.config.vocab_size} tokens, as the model has, "
+            f"got {recipe.task}, of {expected}"
+        )
+    return {one.place: one for one in evaluate(model, recipe, (), lengths)}
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hides transformers' progress bars."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def summary(run: Run, scores: dict[Place, Score]) -> str:
+    """A run in a few lines."""
+    progress = run.progress()
+    head = f"{run.path}: {progress.step} steps, {format_seconds(progress.seconds)}, {progress.tokens:,} tokens"
+    return "\n".join([head, *list_scores(run.recipe, scores)])
+
+
+def list_scores(recipe: Recipe, scores: dict[Place, Score]) -> list[str]:
+    """A line for each test."""
+    lines: dict[str, list[str]] = {}
+    for one in scores.values():
+        measure = one.measure or recipe.metric
+        unit = "%" if measure in ("error", "exact") else ""
+        place = f"{measure}, {one.condition}, at {one.axis} "
+        lines.setdefault(place, []).append(f"{one.length}: {format_value(measure, one.value(measure))}{unit}")
+    return [place + ", ".join(values) for place, values in lines.items()]

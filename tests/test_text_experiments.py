@@ -1,0 +1,154 @@
+"""Experiments on text: perplexity by length, with and without a window; loss by position; sweeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import quiet, run_cli
+
+from deadreckon.lab.evaluation.evaluators import mean_loss
+from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length
+from deadreckon.lab.pages.compare import compare
+from deadreckon.lab.recipes import EXPERIMENTS, find_recipe
+from deadreckon.lab.recipes.experiment import parse_sweep
+from deadreckon.lab.recipes.texts import read_language
+from deadreckon.lab.training import Run, Training, train_run
+from deadreckon.tasks.language import Corpus, load_corpus, open_corpus, save_corpora
+
+
+def story(number: int, words: int) -> str:
+    picks = torch.randint(0, 20, (words,), generator=torch.Generator().manual_seed(number)).tolist()
+    return " ".join(f"word{pick}" for pick in picks)
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder = tmp_path_factory.mktemp("corpus")
+    data = write_jsonl(folder / "a.jsonl", [story(number, 100) for number in range(8)])
+    return load_corpus(data, vocabulary=280, cache=folder)
+
+
+@pytest.fixture(scope="module")
+def changes(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Of the tiny recipes: a folder of tokens, and a second for a model."""
+    folder = tmp_path_factory.mktemp("tokens")
+    save_corpora(folder, {"train": corpus, "valid": corpus})
+    return (
+        f"options.data={folder}", "layers=1", "width=16", "heads=1", "steps=12", "batch_size=4", "length=16",
+        "evaluate_every=6", "validation_rows=2", "test_tokens=256",
+    )  # fmt: skip
+
+
+def test_rotations_become_a_page(
+    changes: tuple[str, ...], corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Perplexity over the same tokens at every length, and with a window, is that of the functions themselves."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["rotations", "--change", *changes, "test_lengths=[16, 64]", "--page", "page.md"]
+    assert run_cli(monkeypatch, "compare", *words, "--encodings", "rope") == 0
+    [run] = (Run(path.parent) for path in Path("runs").rglob("recipe.json"))
+    model = run.load()
+    whole = perplexity_by_length(model, corpus, (16, 64), tokens=256)
+    windowed = perplexity_by_length(model, corpus, (64,), tokens=256, window=16)
+    expected = {("held out", 16): whole[0], ("held out", 64): whole[1], ("held out, window of 16", 64): windowed[0]}
+    assert run.scores().keys() == expected.keys()
+    for place, score in run.scores().items():
+        assert score.perplexity == pytest.approx(expected[place].perplexity, rel=1e-5)
+    assert expected["held out, window of 16", 64].perplexity != expected["held out", 64].perplexity
+    page = Path("page.md").read_text()
+    assert f"| 64 | {expected['held out', 64].perplexity:.1f} |" in page and "| the paper's, 512 | 23.5 |" in page
+    assert "| the paper's, 65536 | 905.2 |" in page and "Perplexity by length, held out, window of 16, trained" in page
+    metrics = run.metrics()
+    monkeypatch.setattr(Training, "advance", lambda self: pytest.fail("trained again"))
+    assert run_cli(monkeypatch, "compare", *words, "--encodings", "rope") == 0
+    assert run.metrics() == metrics
+    assert run_cli(monkeypatch, "eval", str(run.path), "--lengths", "32") == 0
+    assert run.scores()["held out", 32].rows == 8  # the same 256 tokens as at 16 and 64
+
+
+def test_powers_sweep_training_lengths_and_powers(changes: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    changes = (*changes, "options.packed=true", "test_lengths=[64]")
+    found = compare(
+        "powers", ("rope", "sympow"), changes=changes, sweep=("length=8,16", "p=2,4"), runs=tmp_path, page=page,
+        console=quiet(),
+    )  # fmt: skip
+    assert list(found.values) == ["rope", "sympow p=2", "sympow p=4"]
+    folders = {path.parent.name for path in tmp_path.rglob("recipe.json")}
+    lengths = {name: Run(next(tmp_path.rglob(name))).recipe for name in folders}
+    assert {(r.length, r.batch_size, r.test_lengths) for r in lengths.values()} == {(8, 8, (32,)), (16, 4, (64,))}
+    assert folders == {f"rope-length={n}-0" for n in (8, 16)} | {
+        f"sympow-length={n}-p={p}-0" for n in (8, 16) for p in (2, 4)
+    }
+    run = Run(next(tmp_path.rglob("sympow-length=8-p=2-0")))
+    bins = loss_by_position(run.load(), corpus, 32, 32, tokens=256)
+    scores = found.values["sympow p=2"]
+    for name, chosen in (
+        ("within the training length", [one for one in bins if one.last <= 8]),
+        ("beyond it", [one for one in bins if one.first > 8]),
+    ):
+        assert scores[f"held out, {name}", 8] == [pytest.approx(mean_loss(chosen), rel=1e-5)]
+    for one in bins:
+        assert scores["held out, by position, trained at 8", one.last] == [pytest.approx(one.loss, rel=1e-5)]
+    late = [line["loss"] for line in run.metrics() if line["step"] > 10.8]
+    assert scores["last tenth of training", 8] == [pytest.approx(sum(late) / len(late))]
+    assert scores["last tenth of training", 16] != scores["last tenth of training", 8]
+    text = page.read_text()
+    assert "| training length | RoPE | sympow p=2 | sympow p=4 |" in text and "held out, by position" not in text
+    assert f"| 8 | {found.cell('rope', 'last tenth of training', 8)} |" in text
+    [picture] = tmp_path.rglob("comparison.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_powers_experiment_is_what_its_page_was() -> None:
+    recipes = EXPERIMENTS["powers"].recipes("small", EXPERIMENTS["powers"].encodings, 1)
+    assert len(recipes) == 21  # 3 training lengths, 3 encodings with 2 powers, and RoPE
+    assert {(r.length, r.batch_size * r.length, max(r.test_lengths)) for r in recipes.values()} == {
+        (n, 2**15, 4 * n) for n in (256, 1024, 4096)
+    }
+    with pytest.raises(ValueError, match="sweep: expected values of a field of the recipe or an option, such as"):
+        parse_sweep(("q=1,2",), ("sympow",))
+    with pytest.raises(ValueError, match="length: expected one training length, got a curriculum"):
+        find_recipe("copy").at_length(9)
+
+
+def test_losses_within_and_beyond_are_means_over_positions() -> None:
+    bins = [PositionScore(1, 1, 9.0), PositionScore(2, 4, 5.0)]
+    assert mean_loss(bins) == 6.0
+    assert mean_loss([PositionScore(5, 6, 3.0), PositionScore(7, 12, 7.0)]) == 6.0
+
+
+def test_a_run_is_alike_each_time(changes: tuple[str, ...], tmp_path: Path) -> None:
+    recipe = find_recipe("rotations", "tiny", "rope", changes=(*changes, "test_lengths=[16]", "warmup=1"))
+    first, second = (train_run(recipe, tmp_path / name, console=quiet()) for name in ("a", "b"))
+    assert [line["loss"] for line in first.metrics()] == [line["loss"] for line in second.metrics()]
+    rates = [recipe.learning_rate_at(step) for step in range(12)]
+    assert max(rates) == rates[0] == recipe.learning_rate and 0.1 < rates[-1] / rates[0] < 0.15
+
+
+def test_other_tasks_have_no_perplexity_by_length(tmp_path: Path) -> None:
+    recipe = find_recipe("flipflop", "tiny", "rope", changes=("steps=1", 'evaluators=["perplexity"]', "length=16"))
+    with pytest.raises(ValueError, match="evaluators: expected error or exact for flip-flop"):
+        train_run(recipe, tmp_path / "x", console=quiet())
+    assert not (tmp_path / "x").exists()
+
+
+def test_folders_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the training text, and a tokenizer, are all that another machine needs."""
+    monkeypatch.setenv("DEADRECKON_CACHE", str(tmp_path / "cache"))
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", [story(n, 50)]) for n, name in enumerate(("train", "valid"))]
+    train = load_corpus(files[0], vocabulary=280)
+    valid = load_corpus(files[1], tokenizer=train.tokenizer)
+    save_corpora(tmp_path / "out", {"train": train, "valid": valid}, {"train": 60})
+    assert len(open_corpus(tmp_path / "out", "train").ids) == 60
+    task = read_language(str(tmp_path / "out"), part="valid")
+    assert task.spell(task.corpus.rows(20, 20)[0]) in story(1, 50)
