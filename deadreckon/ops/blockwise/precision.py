@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from deadreckon.ops.factors import Power, Score
+
 
 def exact(device: torch.device) -> torch.dtype:
     """For long sums, whose differences matter: float64, where the device has it."""
@@ -19,9 +21,14 @@ def work(dtype: torch.dtype) -> torch.dtype:
 
 
 def lengths(x: Tensor) -> Tensor:
-    """Norms of x (..., D) as (..., 1), safe from over- and underflow; never zero."""
-    largest = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    return largest * (x / largest).norm(dim=-1, keepdim=True).clamp(min=0.5)
+    """Norms of x (..., D) as (..., 1), safe from over- and underflow; never zero.
+
+    A row that is not finite has next to none: the longest of all tokens, which keys are measured by, stays a number.
+    """
+    limits = torch.finfo(x.dtype)
+    largest = x.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest > 0, largest, limits.tiny)
+    return (largest * (x / largest).norm(dim=-1, keepdim=True).clamp(min=0.5)).nan_to_num(limits.tiny, limits.max)
 
 
 def faded(log_gate: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,11 +45,14 @@ def in_range(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q / lengths(q.detach()), k / lengths(k.detach()).amax(1, keepdim=True)
 
 
-def usual_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def usual_scale(q: Tensor, scale: float, score: Score) -> tuple[Tensor, float]:
     """q and a scale that is positive and not extreme, with the same product.
 
-    Stock kernels mask before they scale, and gates are carried in units of the scale.
+    Stock kernels mask before they scale, and gates are carried in units of the scale. Powers are divided by their sum,
+    which any scale but 0 leaves as it is; half precision might lose q times a small one.
     """
+    if isinstance(score, Power):
+        return (q if scale else q * 0), 1.0
     if -1e4 < scale < -1e-4:
         return -q, -scale
     return (q, scale) if 1e-4 < scale < 1e4 else (q * scale, 1.0)

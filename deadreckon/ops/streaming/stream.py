@@ -52,7 +52,7 @@ def attend_stream(
     """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients."""
     transport, log_gate, score = factors
     batch, length, query_heads, _ = q.shape
-    q, scale = usual_scale(q, scale)
+    q, scale = usual_scale(q, scale, score)
     if isinstance(transport, Rotation):
         if past.phases is None:
             turn = (kernels.turned if kernels else turned)(q, k, v, log_gate, transport)

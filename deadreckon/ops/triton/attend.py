@@ -68,7 +68,7 @@ def attend_fused(
     if cu_seqlens is not None and len(cu_seqlens) > 2:
         return unpacked(attend_fused, q, k, v, factors, scale, cu_seqlens)
     transport, log_gate, score = factors
-    q, scale = usual_scale(q, scale)
+    q, scale = usual_scale(q, scale, score)
     if isinstance(transport, Rotation):
         k, v, log_gate = for_each_query_head(q, k, v, log_gate, transport)
         q, k, v, phase = turn(q, k, v, transport.angles, transport.values)
