@@ -15,19 +15,27 @@ from deadreckon.ops.triton.tiles import LOG2E, load_rows, padded
 PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
 
+@triton.jit
+def _gates(p_gate, token, s_t, mask, floor):
+    """Log gates in base 2, not below the floor, 0 for those that are no numbers; and what these poison, 0 or NaN."""
+    b_gate = tl.load(p_gate + token * s_t, mask=mask, other=0.0).to(tl.float32)
+    b_gate = tl.where(b_gate < floor, floor, b_gate)
+    b_poison = b_gate * 0
+    return tl.where(b_poison == 0, b_gate, 0.0) * 1.4426950408889634, b_poison
+
+
 @triton.jit(do_not_specialize=["s_b", "s_t", "s_h", "T", "BLOCKS", "GATES"])
 def _block_sums(p_gate, p_left, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
     i_block, i_c = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
     row = tl.arange(0, 64)
     token = i_block.to(tl.int64) * 64 + row
     p_gate += (i_c // GATES) * s_b + (i_c % GATES) * s_h
-    b_gate = tl.load(p_gate + token * s_t, mask=token < T, other=0.0).to(tl.float32)
-    b_gate = tl.maximum(b_gate, floor) * 1.4426950408889634
-    m_next = (row < 63) & (token + 1 < T)
-    b_next = tl.load(p_gate + (token + 1) * s_t, mask=m_next, other=0.0).to(tl.float32)
-    b_next = tl.maximum(b_next, floor) * 1.4426950408889634
-    tl.store(p_left + i_c * BLOCKS * 64 + token, tl.cumsum(b_next, 0, reverse=True))
-    tl.store(p_total + i_c * BLOCKS + i_block, tl.sum(b_gate, 0))
+    b_gate, b_poison = _gates(p_gate, token, s_t, token < T, floor)
+    b_next, _ = _gates(p_gate, token + 1, s_t, (row < 63) & (token + 1 < T), floor)
+    # From its token on: in its own block here, in later ones by the totals, and so the edges, of those.
+    tl.store(p_left + i_c * BLOCKS * 64 + token, tl.cumsum(b_next, 0, reverse=True) + tl.cumsum(b_poison, 0))
+    _, b_earlier = _gates(p_gate, token - 64, s_t, (row >= 0) & (i_block > 0), floor)
+    tl.store(p_total + i_c * BLOCKS + i_block, tl.sum(b_gate, 0) + tl.sum(b_earlier, 0))
 
 
 def gate_sums(log_gate: Tensor, heads: int) -> Sums:
@@ -88,7 +96,8 @@ def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float,
         longest_q = longest_q.amax(1, keepdim=True)
     margin = 20.0 if q.dtype == torch.float32 else 10.0
     bound = 2 * scale * longest_q * longest_k * growth + math.log(length) + margin  # (B·H, 1 | G)
-    bound = torch.where(log_gate.amax() > 0, torch.inf, bound) * LOG2E  # sums of gates that grow bound nothing
+    # Sums of gates that grow bound nothing, nor does what is no number.
+    bound = torch.where((log_gate.amax() <= 0) & ~bound.isnan(), bound, torch.inf) * LOG2E
     before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
     first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
     block = torch.arange(first.shape[2], device=q.device, dtype=torch.int32).expand_as(first).contiguous()
