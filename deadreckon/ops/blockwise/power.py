@@ -91,25 +91,25 @@ def with_ones(v: Tensor) -> Tensor:
     return pad(v, (0, 1), value=1.0)
 
 
-def without_noise(found: Tensor, sums: Tensor) -> Tensor:
-    """What unit queries have read, (..., G, E + 1), zero where it is rounding; sums (..., 1 or G, F) is the state's Z.
+def without_noise(found: Tensor, q: Tensor, p: int, sums: Tensor) -> Tensor:
+    """What queries (..., G, D) have read, (..., G, E + 1), or 0 where it is rounding; sums (..., 1 | G, F) are Z.
 
     A sum of weights no larger than the rounding errors of its terms says nothing: as far as can be known, that query is
     orthogonal to all keys.
     """
-    noise = 16 * torch.finfo(found.dtype).eps * sums.detach().norm(dim=-1)
+    noise = 16 * torch.finfo(found.dtype).eps * q.detach().norm(dim=-1) ** p * sums.detach().norm(dim=-1)
     return found.masked_fill(found[..., -1:] <= noise.unsqueeze(-1), 0)
 
 
 def read(state: Tensor, q: Tensor, p: int) -> Tensor:
-    """φ(q)ᵀ state of unit queries: (N, T, G, D) -> (N, T, G, E + 1)."""
+    """φ(q)ᵀ state: (N, T, G, D) -> (N, T, G, E + 1)."""
     found = q.new_empty(*q.shape[:3], state.shape[3])
     for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1]):
         for kind, heads in _kinds(q, state.shape[2]):
             rows = q[:, tokens, heads]
             features = monomials(rows.flatten(1, 2).mT.contiguous(), p)  # (N, F, tokens · heads)
             found[:, tokens, heads] = (features.mT @ state[:, :, kind]).unflatten(1, rows.shape[1:3])
-    return without_noise(found, state[..., -1].mT.unsqueeze(1))
+    return without_noise(found, q, p, state[..., -1].mT.unsqueeze(1))
 
 
 def read_gradients(state: Tensor, q: Tensor, p: int, grad: Tensor, grad_state: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> 
         if t >= RECENT:
             fade = gates[:, t - RECENT + 1 : t + 1].sum(1).exp()[..., None, None]
             state = state + fade * (keys[:, t - RECENT, None, :, None] * values[:, t - RECENT, None, None])
-        found = without_noise((queries[:, t].unsqueeze(2) @ state).squeeze(2), state[..., -1])  # (N, G, E + 1)
+        found = without_noise((queries[:, t].unsqueeze(2) @ state).squeeze(2), q[:, t], p, state[..., -1])
         found = found + recent[:, t]
         outputs.append(found[..., :-1] / torch.where(found[..., -1:] == 0, 1, found[..., -1:]))
     return torch.stack(outputs, dim=1)

@@ -31,6 +31,11 @@ def lengths(x: Tensor) -> Tensor:
     return (largest * (x / largest).norm(dim=-1, keepdim=True).clamp(min=0.5)).nan_to_num(limits.tiny, limits.max)
 
 
+def power_of_two(x: Tensor) -> Tensor:
+    """The largest that is no larger than x > 0."""
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1)
+
+
 def faded(log_gate: Tensor, dtype: torch.dtype) -> Tensor:
     """exp of a sum of log gates. What is next to nothing is nothing: arithmetic of denormal numbers is slow."""
     nothing = 0.8 * math.log(torch.finfo(dtype).tiny)
@@ -38,11 +43,12 @@ def faded(log_gate: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_range(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q (N, T, G, D) and k (N, T, D), of lengths that keep powers in range.
+    """q (N, T, G, D) and k (N, T, D), of lengths that keep powers in range: queries of 1 to 2, keys of less than 2.
 
-    Weights are divided by their sum, so that any length of a query and any unit for a head's keys will do.
+    Weights are divided by their sum, so that any length of a query and any unit for a head's keys will do. Powers of
+    two round nothing: what is lost of a logit is lost p times.
     """
-    return q / lengths(q.detach()), k / lengths(k.detach()).amax(1, keepdim=True)
+    return q / power_of_two(lengths(q.detach())), k / power_of_two(lengths(k.detach()).amax(1, keepdim=True))
 
 
 def usual_scale(q: Tensor, scale: float, score: Score) -> tuple[Tensor, float]:
