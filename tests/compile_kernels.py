@@ -98,7 +98,8 @@ def call(
     elif transport:
         factors = Rotation(torch.rand(1, length, 1, width // 2).requires_grad_(), values=True)
     gate = -torch.rand(1, length, group) if gated else None
-    output = attend_fused(q, k, v, Factors(factors, gate, more.get("score", "softmax")), 0.1, None)
+    bounds = torch.tensor([0, length // 3, length], dtype=torch.int32) if more.get("packed") else None
+    output = attend_fused(q, k, v, Factors(factors, gate, more.get("score", "softmax")), 0.1, bounds)
     output.sum().backward()
 
 

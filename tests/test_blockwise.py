@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import deadreckon as dr
-from deadreckon.lab.bench import peak_bytes
+from deadreckon.lab.bench.timing import peak_bytes
 from deadreckon.ops.blockwise.climb import Climb
 from deadreckon.ops.blockwise.runs import Gate
 

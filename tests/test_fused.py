@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -147,6 +148,54 @@ def test_share_in_reach() -> None:
         dr.share_in_reach(q, k, None)  # type: ignore[arg-type]
 
 
+def test_share_in_reach_of_plain_cpu_tensors() -> None:
+    """Without a GPU and without the interpreter: nothing is launched."""
+    code = (
+        "import torch, deadreckon as dr; q, k = torch.ones(2, 1, 640, 2, 16).unbind(); "
+        "print(dr.share_in_reach(q, k, torch.full((1, 640, 2), -1e4)), dr.share_in_reach(q, k, torch.zeros(2)))"
+    )
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert [float(word) for word in found.stdout.split()] == pytest.approx([19 / 55, 1])
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_what_gates_leave_in_reach_is_not_pruned(
+    growing: bool, monkeypatch: pytest.MonkeyPatch, short_walks: None
+) -> None:
+    """A key far behind that wins in spite of its gate, because its logit is as high as any can be.
+
+    Logits are −b but for the key at 5, whose is +b, or 9 b where two steps with β = 4 lengthen it on its way; and one
+    gate between has −g. Queries behind the gate see that key alone if g is less than the difference of logits. The
+    bound must not be less than the difference either: a half of it, log T and margin included, or one without the
+    growth of steps, is below g.
+    """
+    monkeypatch.setattr("deadreckon.fused.operators.PRUNED", 1)
+    length, width, far, gate = 256, 16, 5, 100
+    b, g = (20.0, 100.0) if growing else (60.0, 95.0)
+    highest, margins = (9 * b if growing else b), math.log(length) + 20
+    assert g < highest + b - 10
+    assert (2 * b + margins if growing else max(b + margins, (2 * b + margins) / 2)) < g
+    direction = torch.nn.functional.normalize(torch.ones(width), dim=0)
+    q = (direction * b * width**0.5).expand(1, length, 1, width).contiguous()
+    k = -direction.expand(1, length, 1, width).contiguous()
+    k[:, far] = direction
+    v = torch.randn(1, length, 1, width, generator=torch.Generator().manual_seed(0))
+    log_gate = torch.zeros(1, length, 1)
+    log_gate[:, gate] = -g
+    transport = None
+    if growing:
+        beta = torch.zeros(1, length, 1)
+        beta[:, [20, 30]] = 4  # each turns the direction round and makes it three times as long
+        transport = dr.Householder(direction.expand(1, length, 1, width).contiguous(), beta)
+        transport = replace(transport, w=transport.w.to(DEVICE), beta=beta.to(DEVICE))
+    q, k, v, log_gate = (x.to(DEVICE) for x in (q, k, v, log_gate))
+    found = dr.attend(q, k, v, transport=transport, log_gate=log_gate, impl="triton")
+    expected = v[:, far].expand(1, length - 192, 1, width)
+    torch.testing.assert_close(found[:, 192:], expected.view(1, -1, 1, width), rtol=0, atol=1e-3)
+
+
 def test_steps_that_grow_reach_farther() -> None:
     w = torch.nn.functional.normalize(torch.randn(2, 300, 3, 16, device=DEVICE), dim=-1)
     beta = 2 * torch.rand(2, 300, 3, device=DEVICE)
@@ -200,10 +249,10 @@ def test_operators(transport: str | None, gate: str | None) -> None:
     leaves = {name: x.float().to(DEVICE).requires_grad_() for name, x in case.inputs().items()}
     log_gate = leaves.get("log_gate")
     if transport:
-        inputs = (*(leaves[name] for name in ("q", "k", "v", "w", "beta")), log_gate, 0.25, True)
+        inputs = (*(leaves[name] for name in ("q", "k", "v", "w", "beta")), log_gate, None, 0.25, True)
         operator = torch.ops.deadreckon.householder.default
     else:
-        inputs = (*(leaves[name] for name in ("q", "k", "v")), log_gate, 0.25)
+        inputs = (*(leaves[name] for name in ("q", "k", "v")), log_gate, None, 0.25)
         operator = torch.ops.deadreckon.gated.default
     torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
     compiled = torch.compile(lambda leaves: case.attend(leaves, impl="triton"), fullgraph=True, backend="aot_eager")

@@ -70,3 +70,26 @@ def test_blockwise(case: Case) -> None:
 @pytest.mark.parametrize("case", KERNELS, ids=describe)
 def test_kernels(case: Case) -> None:
     check(replace(case, width=16, value_width=16, heads=1, batch=1), "triton")
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("case", [
+    Case("householder", "learned", length=200), Case(None, "learned", length=200), Case("rotation", None, length=200),
+    Case(None, None, dr.Power(2)), Case(None, None, "stick-breaking"),
+], ids=describe)  # fmt: skip
+def test_other_documents(case: Case, impl: Any) -> None:
+    """Packed rows: neither documents before nor those after, of the same leaf or of later ones, notice."""
+    if case.transport == "rotation" and impl == "blockwise":
+        pytest.skip("PyTorch's own kernel, which multiplies values of later tokens by zero")
+    case = replace(case, width=16, value_width=16, heads=1, batch=1)
+    start, end = 60, 80
+    bounds = torch.tensor([0, start, end, 90, case.length], dtype=torch.int32)
+    leaves = {name: x.float() for name, x in case.inputs().items()}
+    expected = case.attend(leaves, impl=impl, cu_seqlens=bounds)
+    for name, x in leaves.items():
+        bad = x.clone()
+        bad[(0, AT, -1, 0)[: x.dim()]] = torch.nan
+        found = case.attend({**leaves, name: bad}, impl=impl, cu_seqlens=bounds)
+        for part in (slice(0, AT), slice(end, None)):
+            torch.testing.assert_close(found[:, part], expected[:, part], rtol=1e-5, atol=1e-5)
+        assert not torch.isfinite(found[:, AT:end]).all(), name

@@ -6,20 +6,15 @@ import io
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from deadreckon.lab import bench, cases, cli, environment, filters, powers
-from deadreckon.lab.bench import Figures, peak_bytes, run_bench
-from deadreckon.lab.cases import Shape
+from deadreckon.lab import cli, environment
 from deadreckon.lab.demo import demo_recipe, run_demo
-from deadreckon.lab.drift import in_place_drift, model_drift
 from deadreckon.lab.evaluation import error_rate
 from deadreckon.lab.recipe import Recipe
-from deadreckon.lab.rivals import RIVALS, Inputs, Method, sdpa
 from deadreckon.lab.training import make_model, train
 from deadreckon.tasks.flipflop import FlipFlop
 from deadreckon.tasks.task import NOT_SCORED
@@ -101,142 +96,6 @@ def test_command_line_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys
     assert "encoding: expected one of nope" in capsys.readouterr().err
 
 
-def test_bench_prints_ratios(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shapes = (Shape(1, 64, 2, 16), Shape(2, 70, 1, 16))
-    found = run_bench("cpu", shapes, rounds=1, save=tmp_path / "bench.md")
-    assert list(found) == list(shapes)
-    assert {"PaTH", "PaTH-FoX", "FoX", "RoPE", "rotation", "Power(2)", "causal SDPA"} <= set(found[shapes[0]])
-    text = (tmp_path / "bench.md").read_text()
-    assert text.count("| 2x70x1x16 |") == len(found[shapes[1]])
-    assert "torch 2" in text and "--shapes 1x64x2x16 2x70x1x16 --rounds 1" in text
-    with pytest.raises(ValueError, match="device: expected one that is here"):
-        run_bench("cuda", shapes)
-    monkeypatch.setattr(sys, "argv", ["deadreckon", "bench", "--lengths", "40", "--rounds", "1", "--only", "pow(2)"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    error = " ".join(capsys.readouterr().err.split())
-    assert "only: expected names among causal SDPA, RoPE," in error and error.endswith("got pow(2)")
-
-
-def test_filters_are_checked_then_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "filters.md"
-    monkeypatch.setattr(sys, "argv", ["filters", "--size", "2x9x2x6x4", "--rounds", "1", "--save", str(page)])
-    filters.main()
-    text = page.read_text()
-    assert text.startswith("# Histogram filters on ")
-    assert "python -m deadreckon.lab.filters --device cpu --size 2x9x2x6x4 --rounds 1" in text
-    assert text.count("| loop of scatter_add |") == text.count("| PyTorch |") == 2
-    assert text.count("| C |") == 2 * filters.serves("native", "cpu")
-    fits = filters.measure
-
-    def small(size: filters.Size, *rest: Any) -> tuple[float, float]:
-        if size.batch > 1:
-            raise torch.OutOfMemoryError
-        return fits(size, *rest)
-
-    monkeypatch.setattr(filters, "measure", small)
-    assert filters.scaled(filters.Size(2, 9, 2, 6, 4), None, "reference", 1, "cpu")[2] == ", scaled up from batch 1"
-    monkeypatch.setattr(
-        filters, "run", lambda gates, table, grad, impl: [x + (impl != "reference") for x in (grad, *gates)]
-    )
-    with pytest.raises(RuntimeError, match=r"PyTorch is off by .* nothing was timed"):
-        filters.main()
-
-
-def test_bench_parses_shapes() -> None:
-    assert Shape.parse("32x4096X8x64") == Shape(32, 4096, 8, 64)
-    assert str(Shape(32, 4096, 8, 64)) == "32x4096x8x64"
-    for text in ("32x4096x8", "32x4096x8x64x2", "32xTx8x64", "0x1x1x2", "", "-1x1x1x2"):
-        with pytest.raises(ValueError, match="shapes: expected BxTxHxD, such as 32x4096x32x64, got"):
-            Shape.parse(text)
-
-
-def test_bench_names_what_is_wrong_with_rivals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(x: Inputs) -> torch.Tensor:
-        raise NotImplementedError("no [kernel] | here\nand more")
-
-    def fail_later(x: Inputs) -> torch.Tensor:
-        if x["q"].shape[1] == 40:  # not where it is checked
-            raise MemoryError("too long")
-        return sdpa(x)
-
-    rivals = {
-        "SDPA": Method(sdpa, "attention"),
-        "ungated": Method(sdpa, "FoX"),
-        "fla FoX": Method(lambda x: cases.attend("FoX", "blockwise", x), "FoX"),
-        "broken": Method(fail, "PaTH"),
-        "short": Method(fail_later, "attention"),
-        "absent": Method(fail, "attention", "no_such_package"),
-    }
-    monkeypatch.setitem(RIVALS, "cpu", rivals)
-    monkeypatch.setenv("COLUMNS", "200")
-    shape = Shape(1, 40, 2, 16)
-    found = run_bench("cpu", (shape,), rounds=1, save=tmp_path / "bench.md")[shape]
-    assert found["broken"] == "failed: NotImplementedError: no [kernel] | here"
-    assert found["short"] == "failed: MemoryError: too long"
-    assert "absent" not in found
-    text = (tmp_path / "bench.md").read_text()
-    rows = {row[2]: row for row in (line.split("|") for line in text.splitlines() if line.startswith("| 1x40x2x16"))}
-    names = {name.strip(): [cell.strip() for cell in row[3:-1]] for name, row in rows.items()}
-    assert names["SDPA"][2::3] == ["1.00", "1.00", "1.00"]
-    assert [bool(cell) for cell in names["FoX"][3::3]] == [True, True, True]  # beside fla's
-    assert [bool(cell) for cell in names["PaTH"][3::3]] == [False, False, False]
-    assert "✗" in names["ungated"][0] and "✗" not in names["fla FoX"][0]
-    assert "broken (failed: NotImplementedError: no [kernel] \\| here)" in text
-    assert "failed: MemoryError: too long" in capsys.readouterr().out
-
-
-def test_bench_times_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = Shape(1, 40, 2, 16)
-    assert list(run_bench("cpu", (shape,), rounds=1, only="path, FOX")[shape]) == ["causal SDPA", "FoX", "PaTH"]
-    monkeypatch.setattr(bench, "attend", lambda kind, impl, x: cases.attend("FoX", impl, x))
-    with pytest.raises(RuntimeError, match="nothing was timed: PaTH at D = 16: output off by"):
-        run_bench("cpu", (shape,), rounds=1, only="PaTH")
-
-
-def test_bench_shows_where_the_time_goes(tmp_path: Path) -> None:
-    page, shape = tmp_path / "bench.md", Shape(1, 40, 2, 16)
-    run_bench("cpu", (shape,), rounds=1, only="PaTH", save=page, profile=True)
-    _, section = page.read_text().split("PaTH, 1x40x2x16: forward and backward:")  # ours alone
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[4:]]
-    assert '--only "PaTH" --profile' in page.read_text() and any(name.startswith("aten::") for name, *_ in rows)
-    times = [float(time.removesuffix(" ms")) for _, time, *_ in rows]
-    assert rows[-1][0] == "all" and times[:-1] == sorted(times[:-1], reverse=True)
-    assert 0 < sum(times[:-1]) <= 1.01 * times[-1] + 0.005 * len(times)
-    assert all(int(count) > 0 for *_, count in rows[:-1])
-
-
-def test_bench_checks_in_several_processes() -> None:
-    methods = bench.line_up("cpu", "PaTH") | {"wrong": Method(sdpa, "FoX")}
-    alone, together = (bench.check_all(methods, (16,), "cpu", workers) for workers in (1, 2))
-    assert list(alone[16]) == list(together[16])
-    for name, error in alone[16].items():
-        assert together[16][name] == pytest.approx(error, rel=0.5)
-    assert together[16]["wrong"] > 1 > together[16]["PaTH"]
-
-
-@pytest.mark.gpu
-def test_bench_on_cuda() -> None:
-    shape = Shape(1, 300, 2, 64)
-    found = run_bench("cuda", (shape,), rounds=2, only="cuDNN,FlashAttention-2,RoPE,PaTH")[shape]
-    assert len(found) == 5
-    assert all(isinstance(figures, Figures) and figures.forward < figures.both for figures in found.values())
-
-
-def test_peak_bytes_sees_what_is_held() -> None:
-    def hold() -> None:
-        first = torch.zeros(1 << 20)
-        second = torch.zeros(1 << 20)
-        del first, second
-        torch.zeros(1 << 18)
-
-    assert 8 << 20 <= peak_bytes(hold) < 9 << 20
-
-
 def test_generate_prints_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,30 +121,8 @@ def test_generate_prints_text(
     assert "model: expected a folder with config.json" in capsys.readouterr().err
 
 
-def test_drift_tells_the_two_ways_apart() -> None:
-    console = Console(file=io.StringIO())
-    once, streamed = model_drift(70, 8, "cpu", console)
-    assert 0 < streamed < 1.5 * once < 0.05
-    rounded, in_place = in_place_drift(200, 8, "cpu", console)
-    assert in_place > 2 * rounded > 0
-
-
 def test_commands_are_as_one_types_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", [bench.__file__, "--only", "PaTH, FoX"])
-    assert environment.command() == "python -m deadreckon.lab.bench --only 'PaTH, FoX'"
+    monkeypatch.setattr("sys.argv", [environment.__file__, "--only", "PaTH, FoX"])
+    assert environment.command() == "python -m deadreckon.lab.environment --only 'PaTH, FoX'"
     monkeypatch.setattr("sys.argv", ["/some/where/bin/deadreckon", "bench"])
     assert environment.command() == "deadreckon bench"
-
-
-@pytest.mark.parametrize("more", [["--forms"], []])
-def test_powers(
-    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    page = tmp_path / "powers.md"
-    words = ["powers", "--width", "8", "--heads", "1", "--rounds", "1", "--lengths", "64", "128", "--save", str(page)]
-    monkeypatch.setattr("sys.argv", [*words, *more])
-    powers.main()
-    assert "64 |" in capsys.readouterr().out
-    lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
-    assert len(lines) == 4 and ("attention" in lines[0]) == bool(more)
-    assert ("1.78" in lines[2]) == bool(more)  # of 36 dimensions

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import deadreckon as dr
-from deadreckon.lab.bench import peak_bytes
+from deadreckon.lab.bench.timing import peak_bytes
 from deadreckon.ops.attention import attend_next
 from deadreckon.ops.blockwise import power
 from deadreckon.ops.blockwise.power import form_for

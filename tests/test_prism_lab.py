@@ -1,4 +1,4 @@
-"""PRISM's tasks: settings, results and pictures, what traces show, and that copying goes beyond its lengths."""
+"""PRISM's tasks: settings, results and pictures, and that copying goes beyond its lengths."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.encodings.cursors import Cursors
 from deadreckon.lab import prism as lab
-from deadreckon.lab.cursors import show, trace
 from deadreckon.lab.evaluation import exact_match_by_length
+from deadreckon.lab.probe.cursors_picture import show
 from deadreckon.lab.training import train
 
 TINY = "--width 32 --layers 2 --heads 2 --pe-width 16 --positions 32 --batch-size 4 --count 4 --evaluations 4 --steps 4"
@@ -85,43 +83,6 @@ def test_runs_leave_results_pictures_and_a_model_to_show(tmp_path: Path, capsys:
         lab.main(["--show", str(tmp_path / "sinusoidal-0")])
     with pytest.raises(ValueError, match="draw: expected a folder with results"):
         lab.main(["--draw", str(tmp_path / "prism-0")])
-
-
-def test_traces_show_what_the_model_computes() -> None:
-    """In each layer and head: where it looks follows from what it says, and gates and histograms are the pair's."""
-    torch.manual_seed(0)
-    small = {"positions": 9, "width": 6, "cursors": 3, "hidden": 5, "similarity": 5.0, "modules": [0, 2]}
-    config = dr.DeadReckonConfig(
-        encoding="prism", vocab_size=13, hidden_size=16, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.3, encoding_options={"prism": small},
-    )  # fmt: skip
-    model, tokens = dr.DeadReckonForCausalLM(config).eval(), torch.randint(0, 13, (1, 9))
-    for layer in range(3):
-        for head in range(4):
-            found = trace(model, tokens, 4, layer, head, 1)
-            attention = model.model.layers[layer].self_attn
-            heard: list[Tensor] = []
-            hooks = [
-                attention.o_proj.register_forward_pre_hook(lambda _, given, heard=heard: heard.append(given[0])),
-                attention.v_proj.register_forward_hook(lambda _, x, v, heard=heard: heard.append(v)),
-            ]
-            with torch.no_grad():
-                model(tokens)
-            for hook in hooks:
-                hook.remove()
-            v, output = heard[0].unflatten(-1, (2, -1)), heard[1].unflatten(-1, (4, -1))
-            torch.testing.assert_close(found.attention @ v[0, :, head // 2], output[0, :, head], rtol=0, atol=1e-5)
-            assert (found.layer, found.head, found.cursor) == (layer, head, 1)
-            for side in ("query", "key"):
-                assert found.gates[side].shape == (9, 4) and found.histograms[side].shape == (9, 9)
-                torch.testing.assert_close(found.gates[side][:, 1:].sum(-1), torch.ones(9))
-                assert torch.equal(found.histograms[side].argmax(-1), found.modes[side][:, 1])
-    with torch.no_grad():
-        model.model.layers[1].self_attn.encoding.alpha[2, 1] = -9.0
-    chosen = trace(model, tokens, 4)
-    assert (chosen.layer, chosen.head, chosen.cursor) == (1, 2, 1)
-    with pytest.raises(ValueError, match="head: expected 0 to 3, got 4"):
-        trace(model, tokens, 4, head=4)
 
 
 def test_copying_is_learnt_and_goes_beyond_the_lengths_of_training(

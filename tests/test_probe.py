@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import io
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from small_runs import run_cli
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.probe import Findings, __main__, attention, mean_gates, run_probe, theory
+from deadreckon.lab.probe import Findings, attention, mean_gates, run_probe, theory
 from deadreckon.lab.probe.probe import _losses_as_trained
 from deadreckon.lab.probe.reach import measure_more
 from deadreckon.lab.probe.report import print_findings
+from deadreckon.lab.probe.source import Source
 from deadreckon.lab.recipe import Recipe
 from deadreckon.lab.training import make_model
 
@@ -238,46 +239,36 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     from transformers import PreTrainedTokenizerFast
 
     make_model(Recipe(encoding="path"), 5).save_pretrained(tmp_path / "model")
-    command = [
-        "probe",
-        str(tmp_path / "model"),
-        "--data",
-        "flip-flop",
-        "--length",
-        "64",
-        "--trained",
-        "32",
-        "--rows",
-        "2",
-    ]
-    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path / "out")])
+    command = ["probe", str(tmp_path / "model"), "--data", "flip-flop", "--length", "64", "--trained", "32"]
     monkeypatch.setenv("COLUMNS", "200")
-    __main__.main()
+    assert (
+        run_cli(monkeypatch, *command, "--rows", "2", "--queries", "9", "--window", "16", "-o", f"{tmp_path}/out") == 0
+    )
     text = capsys.readouterr().out
-    assert "2 × 64 tokens, 32 queries a row" in text
+    assert "2 × 64 tokens, 9 queries a row" in text
     assert "predicted range:" in text
     assert (tmp_path / "out" / "probe.png").read_bytes().startswith(b"\x89PNG")
     found = Findings.load(tmp_path / "out" / "probe.json")
     assert found.about["trained"] == 32
-    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate("wri01")}, unk_token="w"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
-    (tmp_path / "novel.txt").write_text("w 1 i 0 r 1 " * 50)
-    rows, labels = __main__.read_data(str(tmp_path / "novel.txt"), tmp_path / "words", rows=3, length=64, seed=0)
-    assert labels is None
-    assert rows[:, :3].tolist() == [[0, 4, 2], [1, 4, 0], [2, 3, 1]]  # from words 0, 100 and 200 on
-    with pytest.raises(ValueError, match=r"data: expected 9 × 64 tokens or more in .*, got 300"):
-        __main__.read_data(str(tmp_path / "novel.txt"), tmp_path / "words", rows=9, length=64, seed=0)
+    assert {(head.window, head.window_from) for head in found.heads} == {(16, "given")}
     for data, message in (
         ("nothing.txt", "data: expected a text file or one of flip-flop"),
         (__file__, "a tokenizer in"),
     ):
-        monkeypatch.setattr(sys, "argv", [*command[:3], data])
-        with pytest.raises(SystemExit) as stop:
-            __main__.main()
-        assert stop.value.code == 2
+        assert run_cli(monkeypatch, *command[:3], data) == 2
         assert message in " ".join(capsys.readouterr().err.split())
-    monkeypatch.setattr(sys, "argv", ["probe", str(tmp_path), "--data", "flip-flop"])
-    with pytest.raises(SystemExit):
-        __main__.main()
-    assert "model: expected a folder with config.json" in capsys.readouterr().err
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate("wri01")}, unk_token="w"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    novel = tmp_path / "novel.txt"
+    novel.write_text("w 1 i 0 r 1 " * 50)
+    source = Source(tmp_path / "model")
+    rows, labels, trained = source.rows(str(novel), 3, 64, 0)
+    assert labels is trained is None
+    assert rows[:, :3].tolist() == [[0, 4, 2], [1, 4, 0], [2, 3, 1]]  # from words 0, 100 and 200 on
+    with pytest.raises(ValueError, match=r"data: expected 9 × 64 tokens or more in .*, got 300"):
+        source.rows(str(novel), 9, 64, 0)
+    assert run_cli(monkeypatch, "probe", str(tmp_path), "--data", "flip-flop") == 2
+    assert "run: expected a folder with recipe.json" in capsys.readouterr().err
+    assert run_cli(monkeypatch, *command, "--rows", "0") == 2
+    assert "rows: expected 1 or more, got 0" in capsys.readouterr().err

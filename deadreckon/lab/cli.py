@@ -14,6 +14,8 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
 
+from deadreckon.lab.bench.flags import Attention, Benchmark
+
 Size = Literal["tiny", "small", "paper"]
 
 
@@ -176,8 +178,17 @@ def report(
 def probe(
     run: Path,
     /,
+    data: str = "",
     length: int = 0,
     rows: int = 4,
+    trained: int = 0,
+    window: int = 0,
+    queries: int = 32,
+    cursors: bool = False,
+    question: str = "",
+    layer: int | None = None,
+    head: int | None = None,
+    cursor: int | None = None,
     checkpoint: Literal["last", "best"] = "last",
     seed: int = 0,
     device: str = "cpu",
@@ -187,76 +198,51 @@ def probe(
 
     For each layer and head: how fast the mean of routes fades with their length, the attention that goes to far tokens
     beside the theory's lower bound, what their values add up to; and the range that follows, beside the one measured.
+    With --cursors, how PRISM's cursors move while the model answers a question.
 
     Args:
-        run: folder of a run.
+        run: folder of a run, or of a model as save_pretrained writes it.
+        data: what to read, a task or a text file; by default what the run was trained on.
         length: of the sequences to look at; by default four times the training length.
         rows: how many of them.
+        trained: tokens of a training sequence; by default those of the run.
+        window: tokens after which a token is far; by default each head's own.
+        queries: looked at in each sequence.
+        cursors: draw cursors.png instead.
+        question: to answer, without its =; by default one of the task, as long as in training.
+        layer: to draw; by default the one that position matters most to, and so on.
+        head: to draw.
+        cursor: to draw.
         checkpoint: the last weights, or those that did best while training.
         seed: of the sequences.
         device: cpu, cuda, …
-        output: folder for probe.json and probe.png; by default `probe` in that of the run.
+        output: folder for probe.json and probe.png, or cursors.png; by default `probe` in that of the run.
     """
-    import torch
-
     from deadreckon.lab.probe import run_probe
     from deadreckon.lab.probe.report import print_findings
-    from deadreckon.lab.runs import Run
-    from deadreckon.lab.train import quiet_transformers
-    from deadreckon.lab.training import check_device
+    from deadreckon.lab.probe.source import Source
 
-    check_device(device)
-    if rows < 1:
-        raise ValueError(f"rows: expected 1 or more, got {rows}")
-    found, console, folder = Run(run), Console(), output or run / "probe"
-    recipe, task = found.recipe, found.recipe.make_task()
-    generator = torch.Generator().manual_seed(seed)
-    trained = task.sample(1, recipe.length, generator)[0].shape[1]
-    tokens, labels = task.sample(rows, length or 4 * recipe.length, generator)
-    text = recipe.metric == "perplexity"  # every token is scored: no labels needed
-    with quiet_transformers():
-        model = found.load(checkpoint, device)
-    print_findings(
-        run_probe(model, tokens, folder, labels=None if text else labels, trained=trained, seed=seed), console
-    )
+    console, folder, source = Console(), output or run / "probe", Source(run, checkpoint, device)
+    if cursors:
+        from deadreckon.lab.probe.cursors_picture import show
+
+        asked = question or source.question(data, length, seed)
+        console.print(show(source.model, asked, folder / "cursors.png", layer, head, cursor), highlight=False)
+    else:
+        tokens, labels, usual = source.rows(data, rows, length, seed)
+        found = run_probe(
+            source.model, tokens, folder, labels=labels, trained=trained or usual, window=window or None,
+            queries=queries, seed=seed,
+        )  # fmt: skip
+        print_findings(found, console)
     console.print(f"Saved: {folder}", highlight=False)
 
 
-def bench(
-    device: Literal["cpu", "cuda"] = "cpu",
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096),
-    batch: int = 1,
-    heads: int = 4,
-    head_dim: int = 64,
-    shapes: tuple[str, ...] = (),
-    rounds: int = 5,
-    only: str = "",
-    save: Path | None = None,
-    profile: bool = False,
-) -> None:
-    """Time every mechanism beside other people's attention in one run, with peak memory, as ratios.
+def bench(benchmark: Annotated[Benchmark, tyro.conf.arg(name="")] = Attention()) -> None:  # noqa: B008
+    """Time ours beside what else there is, after checking it: attention unless another is named."""
+    from importlib import import_module
 
-    The baseline is PyTorch's causal attention on a CPU, and RoPE with FlashAttention-2 on a GPU, where
-    flash-linear-attention and the FoX authors' kernel run too, if installed. Each mechanism is checked against the
-    float64 definition before anything is timed; the errors of the others are shown.
-
-    Args:
-        device: where to run; float32 on a CPU, bfloat16 on a GPU.
-        lengths: sequence lengths T.
-        batch: B.
-        heads: H.
-        head_dim: D.
-        shapes: in place of these four, any of BxTxHxD, such as 32x4096x32x64.
-        rounds: timings of each case; the best counts on a CPU, which others may share, and the median on a GPU.
-        only: names to run beside the baseline, separated by commas: "PaTH,fla PaTH".
-        save: also write the tables as Markdown.
-        profile: also show where the time of ours goes: kernels on a GPU, operators on a CPU.
-    """
-    from deadreckon.lab.bench import run_bench
-    from deadreckon.lab.cases import Shape
-
-    chosen = [Shape.parse(shape) for shape in shapes] or [Shape(batch, n, heads, head_dim) for n in lengths]
-    run_bench(device, tuple(chosen), rounds, only, save, profile)
+    import_module(f"deadreckon.lab.bench.{benchmark.name}").run(benchmark)
 
 
 def generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
@@ -91,7 +92,7 @@ def attend(
             if reason is None:
                 from deadreckon.ops.triton.attend import attend_fused
 
-                return attend_fused(q, k, v, factors, scale, documents)
+                return attend_fused(q, k, v, factors, scale, cu_seqlens)
             if impl == "triton":
                 raise ValueError(f"impl: 'triton' needs {reason}")
         if impl in ("auto", "blockwise"):
@@ -116,6 +117,7 @@ def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, *, scale: float | Non
 
     What is out of reach could not matter to the output's precision: by the sums of gates, and by the longest query and
     key of a head, no logit could bring it back. Sequences of fewer than 2048 tokens are computed in full all the same.
+    On a CPU, where no kernel runs, it says what one would skip.
 
     Args:
         q, k, log_gate, scale: as for :func:`attend`.
@@ -238,8 +240,13 @@ def _check_score(score: object, transport: Transport | None) -> None:
         raise ValueError(f"score: expected 'softmax', 'stick-breaking' or Power(p), got {score!r}")
 
 
+_checked: tuple[weakref.ref[Tensor], int, list[int]] | None = None
+"""The boundaries that were looked at last, their version and what they are: layers of a model share theirs."""
+
+
 def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
-    """Returns the boundaries as Python integers."""
+    """Returns the boundaries as Python integers. Where they are on a GPU, it is waited for, once for each tensor."""
+    global _checked
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -249,7 +256,9 @@ def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
         raise ValueError(f"cu_seqlens: expected shape (N + 1,) with N of 1 or more, got {shape_of(cu_seqlens)}")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
-    bounds: list[int] = cu_seqlens.tolist()
+    if _checked is None or _checked[0]() is not cu_seqlens or _checked[1] != cu_seqlens._version:
+        _checked = weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist()
+    bounds = _checked[2]
     if bounds[0] != 0 or bounds[-1] != q.shape[1]:
         raise ValueError(f"cu_seqlens: expected it to run from 0 to T = {q.shape[1]}, got {bounds[0]} to {bounds[-1]}")
     if any(later < earlier for earlier, later in pairwise(bounds)):

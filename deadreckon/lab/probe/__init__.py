@@ -1,30 +1,16 @@
 """The theory of "Why Do Accumulated Transformations Extrapolate?" made measurable on a trained model.
 
     findings = run_probe(model, tokens, Path("probe"))
-    python -m deadreckon.lab.probe MODEL_FOLDER --data flip-flop --length 512 --trained 128 --out probe
 
-`theory` has the paper's closed forms and bounds, `transport` estimates means of routes, `attention` looks at a few
-queries, `layers` makes a head's findings of both, and `reach` says how long a context that bears.
+`deadreckon probe` does that for the model of a run. `theory` has the paper's closed forms and bounds, `transport`
+estimates means of routes, `attention` looks at a few queries, `layers` makes a head's findings of both, and `reach`
+says how long a context that bears. Apart from these, `cursors` reads what PRISM's cursors do.
 """
 
 from __future__ import annotations
 
-from deadreckon.lab.probe.findings import Findings, Head, Mass, Mixing, Reach, Scores, Values
+from deadreckon.lab.probe.findings import Findings
 from deadreckon.lab.probe.probe import run_probe
-from deadreckon.lab.probe.transport import Decay, MeanTransport, fit_decay, mean_gates, mean_transport
+from deadreckon.lab.probe.transport import fit_decay, mean_gates, mean_transport
 
-__all__ = [
-    "Decay",
-    "Findings",
-    "Head",
-    "Mass",
-    "MeanTransport",
-    "Mixing",
-    "Reach",
-    "Scores",
-    "Values",
-    "fit_decay",
-    "mean_gates",
-    "mean_transport",
-    "run_probe",
-]
+__all__ = ["Findings", "fit_decay", "mean_gates", "mean_transport", "run_probe"]

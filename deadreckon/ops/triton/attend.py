@@ -61,30 +61,28 @@ def have_room(q: Tensor, v: Tensor, factors: Factors) -> bool:
     return isinstance(score, Power) or max(q.shape[3], v.shape[3]) <= widest
 
 
-def attend_fused(
-    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: list[int] | None
-) -> Tensor:
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None) -> Tensor:
     """See :func:`deadreckon.attend`; the arguments are already checked, and there is no reason against."""
-    if cu_seqlens is not None and len(cu_seqlens) > 2:
-        return unpacked(attend_fused, q, k, v, factors, scale, cu_seqlens)
     transport, log_gate, score = factors
     q, scale = usual_scale(q, scale, score)
-    if isinstance(transport, Rotation):
+    if isinstance(transport, Rotation):  # phases go on from document to document: only differences matter
         k, v, log_gate = for_each_query_head(q, k, v, log_gate, transport)
         q, k, v, phase = turn(q, k, v, transport.angles, transport.values)
-        output = attend_fused(q, k, v, Factors(None, log_gate, score), scale, None)
+        output = attend_fused(q, k, v, Factors(None, log_gate, score), scale, cu_seqlens)
         return turn_back(output, phase) if transport.values else output
     if not have_room(q, v, factors):
-        return attend_blockwise(q, k, v, factors, scale, None)
+        return attend_blockwise(q, k, v, factors, scale, None if cu_seqlens is None else cu_seqlens.tolist())
+    if cu_seqlens is not None and score != "softmax":
+        return unpacked(attend_fused, q, k, v, factors, scale, cu_seqlens.tolist())
     q, k, v = (dense(x) for x in (q, k, v))
     if score == "stick-breaking":
         return stick_breaking(q, k, v, scale)
     if isinstance(score, Power):
         return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q))[0]
     if isinstance(transport, Householder):
-        return attend_householder(q, k, v, transport.w, transport.beta, log_gate, scale)
-    if log_gate is not None:
-        return attend_gated(q, k, v, log_gate, scale)
+        return attend_householder(q, k, v, transport.w, transport.beta, log_gate, cu_seqlens, scale)
+    if log_gate is not None or cu_seqlens is not None:
+        return attend_gated(q, k, v, log_gate, cu_seqlens, scale)
     return plain(q, k, v, scale)
 
 

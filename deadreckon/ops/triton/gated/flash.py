@@ -40,6 +40,13 @@ class Reach(NamedTuple):
     )
 
 
+class Documents(NamedTuple):
+    """Packed sequences: where the document of each token begins and ends; padding is one more document."""
+
+    start: Tensor  # (T padded,) int32
+    end: Tensor  # (T padded,) int32
+
+
 class Pairs(NamedTuple):
     """Where blocks lie in the sequence: `pairs` times `left` keys, then `right` queries that see them, from `start`."""
 
@@ -50,10 +57,21 @@ class Pairs(NamedTuple):
 
 
 @triton.jit
+def _document_of(p_start, origin_q, origin_k, first_row, row, rows, begin, whole, BN: tl.constexpr):
+    """Where the documents of a tile's rows begin, and from where on its first keys matter and need no mask."""
+    last_row = tl.minimum(first_row + row.shape[0], rows) - 1
+    b_start = tl.load(p_start + origin_q + tl.minimum(row, last_row)) - origin_k
+    oldest = tl.load(p_start + origin_q + first_row) - origin_k
+    youngest = tl.load(p_start + origin_q + last_row) - origin_k
+    begin = tl.minimum(tl.maximum(begin, oldest // BN * BN), whole)
+    return b_start, begin, tl.minimum(tl.maximum(begin, (youngest + BN - 1) // BN * BN), whole)
+
+
+@triton.jit
 def _forward_along(
     b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, begin, end, origin, row,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    b_start, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
     for j in range(begin, end, BN):
@@ -68,15 +86,21 @@ def _forward_along(
             visible = m_key[None, :]
             if CAUSAL:
                 visible = visible & (key[None, :] <= row[:, None])
+            if PACKED:
+                visible = visible & (key[None, :] >= b_start[:, None])
+            if CAUSAL or PACKED:
                 b_v = load_rows(p_v, key, s_vr, value_channel, m_key, E, BE)
                 b_poison = poison_of(b_v)  # for the rows that see it, and no others
                 b_v, b_s = zeroed(b_v, b_poison), b_s + b_poison[None, :]
             b_s = tl.where(visible, b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_new[:, None])
-        decay = tl.exp2(b_max - b_new)
+        b_from = b_new
+        if MASKED and PACKED:  # a row may have seen nothing yet, and -inf less itself is no number
+            b_from = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s - b_from[:, None])
+        decay = tl.exp2(b_max - b_from)
         b_sum = b_sum * decay + tl.sum(b_p, 1)
-        if not (MASKED and CAUSAL):
+        if not (MASKED and (CAUSAL or PACKED)):
             b_v = load_rows(p_v, key, s_vr, value_channel, m_key, E, BE)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * decay[:, None], input_precision=PRECISION)
         b_max = b_new
@@ -85,12 +109,12 @@ def _forward_along(
 
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _forward(
-    p_q, p_k, p_v, p_o, p_lse, p_left, p_edge, p_first, scale2,
+    p_q, p_k, p_v, p_o, p_lse, p_left, p_edge, p_first, p_start, scale2,
     s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
     s_ob, s_oh, s_og, s_op, s_or, s_lb, s_lh, s_lg, s_lp, s_lr,
     ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_head, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
     i_n, i_g = i_head // GROUP, i_head % GROUP
@@ -116,16 +140,27 @@ def _forward(
     if PRUNED:
         reached = tl.load(p_first + i_c * BLOCKS + (origin_q + first_row) // 64)
         begin = tl.minimum(tl.maximum(reached - origin_k, 0), whole)
+    b_start, inner = row, begin  # keys from `inner` on are of the same document as all rows
+    if PACKED:
+        b_start, begin, inner = _document_of(p_start, origin_q, origin_k, first_row, row, ROWS, begin, whole, BN)
+        if not CAUSAL:
+            if begin >= keys:  # no row looks here, and nobody asks
+                return
     b_acc = tl.zeros([BM, BE], tl.float32)
     b_max = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
+    if PACKED:
+        b_acc, b_max, b_sum = _forward_along(
+            b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, begin, inner, origin_k,
+            row, b_start, D, E, BD, BE, BN, False, GATED, True, True, PRECISION,
+        )  # fmt: skip
     b_acc, b_max, b_sum = _forward_along(
-        b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, begin, whole, origin_k, row,
-        D, E, BD, BE, BN, CAUSAL, GATED, False, PRECISION,
+        b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, inner, whole, origin_k, row,
+        b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, False, PRECISION,
     )  # fmt: skip
     b_acc, b_max, b_sum = _forward_along(
         b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, whole, keys, origin_k, row,
-        D, E, BD, BE, BN, CAUSAL, GATED, True, PRECISION,
+        b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, True, PRECISION,
     )  # fmt: skip
     some = b_sum > 0  # gates may have left no key at all
     b_sum = tl.where(some, b_sum, 1.0)
@@ -143,9 +178,9 @@ def _forward(
 @triton.jit
 def _query_gradients_along(
     b_dq, b_rows, b_q, b_do, b_own, b_delta, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, begin, end,
-    origin, row,
+    origin, row, b_start,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
     for j in range(begin, end, BN):
@@ -162,6 +197,8 @@ def _query_gradients_along(
             visible = m_key[None, :]
             if CAUSAL:
                 visible = visible & (key[None, :] <= row[:, None])
+            if PACKED:
+                visible = visible & (key[None, :] >= b_start[:, None])
             b_p = tl.where(visible, b_p, 0.0)
         b_ds = b_p * (tl.dot(b_do, b_v, input_precision=PRECISION) - b_delta[:, None])
         if GATED:
@@ -172,12 +209,12 @@ def _query_gradients_along(
 
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _query_gradients(
-    p_q, p_k, p_v, p_do, p_dq, p_sums, p_delta, p_own, p_left, p_edge, p_first, scale, scale2,
+    p_q, p_k, p_v, p_do, p_dq, p_sums, p_delta, p_own, p_left, p_edge, p_first, p_start, scale, scale2,
     s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
     s_ob, s_oh, s_og, s_op, s_or, s_lb, s_lh, s_lg, s_lp, s_lr, s_xb, s_xh, s_xg, s_xp, s_xr,
     ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_head, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
     i_n, i_g = i_head // GROUP, i_head % GROUP
@@ -212,15 +249,26 @@ def _query_gradients(
     if PRUNED:
         reached = tl.load(p_first + i_c * BLOCKS + (origin_q + first_row) // 64)
         begin = tl.minimum(tl.maximum(reached - origin_k, 0), whole)
+    b_start, inner = row, begin  # keys from `inner` on are of the same document as all rows
+    if PACKED:
+        b_start, begin, inner = _document_of(p_start, origin_q, origin_k, first_row, row, ROWS, begin, whole, BN)
+        if not CAUSAL:
+            if begin >= keys:  # no row looks here, and nobody asks
+                return
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_rows = tl.zeros([BM], tl.float32)
+    if PACKED:
+        b_dq, b_rows = _query_gradients_along(
+            b_dq, b_rows, b_q, b_do, b_own, b_delta, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, begin,
+            inner, origin_k, row, b_start, D, E, BD, BE, BN, False, GATED, True, True, PRECISION,
+        )  # fmt: skip
     b_dq, b_rows = _query_gradients_along(
-        b_dq, b_rows, b_q, b_do, b_own, b_delta, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, begin, whole,
-        origin_k, row, D, E, BD, BE, BN, CAUSAL, GATED, False, PRECISION,
+        b_dq, b_rows, b_q, b_do, b_own, b_delta, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, inner, whole,
+        origin_k, row, b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, False, PRECISION,
     )  # fmt: skip
     b_dq, b_rows = _query_gradients_along(
         b_dq, b_rows, b_q, b_do, b_own, b_delta, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, whole, keys,
-        origin_k, row, D, E, BD, BE, BN, CAUSAL, GATED, True, PRECISION,
+        origin_k, row, b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, True, PRECISION,
     )  # fmt: skip
     p_dq += i_b * s_xb + i_h * s_xh + i_g * s_xg + i_pair * s_xp
     store_rows(p_dq, row, s_xr, tl.arange(0, BD), m_row, b_dq * scale, D)
@@ -233,9 +281,9 @@ def _query_gradients(
 @triton.jit
 def _key_gradients_along(
     b_dk, b_dv, b_sums, b_k, b_v, b_bias, p_q, p_do, p_delta, p_own, p_edge, reference, scale2, s_qr, s_or, s_lr,
-    begin, end, origin, key,
+    begin, end, origin, key, b_end,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-    GATED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
     for i in range(begin, end, BM):
@@ -250,8 +298,10 @@ def _key_gradients_along(
             b_own += (tl.load(p_edge + (origin + i) // 64) - reference).to(tl.float32)
             b_s += b_bias[:, None]
         b_p = tl.exp2(b_s + b_own[None, :])
-        if MASKED:
+        if CAUSAL:
             b_p = tl.where(key[:, None] <= row[None, :], b_p, 0.0)
+        if PACKED:
+            b_p = tl.where(row[None, :] < b_end[:, None], b_p, 0.0)
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
         b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) - b_delta[None, :])
         if GATED:
@@ -262,12 +312,12 @@ def _key_gradients_along(
 
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _key_gradients(
-    p_q, p_k, p_v, p_do, p_dk, p_dv, p_sums, p_delta, p_own, p_left, p_edge, p_last, scale, scale2,
+    p_q, p_k, p_v, p_do, p_dk, p_dv, p_sums, p_delta, p_own, p_left, p_edge, p_last, p_end, scale, scale2,
     s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
     s_ob, s_oh, s_og, s_op, s_or, s_lb, s_lh, s_lg, s_lp, s_lr, s_xb, s_xh, s_xp, s_xr, s_yb, s_yh, s_yp, s_yr,
     ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_n, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
     i_b, i_h = i_n // HEADS, i_n % HEADS
@@ -284,6 +334,15 @@ def _key_gradients(
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BE], tl.float32)
     whole = tl.minimum(first_key + BN, ROWS) if CAUSAL else 0
+    b_end, oldest, newest = key, 0, 0  # where the documents of these keys end, first and last of these ends
+    if PACKED:
+        last_key = tl.minimum(first_key + BN, KEYS) - 1
+        b_end = tl.load(p_end + origin_k + tl.minimum(key, last_key)) - origin_q
+        oldest = tl.load(p_end + origin_k + first_key) - origin_q
+        newest = tl.load(p_end + origin_k + last_key) - origin_q
+        if not CAUSAL:
+            if newest <= 0:
+                return
     for g in range(GROUP):
         i_g = tl.cast(g, tl.int64)
         i_stat = i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair * s_lp
@@ -299,6 +358,10 @@ def _key_gradients(
         if PRUNED:
             i_block = (origin_k + tl.minimum(first_key + BN, KEYS) - 1) // 64
             end = tl.maximum(tl.minimum(tl.load(p_last + i_c * BLOCKS + i_block) - origin_q, ROWS), whole)
+        inner = end  # rows before `inner` are of the same document as all keys
+        if PACKED:
+            end = tl.maximum(tl.minimum(newest, end), whole)
+            inner = tl.maximum(tl.minimum(oldest // BM * BM, end), whole)
         b_sums = tl.zeros([BN], tl.float32)
         p_qg = p_q + i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair * s_qp
         p_og = p_do + i_b * s_ob + i_h * s_oh + i_g * s_og + i_pair * s_op
@@ -306,13 +369,19 @@ def _key_gradients(
             b_dk, b_dv, b_sums = _key_gradients_along(
                 b_dk, b_dv, b_sums, b_k, b_v, b_bias, p_qg, p_og, p_delta + i_stat, p_own + i_stat,
                 p_edge + i_c * BLOCKS, reference, scale2, s_qr, s_or, s_lr, first_key, whole, origin_q, key,
-                D, E, BD, BE, BM, GATED, True, PRECISION,
+                b_end, D, E, BD, BE, BM, GATED, True, PACKED, PRECISION,
             )  # fmt: skip
         b_dk, b_dv, b_sums = _key_gradients_along(
             b_dk, b_dv, b_sums, b_k, b_v, b_bias, p_qg, p_og, p_delta + i_stat, p_own + i_stat,
-            p_edge + i_c * BLOCKS, reference, scale2, s_qr, s_or, s_lr, whole, end, origin_q, key,
-            D, E, BD, BE, BM, GATED, False, PRECISION,
+            p_edge + i_c * BLOCKS, reference, scale2, s_qr, s_or, s_lr, whole, inner, origin_q, key,
+            b_end, D, E, BD, BE, BM, GATED, False, False, PRECISION,
         )  # fmt: skip
+        if PACKED:
+            b_dk, b_dv, b_sums = _key_gradients_along(
+                b_dk, b_dv, b_sums, b_k, b_v, b_bias, p_qg, p_og, p_delta + i_stat, p_own + i_stat,
+                p_edge + i_c * BLOCKS, reference, scale2, s_qr, s_or, s_lr, inner, end, origin_q, key,
+                b_end, D, E, BD, BE, BM, GATED, False, True, PRECISION,
+            )  # fmt: skip
         if GATED:
             # Keys have their sums where they stand in the sequence, which is not where their queries do.
             p_to = p_sums + i_b * s_lb + i_h * s_lh + i_g * s_lg + (origin_k + key).to(tl.int64) * s_lr
@@ -361,8 +430,9 @@ class Launch:
     """What the three kernels share: sizes, gates and flags."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, sums: Sums | None, pairs: Pairs | None, reach: Reach | None
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, sums: Sums | None, pairs: Pairs | None, reach: Reach | None,
+        documents: Documents | None,
+    ) -> None:  # fmt: skip
         self.batch, self.heads, self.group, self.count, self.rows, _ = q.shape
         self.keys = k.shape[3]
         self.q, self.v = q, v
@@ -373,6 +443,7 @@ class Launch:
         self.flags = {
             "D": q.shape[-1], "E": v.shape[-1], "BD": padded(q.shape[-1]), "BE": padded(v.shape[-1]),
             "CAUSAL": pairs is None, "GATED": sums is not None, "PRUNED": reach is not None,
+            "PACKED": documents is not None,
             "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
 
@@ -397,34 +468,43 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, sums: Sums | None, scale: float, out: Tensor, lse: Tensor,
-    pairs: Pairs | None = None, reach: Reach | None = None,
+    pairs: Pairs | None = None, reach: Reach | None = None, documents: Documents | None = None,
 ) -> None:  # fmt: skip
     """Writes softmax attention to out (B, H, G, n, rows, E) and its log-sum-exp to lse (B, H, G, n, rows)."""
-    launch = Launch(q, k, v, sums, pairs, reach)
+    launch = Launch(q, k, v, sums, pairs, reach, documents)
     launch(
-        _forward, "forward", q, k, v, out, lse, *launch.gates, lse if reach is None else reach.first, scale * LOG2E,
-        *_strides(q, k, v, out), *lse.stride(),
+        _forward, "forward", q, k, v, out, lse, *launch.gates, lse if reach is None else reach.first,
+        lse if documents is None else documents.start, scale * LOG2E, *_strides(q, k, v, out), *lse.stride(),
     )  # fmt: skip
 
 
 def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, sums: Sums | None, scale: float, grad: Tensor, delta: Tensor, own: Tensor,
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, by_query: Tensor, by_key: Tensor,
-    pairs: Pairs | None = None, reach: Reach | None = None,
+    pairs: Pairs | None = None, reach: Reach | None = None, documents: Documents | None = None,
 ) -> None:  # fmt: skip
     """Writes gradients and, with gates, what the log-weights' gradients sum up to by query and by key.
 
     delta, own and by_query are (B, H, G, n, rows), of one layout, by_key (B, H, G, T) of the same; pairs of blocks
     *add* to by_query and by_key.
     """
-    launch = Launch(q, k, v, sums, pairs, reach)
+    launch = Launch(q, k, v, sums, pairs, reach, documents)
     inputs = (*_strides(q, k, v, grad), *delta.stride())
     first, last = (delta, delta) if reach is None else reach
+    start, end = (delta, delta) if documents is None else documents
     launch(
-        _query_gradients, "queries", q, k, v, grad, grad_q, by_query, delta, own, *launch.gates, first,
+        _query_gradients, "queries", q, k, v, grad, grad_q, by_query, delta, own, *launch.gates, first, start,
         scale, scale * LOG2E, *inputs, *_strides(grad_q),
     )  # fmt: skip
     launch(
-        _key_gradients, "keys", q, k, v, grad, grad_k, grad_v, by_key, delta, own, *launch.gates, last,
+        _key_gradients, "keys", q, k, v, grad, grad_k, grad_v, by_key, delta, own, *launch.gates, last, end,
         scale, scale * LOG2E, *inputs, *_strides(grad_k, grad_v),
     )  # fmt: skip
+
+
+def documents_of(cu_seqlens: Tensor, length: int) -> Documents:
+    """The document of each of `length` tokens, padded to whole leaves, from boundaries (N + 1,); on their device."""
+    tokens = torch.arange(-(-length // EDGE) * EDGE, dtype=torch.int32, device=cu_seqlens.device)
+    bounds = torch.nn.functional.pad(cu_seqlens.to(torch.int32), (0, 1), value=tokens.shape[0])
+    document = torch.searchsorted(bounds, tokens, right=True, out_int32=True).clamp_(max=bounds.shape[0] - 1)
+    return Documents(bounds[document - 1], bounds[document])

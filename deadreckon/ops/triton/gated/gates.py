@@ -32,10 +32,9 @@ def _block_sums(p_gate, p_left, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor)
     p_gate += (i_c // GATES) * s_b + (i_c % GATES) * s_h
     b_gate, b_poison = _gates(p_gate, token, s_t, token < T, floor)
     b_next, _ = _gates(p_gate, token + 1, s_t, (row < 63) & (token + 1 < T), floor)
-    # From its token on: in its own block here, in later ones by the totals, and so the edges, of those.
-    tl.store(p_left + i_c * BLOCKS * 64 + token, tl.cumsum(b_next, 0, reverse=True) + tl.cumsum(b_poison, 0))
-    _, b_earlier = _gates(p_gate, token - 64, s_t, (row >= 0) & (i_block > 0), floor)
-    tl.store(p_total + i_c * BLOCKS + i_block, tl.sum(b_gate, 0) + tl.sum(b_earlier, 0))
+    # What is poisoned is the token's own key, which all later queries of its document see, and no others.
+    tl.store(p_left + i_c * BLOCKS * 64 + token, tl.cumsum(b_next, 0, reverse=True) + b_poison)
+    tl.store(p_total + i_c * BLOCKS + i_block, tl.sum(b_gate, 0))
 
 
 def gate_sums(log_gate: Tensor, heads: int) -> Sums:
@@ -90,17 +89,28 @@ def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float,
     add up to less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single
     precision.
     """
-    batch, length, heads, _ = k.shape
-    longest_q, longest_k = longest(q).view(batch * heads, -1), longest(k).view(batch * heads, 1)
+    return reach_within(scale * longest(q), longest(k), log_gate, edge, q.dtype, growth)
+
+
+def reach_within(
+    longest_q: Tensor,
+    longest_k: Tensor,
+    log_gate: Tensor,
+    edge: Tensor,
+    dtype: torch.dtype,
+    growth: Tensor | float = 1.0,
+) -> Reach:
+    """The same from the greatest lengths of scaled queries (B, Hq) and of keys (B, H), on any device."""
+    longest_q, longest_k = longest_q.view(longest_k.numel(), -1), longest_k.view(-1, 1)
     if edge.shape[1] == 1:
         longest_q = longest_q.amax(1, keepdim=True)
-    margin = 20.0 if q.dtype == torch.float32 else 10.0
-    bound = 2 * scale * longest_q * longest_k * growth + math.log(length) + margin  # (B·H, 1 | G)
+    margin = 20.0 if dtype == torch.float32 else 10.0
+    bound = 2 * longest_q * longest_k * growth + math.log(log_gate.shape[1]) + margin  # (B·H, 1 | G)
     # Sums of gates that grow bound nothing, nor does what is no number.
     bound = torch.where((log_gate.amax() <= 0) & ~bound.isnan(), bound, torch.inf) * LOG2E
     before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
     first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
-    block = torch.arange(first.shape[2], device=q.device, dtype=torch.int32).expand_as(first).contiguous()
+    block = torch.arange(first.shape[2], device=first.device, dtype=torch.int32).expand_as(first).contiguous()
     last = torch.searchsorted(first, block, right=True, out_int32=True)
     return Reach(first * EDGE, last * EDGE)
 
@@ -122,6 +132,7 @@ def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int
     ends = by_query - by_key
     if ends.shape[2] * heads != log_gate.shape[2]:
         ends = ends.sum(2, keepdim=True)
-    ends = ends.flip(1).cumsum(1, dtype=torch.float64).flip(1)  # long sums, of which little is left
-    ends = ends.unflatten(0, (log_gate.shape[0], heads)).transpose(1, 2).flatten(2, 3)
+    ends = ends.mT.contiguous()  # (B·H, G, T): a scan along the last dimension is many times as fast
+    ends = ends.flip(2).cumsum(2, dtype=torch.float64).flip(2)  # long sums, of which little is left
+    ends = ends.view(log_gate.shape[0], -1, ends.shape[2]).mT
     return ends[:, : log_gate.shape[1]].to(log_gate.dtype).contiguous()

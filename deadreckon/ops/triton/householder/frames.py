@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.gated.flash import Documents
 from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, mul_exact, padded, store_matrix, through, warps_for
 
 ROWS = 64  # of a tile
@@ -33,10 +34,38 @@ class Side(NamedTuple):
     step: int  # rows from one block to the next
 
 
+@triton.jit
+def _related(p_bound, row, origin, rows, step, GROUP, QUERIES: tl.constexpr):
+    """Which rows' documents reach into the other block of the pair, and which beyond it; with p_bound where they do.
+
+    Queries of a right block look at the left one and cross it to what is before, where their document begins. Keys of a
+    left block are looked at from the right one and cross it to what is after, where it ends.
+    """
+    row = tl.minimum(row, rows - 1)
+    if QUERIES:
+        b_bound = tl.load(p_bound + (origin + row) // GROUP)
+        return b_bound < origin // GROUP, b_bound < (origin + rows - step) // GROUP
+    else:
+        b_bound = tl.load(p_bound + origin + row)
+        return b_bound > origin + rows, b_bound > origin + step
+
+
+@triton.jit
+def _kept(p_bound, row, origin, rows, GROUP, QUERIES: tl.constexpr):
+    """Whether dense attention loads this tile on its way back: it does so with up to 128 tokens at a time."""
+    if QUERIES:
+        first = tl.min(row, 0) // GROUP // 128 * 128
+        return tl.load(p_bound + origin // GROUP + tl.minimum(first, rows // GROUP - 1)) < origin // GROUP
+    else:
+        last = tl.max(row, 0) // 128 * 128 + 127
+        return tl.load(p_bound + origin + tl.minimum(last, rows - 1)) > origin + rows
+
+
 @triton.jit(do_not_specialize=["start", "count", "rows", "step", "first", "every", "CHUNKS"])
 def _cross(
-    p_x, p_kept, p_to, p_products, s_x, s_to, start, count, rows, step, s_products, first, every, CHUNKS,
-    TRANSPOSED: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    p_x, p_kept, p_to, p_products, p_bound, s_x, s_to, start, count, rows, step, s_products, first, every,
+    CHUNKS, GROUP,
+    TRANSPOSED: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     DTYPE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     i_chunk, i_block = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
@@ -51,16 +80,28 @@ def _cross(
         row = (i_chunk * TILES + tile) * BM + tl.arange(0, BM)
         mask = (row < rows)[:, None] & (channel < D)[None, :]
         offsets = row.to(tl.int64)[:, None] * D + channel[None, :]
-        b_x = tl.load(p_x + offsets, mask=mask, other=0.0)
-        if KEEP:
-            tl.store(p_kept + offsets, b_x, mask=mask)
-        tl.store(p_to + offsets, through(b_x, b_p, TRANSPOSED, DTYPE).to(DTYPE), mask=mask)
+        if PACKED:
+            onward = tl.max(
+                _related(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)[1].to(tl.int32), 0
+            )
+            if KEEP:
+                if _kept(p_bound, row, start + i_pair * step, rows, GROUP, TRANSPOSED):
+                    tl.store(p_kept + offsets, tl.load(p_x + offsets, mask=mask, other=0.0), mask=mask)
+            if onward > 0:
+                b_x = tl.load(p_x + offsets, mask=mask, other=0.0)
+                tl.store(p_to + offsets, through(b_x, b_p, TRANSPOSED, DTYPE).to(DTYPE), mask=mask)
+        else:
+            b_x = tl.load(p_x + offsets, mask=mask, other=0.0)
+            if KEEP:
+                tl.store(p_kept + offsets, b_x, mask=mask)
+            tl.store(p_to + offsets, through(b_x, b_p, TRANSPOSED, DTYPE).to(DTYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["start", "count", "rows", "step", "first", "CHUNKS"])
 def _cross_back(
-    p_grad, p_kept, p_fresh, p_outer, p_products, s_x, start, count, rows, step, s_products, first, CHUNKS,
-    TRANSPOSED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    p_grad, p_kept, p_fresh, p_outer, p_products, p_bound, s_x, start, count, rows, step, s_products, first,
+    CHUNKS, GROUP,
+    TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     DTYPE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of rows before they crossed, the block's own (fresh) added; and this chunk's part of P's gradient."""
@@ -77,14 +118,20 @@ def _cross_back(
         row = (i_chunk * TILES + tile) * BM + tl.arange(0, BM)
         mask = (row < rows)[:, None] & (channel < D)[None, :]
         offsets = row.to(tl.int64)[:, None] * D + channel[None, :]
-        b_grad = tl.load(p_grad + offsets, mask=mask, other=0.0)
-        b_kept = tl.load(p_kept + offsets, mask=mask, other=0.0)
-        if TRANSPOSED:  # rows crossed by x Pᵀ
-            b_outer += mul(tl.trans(b_grad), b_kept, DTYPE)
-        else:
-            b_outer += mul(tl.trans(b_kept), b_grad, DTYPE)
-        b_new = through(b_grad, b_p, not TRANSPOSED, DTYPE)
-        b_new += tl.load(p_fresh + offsets, mask=mask, other=0.0).to(tl.float32)
+        onward = 1
+        m_fresh = mask
+        if PACKED:
+            looks, beyond = _related(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)
+            m_fresh, onward = mask & looks[:, None], tl.max(beyond.to(tl.int32), 0)
+        b_new = tl.load(p_fresh + offsets, mask=m_fresh, other=0.0).to(tl.float32)
+        if onward > 0:
+            b_grad = tl.load(p_grad + offsets, mask=mask, other=0.0)
+            b_kept = tl.load(p_kept + offsets, mask=mask, other=0.0)
+            if TRANSPOSED:  # rows crossed by x Pᵀ
+                b_outer += mul(tl.trans(b_grad), b_kept, DTYPE)
+            else:
+                b_outer += mul(tl.trans(b_kept), b_grad, DTYPE)
+            b_new += through(b_grad, b_p, not TRANSPOSED, DTYPE)
         tl.store(p_grad + offsets, b_new.to(DTYPE), mask=mask)
     store_matrix(p_outer + tl.program_id(0).to(tl.int64) * D * D, b_outer, D, BD)
 
@@ -129,8 +176,9 @@ def _multiply_back(
 
 @triton.jit(do_not_specialize=["rows", "boundary"])
 def _place(
-    p_x, p_fresh, s_x, boundary, rows, TILES, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BEFORE: tl.constexpr
-):
+    p_x, p_fresh, p_bound, s_x, boundary, rows, TILES, GROUP,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     i_tile, i_n = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     row = i_tile * BM + tl.arange(0, BM)
     channel = tl.arange(0, BD)
@@ -139,18 +187,24 @@ def _place(
         m_fresh, at, fresh_rows = row < boundary, row, boundary
     else:
         m_fresh, at, fresh_rows = row >= boundary, row - boundary, rows - boundary
+    if PACKED:
+        b_bound = tl.load(p_bound + tl.minimum(row, rows - 1) // GROUP)
+        m_fresh = m_fresh & ((b_bound > boundary) if BEFORE else (b_bound < boundary // GROUP))
     at = i_n * fresh_rows * D + at.to(tl.int64)[:, None] * D + channel[None, :]
     b_x = tl.load(p_fresh + at, mask=mask & m_fresh[:, None], other=0.0)
     tl.store(p_x + i_n * s_x + row.to(tl.int64)[:, None] * D + channel[None, :], b_x, mask=mask)
 
 
-def place(x: Tensor, fresh: Tensor, boundary: int, before: bool) -> None:
+def place(
+    x: Tensor, fresh: Tensor, boundary: int, before: bool, documents: Documents | None = None, group: int = 1
+) -> None:
     """Fills the rows of x (n, rows, D) before or from the boundary on with fresh ones, the others with zeros."""
     count, rows, width = x.shape
     tiles = triton.cdiv(rows, 128)
     _place[(count * tiles,)](
-        x, fresh, x.stride(0), boundary, rows, tiles, D=width, BD=padded(width), BM=128, BEFORE=before
-    )
+        x, fresh, _bound(x, documents, not before), x.stride(0), boundary, rows, tiles, group,
+        D=width, BD=padded(width), BM=128, BEFORE=before, PACKED=documents is not None,
+    )  # fmt: skip
 
 
 def _sizes(x: Tensor) -> dict[str, Any]:
@@ -163,14 +217,19 @@ def _chunks(side: Side, most: int = CHUNK) -> tuple[int, dict[str, int]]:
     return triton.cdiv(side.rows, ROWS * tiles), {"BM": ROWS, "TILES": tiles}
 
 
+def _bound(other: Tensor, documents: Documents | None, queries: bool) -> Tensor:
+    """Where documents begin, for queries that go back; where they end, for keys that go on."""
+    return other if documents is None else documents.start if queries else documents.end
+
+
 def cross(
     x: Tensor, products: Tensor, first: int, every: int, side: Side, transposed: bool,
-    to: Tensor | None = None, keep: bool = False,
+    to: Tensor | None = None, keep: bool = False, documents: Documents | None = None, group: int = 1,
 ) -> Tensor | None:  # fmt: skip
     """Rows of x (n, rows, D) cross the product of a block: x P, or x Pᵀ if transposed; in place, or into those of `to`.
 
-    The blocks' products are those from `first` on, one in `every`. Returns what the rows were before, (n, count, rows,
-    D), if it shall be kept.
+    The blocks' products are those from `first` on, one in `every`. Rows of documents that end before what they
+    would see stay as they are. Returns what the rows were before, (n, count, rows, D), if it shall be kept.
     """
     chunks, tiles = _chunks(side)
     if x.shape[0] * side.blocks * chunks < FEW:
@@ -178,15 +237,17 @@ def cross(
     kept = x.new_empty(x.shape[0], side.blocks, side.rows, x.shape[-1]) if keep else None
     to = x if to is None else to
     _cross[(x.shape[0] * side.blocks * chunks,)](
-        x, x if kept is None else kept, to, products, x.stride(0), to.stride(0), *side, products.stride(0),
-        first, every, chunks, TRANSPOSED=transposed, KEEP=keep, **_sizes(x), **tiles, num_warps=4,
+        x, x if kept is None else kept, to, products, _bound(products, documents, transposed), x.stride(0),
+        to.stride(0), *side, products.stride(0), first, every, chunks, group,
+        TRANSPOSED=transposed, KEEP=keep, PACKED=documents is not None, **_sizes(x), **tiles, num_warps=4,
     )  # fmt: skip
     return kept
 
 
 def cross_back(
-    grad: Tensor, kept: Tensor, fresh: Tensor, products: Tensor, first: int, side: Side, transposed: bool
-) -> Tensor:
+    grad: Tensor, kept: Tensor, fresh: Tensor, products: Tensor, first: int, side: Side, transposed: bool,
+    documents: Documents | None = None, group: int = 1,
+) -> Tensor:  # fmt: skip
     """Takes grad (n, rows, D) back before the crossing and adds fresh (n, count, rows, D).
 
     Returns the products' gradients in parts, (n, count, parts, D, D) float32.
@@ -195,8 +256,9 @@ def cross_back(
     width = grad.shape[-1]
     outer = products.new_empty(grad.shape[0], side.blocks, chunks, width, width)
     _cross_back[(grad.shape[0] * side.blocks * chunks,)](
-        grad, kept, fresh, outer, products, grad.stride(0), *side, products.stride(0), first, chunks,
-        TRANSPOSED=transposed, **_sizes(grad), **tiles, num_warps=4, num_stages=2,
+        grad, kept, fresh, outer, products, _bound(products, documents, transposed), grad.stride(0), *side,
+        products.stride(0), first, chunks, group,
+        TRANSPOSED=transposed, PACKED=documents is not None, **_sizes(grad), **tiles, num_warps=4, num_stages=2,
     )  # fmt: skip
     return outer
 

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.triton.gated.flash import Sums
+from deadreckon.ops.triton.gated.flash import Documents, Sums
 from deadreckon.ops.triton.tiles import DTYPES, LOG2E, load_rows, mul, mul_exact, padded, poison_of, store_tile, zeroed
 
 
@@ -64,11 +64,11 @@ def _place(LEAVES):
 
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_forward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_frame_q, p_frame_k, p_values, p_products, p_inverse, p_out, p_lse, scale2,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_frame_q, p_frame_k, p_values, p_products, p_inverse,
+    p_out, p_lse, scale2, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
     s_fq, s_fk, s_fv, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
-    GATED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     i_leaf, i_n = _place(LEAVES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
@@ -78,12 +78,17 @@ def _leaf_forward(
     channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
     lower = i_row[:, None] >= i_row[None, :]
     strict = i_row[:, None] > i_row[None, :]
+    visible = lower
+    if PACKED:  # routes into another document are computed with the others, and nobody looks
+        visible = lower & (tl.load(p_start + token)[:, None] <= token[None, :])
     b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD)
     b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
-    # A token that is not finite counts as zeros: the rows from it on become NaN, and all keys that leave the leaf.
-    b_poison = poison_of(b_k) + tl.sum(b_w.to(tl.float32) * b_w.to(tl.float32), 1) * b_beta * 0
-    b_w, b_k, b_beta = zeroed(b_w, b_poison), zeroed(b_k, b_poison), tl.where(b_poison == 0, b_beta, 0.0)
+    b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
+    # A token that is not finite counts as zeros, but its key is NaN to all that see it: later queries of its document.
+    b_poison = poison_of(b_k) + poison_of(b_v) + tl.sum(b_w.to(tl.float32) * b_w.to(tl.float32), 1) * b_beta * 0
+    b_w, b_k, b_v = zeroed(b_w, b_poison), zeroed(b_k, b_poison), zeroed(b_v, b_poison)
+    b_beta = tl.where(b_poison == 0, b_beta, 0.0)
     b_ww = mul_exact(b_w, tl.trans(b_w), DTYPE)
     b_inverse = unit_lower_inverse(tl.where(strict, b_beta[:, None] * b_ww, 0.0), DTYPE)
     if KEEP:
@@ -100,14 +105,10 @@ def _leaf_forward(
     b_w = b_w.to(DTYPE)
     b_j = b_j.to(DTYPE)
     b_y = mul(b_j, tl.where(strict, mul(b_w, tl.trans(b_k), DTYPE), 0.0), DTYPE).to(DTYPE)
-    b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
     if FRAMES:
         store_tile(p_values + i_n * s_fv, token, E, b_v, E, BE)
-        b_frame = b_k.to(tl.float32) - mul(tl.trans(b_y), b_w, DTYPE) + tl.sum(b_poison, 0)
+        b_frame = b_k.to(tl.float32) - mul(tl.trans(b_y), b_w, DTYPE) + b_poison[:, None]
         store_tile(p_frame_k + i_n * s_fk, token, D, b_frame, D, BD)
-    b_odd = poison_of(b_v)
-    b_v = zeroed(b_v, b_odd)
-    b_poison = tl.cumsum(b_poison + b_odd, 0)
     for g in range(GROUP):
         i_hq = i_h * GROUP + g
         b_q = load_rows(p_q + i_b * s_qb + i_hq * s_qh, token, s_qt, channel, m_token, D, BD)
@@ -115,13 +116,13 @@ def _leaf_forward(
         if FRAMES:
             b_frame = b_q.to(tl.float32) - mul(b_a, b_x, DTYPE)
             store_tile(p_frame_q + i_n * s_fq + g * D, token, GROUP * D, b_frame, D, BD)
-        b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_a, b_y, DTYPE)) * scale2 + b_poison[:, None]
+        b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_a, b_y, DTYPE)) * scale2 + b_poison[None, :]
         if GATED:
             p_gate = p_left + (i_b * GATES + i_hq // (HEADS * GROUP // GATES)) * LEAVES * 64
             b_left = tl.load(p_gate + token)
             b_s += tl.where(lower, b_left[None, :] - b_left[:, None], 0.0)
         at = i_n * s_fl + token * GROUP + g
-        b_s = tl.where(lower, b_s, float("-inf"))
+        b_s = tl.where(visible, b_s, float("-inf"))
         b_max = tl.max(b_s, 1)
         b_e = tl.exp2(b_s - b_max[:, None])
         b_sum = tl.sum(b_e, 1)
@@ -131,29 +132,36 @@ def _leaf_forward(
 
 
 @triton.jit
-def sum_runs(b_total, runs, places, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.constexpr, RUNS: tl.constexpr):
+def sum_runs(
+    b_total, runs, places, p_end, i_n, i_tile, row, channel, W: tl.constexpr, BW: tl.constexpr, RUNS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
     """Adds what each run has for this tile of 64 tokens, where it lies in the run's left blocks."""
+    if PACKED:
+        b_end = tl.load(p_end + i_tile * 64 + row)
     for r in tl.static_range(RUNS):
         p_x = runs[r]
         start, count, left, right = places[r]
         start, count, left, right = start // 16, count // 16, left // 16, right // 16
         at = i_tile * 64 - start
         i_pair, at = at // (left + right), at % (left + right)
-        inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left)
+        inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left) & (row >= 0)
+        if PACKED:  # keys that are looked at from the run's right blocks, of which the last run has none
+            inside = inside & ((b_end > start + i_pair * (left + right) + left) | (right == 0))
         offset = ((i_n * count + i_pair) * left + at) * W
         # A mask rather than a branch: the loads of all runs are under way at once.
-        b_total += load_rows(p_x + offset, row, W, channel, (row >= 0) & inside, W, BW).to(tl.float32)
+        b_total += load_rows(p_x + offset, row, W, channel, inside, W, BW).to(tl.float32)
     return b_total
 
 
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_backward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_inverse, p_do, p_delta, p_own, p_by_query, p_by_key,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_inverse, p_do, p_delta, p_own, p_by_query, p_by_key,
     p_frame_dq, p_frame_dk, p_dp, runs, places, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
     s_fq, s_fk, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
-    GATED: tl.constexpr, FRAMES: tl.constexpr, RUNS: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     i_leaf, i_n = _place(LEAVES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
@@ -164,8 +172,13 @@ def _leaf_backward(
     m_to = m_token[:, None] & (channel < D)[None, :]
     lower = i_row[:, None] >= i_row[None, :]
     strict = i_row[:, None] > i_row[None, :]
+    visible = lower
+    if PACKED:
+        visible = lower & (tl.load(p_start + token)[:, None] <= token[None, :])
     square = i_row[:, None] * 64 + i_row[None, :]
-    b_dv = sum_runs(tl.zeros([64, BE], tl.float32), runs, places, i_n, i_leaf, i_row, value_channel, E, BE, RUNS)
+    b_dv = sum_runs(
+        tl.zeros([64, BE], tl.float32), runs, places, p_end, i_n, i_leaf, i_row, value_channel, E, BE, RUNS, PACKED
+    )
     b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD).to(DTYPE)
     b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
@@ -188,7 +201,7 @@ def _leaf_backward(
         if GATED:
             p_gate = p_left + (i_b * GATES + (i_h * GROUP + g) // (HEADS * GROUP // GATES)) * LEAVES * 64
             b_s += tl.load(p_gate + token)[None, :]  # those of the row are in its own term
-        b_e = tl.where(lower, tl.exp2(b_s + b_own[:, None]), 0.0)
+        b_e = tl.where(visible, tl.exp2(b_s + b_own[:, None]), 0.0)
         b_do = load_rows(p_do + i_n * s_fo + g * E, token, GROUP * E, value_channel, m_token, E, BE)
         b_dv += mul(tl.trans(b_e.to(DTYPE)), b_do, DTYPE)
         b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
@@ -271,6 +284,7 @@ class Leaves(NamedTuple):
     w: Tensor  # (B, T, H, D)
     beta: Tensor  # (B, T, H)
     sums: Sums | None
+    documents: Documents | None
     scale: float
     first: int
     taken: int
@@ -284,7 +298,8 @@ class Leaves(NamedTuple):
         return self.q.shape[2] // self.k.shape[2]
 
     def _inputs(self) -> tuple[Any, ...]:
-        return self.q, self.k, self.v, self.w, self.beta, self.beta if self.sums is None else self.sums.left
+        left = self.beta if self.sums is None else self.sums.left
+        return self.q, self.k, self.v, self.w, self.beta, left, *(self.documents or (left, left))
 
     def _strides(self) -> tuple[int, ...]:
         return tuple(size for x in (self.q, self.k, self.v, self.w) for size in x.stride()[:3]) + self.beta.stride()
@@ -299,6 +314,7 @@ class Leaves(NamedTuple):
         return {
             "D": width, "E": value_width, "BD": padded(width), "BE": padded(value_width),
             "DTYPE": DTYPES[self.q.dtype], "GATED": self.sums is not None,
+            "PACKED": self.documents is not None,
         }  # fmt: skip
 
     def forward(self, frames: Frames | None, inverse: Tensor | None, out: Tensor, lse: Tensor) -> None:

@@ -6,14 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.gated.flash import Documents
 from deadreckon.ops.triton.householder.leaf import Place, in_fours
 from deadreckon.ops.triton.tiles import padded, place_of
 
 
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS"])
 def _merge(
-    p_out, p_lse, runs, places, p_to, p_row, s_out, s_lse, first, T, TILES, HEADS, GROUP,
+    p_out, p_lse, runs, places, p_start, p_to, p_row, s_out, s_lse, first, T, TILES, HEADS, GROUP,
     E: tl.constexpr, BE: tl.constexpr, RUNS: tl.constexpr, LAST: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """out (N, T, G, E) of the leaves and of each run's right blocks -> (B, T, Hq, E) if LAST, else in place."""
     i_g, i_tile, i_n = place_of(GROUP, TILES)
@@ -25,6 +27,8 @@ def _merge(
     p_out += i_n * s_out
     p_lse += i_n * s_lse + token * GROUP + i_g
     b_row = tl.load(p_lse)
+    if PACKED:
+        b_start = tl.load(p_start + token)
     b_out = tl.load(p_out + at, mask=inside, other=0.0).to(tl.float32)
     for r in tl.static_range(RUNS):
         p_x, p_lse_x = runs[r]
@@ -32,11 +36,15 @@ def _merge(
         start, count, left, right = start // 16, count // 16, left // 16, right // 16
         place = i_tile * 64 - start
         i_pair, place = place // (left + right), place % (left + right)
-        m_run = (i_tile * 64 >= start) & (i_pair < count) & (place >= left)
+        m_run = (i_tile * 64 >= start) & (i_pair < count) & (place >= left) & (row >= 0)
+        if PACKED:  # rows that look at the run's keys: what stands elsewhere was never written
+            m_run = m_run & (b_start < start + i_pair * (left + right) + left)
         i_row = ((i_n * count + i_pair) * right + (place - left) + row) * GROUP + i_g
         # A mask rather than a branch: the loads of all runs are under way at once.
-        b_lse = tl.load(p_lse_x + i_row, mask=(row >= 0) & m_run, other=float("-inf"))
-        b_x = tl.load(p_x + i_row[:, None] * E + channel[None, :], mask=inside & m_run, other=0.0).to(tl.float32)
+        b_lse = tl.load(p_lse_x + i_row, mask=m_run, other=float("-inf"))
+        b_x = tl.load(p_x + i_row[:, None] * E + channel[None, :], mask=inside & m_run[:, None], other=0.0).to(
+            tl.float32
+        )
         high = tl.maximum(b_row, b_lse)
         keep, add = tl.exp(b_row - high), tl.exp(b_lse - high)
         total = keep + add
@@ -57,7 +65,9 @@ Part = tuple[tuple[Tensor, Tensor], Place]
 TOGETHER = 16  # parts merged in one pass
 
 
-def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, row: Tensor, first: int) -> None:
+def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, row: Tensor, first: int,
+    documents: Documents | None = None,
+) -> None:  # fmt: skip
     """Blocks' out (n, T, G, E) and lse (n, T, G) with the parts of all levels -> to (B, T, Hq, E) and row, like lse.
 
     Out and lse may be written to on the way. The heads are key heads `first` … of B·H; T is padded to whole leaves, in
@@ -71,7 +81,8 @@ def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, row: Tensor, 
     for number in range(passes):
         some, places = in_fours(parts[number * TOGETHER : (number + 1) * TOGETHER])
         _merge[(count * tokens // 64 * group,)](
-            out, rows[number % 2], some, places, to, rows[(number + 1) % 2], out.stride(0), row.stride(0), first,
+            out, rows[number % 2], some, places, to if documents is None else documents.start, to,
+            rows[(number + 1) % 2], out.stride(0), row.stride(0), first,
             to.shape[1], tokens // 64, to.shape[2] // group, group, E=width, BE=padded(width), RUNS=len(some),
-            LAST=number + 1 == passes,
+            LAST=number + 1 == passes, PACKED=documents is not None,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.triton.gated.flash import Reach, Sums
+from deadreckon.ops.triton.gated.flash import Documents, Reach, Sums, documents_of
 from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, growth_of, pruned, reach_of, room_for_reach
 from deadreckon.ops.triton.householder.leaf import Leaves
 from deadreckon.ops.triton.householder.tree import Closed, Kept, Tree
@@ -68,7 +68,7 @@ def _gates(
 
 def _climb(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, sums: Sums | None, reach: Reach | None, scale: float,
-    closed: int = 0, to_top: bool = False, kept: Kept | None = None,
+    closed: int = 0, to_top: bool = False, kept: Kept | None = None, documents: Documents | None = None,
 ) -> Ascended:  # fmt: skip
     out, lse = results(q, k, v)
     keys = k.new_empty(lse.shape[0], closed, k.shape[3])
@@ -76,7 +76,7 @@ def _climb(
     for first, count in _some_heads(lse):
         some = slice(first, first + count)
         part = Closed(keys[some]) if closed else None
-        tree = Tree(Leaves(q, k, v, w, beta, sums, scale, first, count), reach, kept)
+        tree = Tree(Leaves(q, k, v, w, beta, sums, documents, scale, first, count), reach, kept)
         top = tree.ascend(out, lse[some], part, to_top)
         products += [] if part is None else [part.product]
         queries += [] if top is None else [top]
@@ -85,14 +85,19 @@ def _climb(
     return Ascended(out, lse, _together(queries), keys, _together(products), running)
 
 
+def _documents(cu_seqlens: Tensor | None, q: Tensor) -> Documents | None:
+    return None if cu_seqlens is None else documents_of(cu_seqlens, q.shape[1])
+
+
 def _together(parts: list[Tensor]) -> Tensor | None:
     return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
 
 
 @torch.library.custom_op("deadreckon::householder", mutates_args=())
 def householder_forward(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention along Householder routes, gated or not.
 
     Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what gates leave in reach, and :class:`Kept`, which is empty
@@ -101,22 +106,24 @@ def householder_forward(
     kept = Kept.room(q, k, v) if keep else None
     with torch.cuda.device_of(q):
         sums, reach = _gates(q, k, w, beta, log_gate, scale)
-        out, lse, *_ = _climb(q, k, v, w, beta, sums, reach, scale, kept=kept)
+        out, lse, *_ = _climb(q, k, v, w, beta, sums, reach, scale, kept=kept, documents=_documents(cu_seqlens, q))
     return out, lse, *(reach or room_for_reach(k, None)), *(kept or Kept.nothing(q))
 
 
 @householder_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, keep: bool
-) -> tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float, keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     reach = room_for_reach(k, log_gate if pruned(k) else None)
     return *results(q, k, v), *reach, *(Kept.room(q, k, v) if keep else Kept.nothing(q))
 
 
 @torch.library.custom_op("deadreckon::householder_backward", mutates_args=())
 def householder_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, out: Tensor,
-    lse: Tensor, first: Tensor, last: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
+    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor,
+    keys: Tensor, values: Tensor, products: Tensor,
     inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta and, if there is one, log_gate."""
@@ -125,9 +132,9 @@ def householder_backward(
     found = tuple(gradients_for(q, k, v, w, beta))
     sides = []
     with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, heads)
+        sums, documents = None if log_gate is None else gate_sums(log_gate, heads), _documents(cu_seqlens, q)
         for begin, count in _some_heads(lse):
-            tree = Tree(Leaves(q, k, v, w, beta, sums, scale, begin, count), reach, kept)
+            tree = Tree(Leaves(q, k, v, w, beta, sums, documents, scale, begin, count), reach, kept)
             sides.append(tree.descend(out, grad, lse[begin : begin + count], found))
     if log_gate is None:
         return list(found)
@@ -137,8 +144,9 @@ def householder_backward(
 
 @householder_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, out: Tensor,
-    lse: Tensor, first: Tensor, last: Tensor, queries: Tensor, keys: Tensor, values: Tensor, products: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
+    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor,
+    keys: Tensor, values: Tensor, products: Tensor,
     inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     return gradients_for(q, k, v, w, beta, *([] if log_gate is None else [log_gate]))
@@ -150,16 +158,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     found = householder_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*found, None, None) if len(found) == 6 else (*found, None, None, None)
+    return (*found, *(None,) * (9 - len(found)))
 
 
 householder_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def attend_householder(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float,
+) -> Tensor:  # fmt: skip
     """See :func:`deadreckon.attend`; log_gate (B, T, H or Hq) -> (B, T, Hq, E)."""
-    inputs = q, k, v, directions(w), beta, log_gate
+    inputs = q, k, v, directions(w), beta, log_gate, cu_seqlens
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return householder_forward(*inputs, scale, keep)[0]

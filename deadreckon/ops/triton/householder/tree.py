@@ -14,7 +14,7 @@ from torch import Tensor
 from deadreckon.ops.blockwise.runs import LEAF, Run, levels
 from deadreckon.ops.blockwise.stock import Backend, backend_for, dense_backward, dense_forward
 from deadreckon.ops.triton.gated.delta import prepare
-from deadreckon.ops.triton.gated.flash import Pairs, Reach, Sums, flash_backward, flash_forward
+from deadreckon.ops.triton.gated.flash import Documents, Pairs, Reach, Sums, flash_backward, flash_forward
 from deadreckon.ops.triton.householder.frames import Side, cross, cross_back, multiply, multiply_back, place
 from deadreckon.ops.triton.householder.leaf import Back, Frames, Leaves, Place
 from deadreckon.ops.triton.householder.merge import Part, merge
@@ -37,9 +37,12 @@ def stock_for(q: Tensor, v: Tensor) -> Backend | None:
 class Dense:
     """The dense blocks of some heads."""
 
-    def __init__(self, frames: Frames, sums: Sums | None, reach: Reach | None, scale: float) -> None:
-        self.frames, self.sums, self.reach, self.scale = frames, sums, reach, scale
-        self.stock = stock_for(frames.queries, frames.values) if sums is None else None
+    def __init__(
+        self, frames: Frames, sums: Sums | None, reach: Reach | None, documents: Documents | None, scale: float
+    ) -> None:
+        self.frames, self.sums, self.reach, self.documents, self.scale = frames, sums, reach, documents, scale
+        plain = sums is None and documents is None
+        self.stock = stock_for(frames.queries, frames.values) if plain else None
 
     def forward(self, run: Run) -> Part:
         """Output and log-sum-exp of a run's queries over its keys."""
@@ -59,6 +62,7 @@ class Dense:
             _grouped(lse),
             Pairs(*run),
             self.reach,
+            self.documents,
         )
         return (out, lse), run
 
@@ -76,7 +80,7 @@ class Dense:
         flash_backward(
             _grouped(q), k.unsqueeze(1), v.unsqueeze(1), self.sums, self.scale, _grouped(grad), _grouped(delta),
             _grouped(own), _grouped(grad_q), grad_k.unsqueeze(1), grad_v.unsqueeze(1), _grouped(by_query),
-            back.by_key, Pairs(*run), self.reach,
+            back.by_key, Pairs(*run), self.reach, self.documents,
         )  # fmt: skip
         return grad_q, grad_k, grad_v
 
@@ -146,7 +150,7 @@ class Closed:
         first, end = start // LEAF, self.tokens // LEAF
         if first < end:
             some = frames._replace(keys=frames.keys[:, start:], products=frames.products[:, first:end])
-            self.product = Walk(some, None, 1.0).suffixes(self.keys[:, start:], keep=False)[1][:, 0]
+            self.product = Walk(some, None, None, 1.0).suffixes(self.keys[:, start:], keep=False)[1][:, 0]
 
     def take_block(self, frames: Frames, size: int) -> None:
         """The block of so many tokens, if it is one of the digits, while frames are at its level."""
@@ -195,13 +199,13 @@ class Tree:
         parts: list[Part] = []
         above = None
         if self.frames:
-            walk = Walk(self.frames, self.sums, self.leaves.scale)
+            walk = Walk(self.frames, self.sums, self.leaves.documents, self.leaves.scale)
             above = Blocks(self, walk) if self.levels or to_top else None
             walk.forward(part, lse, above.frames.queries if above else None)
             if closed:
                 closed.take_leaves(self.frames)
             parts = above.ascend(closed, to_top) if above else []
-        merge(part, lse, parts, out, row, self.leaves.first)
+        merge(part, lse, parts, out, row, self.leaves.first, self.leaves.documents)
         return above.frames.queries if above and to_top else None
 
     def descend(self, out: Tensor, grad: Tensor, lse: Tensor, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -216,7 +220,7 @@ class Tree:
         if self.frames is None:
             leaves.backward(self.inverse, back, None, None, None, [], found)
             return back.by_query, back.by_key
-        walk = Walk(self.frames, self.sums, leaves.scale)
+        walk = Walk(self.frames, self.sums, leaves.documents, leaves.scale)
         parts: list[tuple[Tensor, Place]] = []
         if self.levels:
             above = Blocks(self, walk, keep=True)
@@ -244,7 +248,7 @@ class Blocks:
         queries, keys = tree.buffers()
         self.suffixes, products = walk.suffixes(keys, keep)
         self.frames = Frames(queries, keys, tree.frames.values, products)
-        self.dense = Dense(self.frames, tree.sums, tree.reach, tree.leaves.scale)
+        self.dense = Dense(self.frames, tree.sums, tree.reach, tree.leaves.documents, tree.leaves.scale)
 
     def sides(self, run: Run) -> tuple[Side, Side]:
         """Rows of queries and of keys that cross to the level above."""
@@ -254,11 +258,13 @@ class Blocks:
 
     def rise(self, runs: list[Run], products: Tensor, keep: bool) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """Takes frames up a level; returns queries and keys as they were, if that is kept, and the new products."""
-        kept, first = [], 0
+        kept, first, documents = [], 0, self.tree.leaves.documents
         for run in runs:
             queries, keys = self.sides(run)
-            old_q = cross(self.frames.queries.flatten(1, 2), products, first, 2, queries, True, keep=keep)
-            old_k = cross(self.frames.keys, products, first + 1, 2, keys, False, keep=keep)
+            old_q = cross(
+                self.frames.queries.flatten(1, 2), products, first, 2, queries, True, None, keep, documents, self.group
+            )
+            old_k = cross(self.frames.keys, products, first + 1, 2, keys, False, None, keep, documents)
             if old_q is not None and old_k is not None:
                 kept.append((old_q.unflatten(2, (-1, self.group)), old_k))
             first += 2 * run.pairs
@@ -282,7 +288,7 @@ class Blocks:
         self, back: Back, out: Tensor, lse: Tensor, parts: list[tuple[Tensor, Place]]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the blocks' queries, keys and (unless there is one level) products; dv is added to parts."""
-        rows = Rows(out, lse, back)
+        rows, documents = Rows(out, lse, back), self.tree.leaves.documents
         products, kept = [self.frames.products], []
         for runs in self.levels[:-1]:
             old, above = self.rise(runs, products[-1], keep=True)
@@ -299,12 +305,14 @@ class Blocks:
                 fresh_q, fresh_k, fresh_v = self.dense.backward(run, q, k, rows)
                 parts.append((fresh_v, run))
                 if at_top:  # one pair of blocks
-                    place(grad_q.flatten(1, 2), fresh_q, run.left * self.group, before=False)
-                    place(grad_k, fresh_k, run.left, before=True)
+                    place(grad_q.flatten(1, 2), fresh_q, run.left * self.group, False, documents, self.group)
+                    place(grad_k, fresh_k, run.left, True, documents)
                     continue
                 queries, keys = self.sides(run)
-                outer_q = cross_back(grad_q.flatten(1, 2), q, fresh_q, products[number], first, queries, True)
-                outer_k = cross_back(grad_k, k, fresh_k, products[number], first + 1, keys, False)
+                outer_q = cross_back(
+                    grad_q.flatten(1, 2), q, fresh_q, products[number], first, queries, True, documents, self.group
+                )
+                outer_k = cross_back(grad_k, k, fresh_k, products[number], first + 1, keys, False, documents)
                 outer.append((outer_q, outer_k))
                 first += 2 * run.pairs
             if not at_top:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.triton.gated.flash import Sums
+from deadreckon.ops.triton.gated.flash import Documents, Sums
 from deadreckon.ops.triton.householder.leaf import Back, Frames
 from deadreckon.ops.triton.tiles import (
     DTYPES,
@@ -46,12 +46,18 @@ def _slot(i_n, i_leaf, walked, LEAVES, WALK: tl.constexpr):
     return i_block * (WALK * (WALK - 1) // 2) + walked * (walked - 1) // 2
 
 
+@triton.jit
+def _within(p_start, i_leaf, walked):
+    """How many leaves back the queries of a leaf still find their document, at most `walked`."""
+    return tl.minimum(walked, i_leaf - tl.load(p_start + i_leaf * 64) // 64)
+
+
 @triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _walk_forward(
-    p_q, p_k, p_v, p_products, p_left, p_edge, p_out, p_lse, p_to, p_passing, scale2,
+    p_q, p_k, p_v, p_products, p_left, p_edge, p_start, p_out, p_lse, p_to, p_passing, scale2,
     s_q, s_k, s_v, s_out, s_lse, s_to, LEAVES, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr,
-    GATED: tl.constexpr, ONWARD: tl.constexpr, BACK: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, ONWARD: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     i_g, i_leaf, i_n = pid % GROUP, pid // GROUP % LEAVES, (pid // GROUP // LEAVES).to(tl.int64)
@@ -75,6 +81,9 @@ def _walk_forward(
             i_c = i_n * GATES + i_g % GATES
             edge = tl.load(p_edge + i_c * LEAVES + i_leaf)
             b_own = tl.load(p_left + i_c * LEAVES * 64 + token)
+    if PACKED:
+        b_start = tl.load(p_start + token)
+        walked = _within(p_start, i_leaf, walked)
     for step in range(walked):
         j = i_leaf - 1 - step
         key = j * 64 + row
@@ -85,6 +94,8 @@ def _walk_forward(
             if GATED:
                 shift = (edge - tl.load(p_edge + i_c * LEAVES + j)).to(tl.float32)
                 b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[None, :] - b_own[:, None]
+            if PACKED:
+                b_s = tl.where(b_start[:, None] <= key[None, :], b_s, float("-inf"))
             b_new = tl.maximum(b_max, tl.max(b_s, 1))
             b_e = tl.exp2(b_s - b_new[:, None])
             decay = tl.exp2(b_max - b_new)
@@ -102,10 +113,10 @@ def _walk_forward(
 
 @triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _walk_back(
-    p_k, p_v, p_products, p_left, p_edge, p_do, p_delta, p_own, p_grad, p_passing, p_passing_grad, p_by_query,
+    p_k, p_v, p_products, p_left, p_edge, p_start, p_do, p_delta, p_own, p_grad, p_passing, p_passing_grad, p_by_query,
     scale, scale2, s_k, s_v, s_out, s_lse, s_grad, LEAVES, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr,
-    GATED: tl.constexpr, ONWARD: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, ONWARD: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     i_g, i_leaf, i_n = pid % GROUP, pid // GROUP % LEAVES, (pid // GROUP // LEAVES).to(tl.int64)
@@ -131,7 +142,11 @@ def _walk_back(
     b_grad = tl.zeros([64, BD], tl.float32)
     if ONWARD:
         b_grad += load_tile(p_grad, token, GROUP * D, D, BD).to(tl.float32)
-    for j in range(first, i_leaf):
+    begin = first
+    if PACKED:
+        b_start = tl.load(p_start + token)
+        begin = i_leaf - _within(p_start, i_leaf, i_leaf - first)
+    for j in range(begin, i_leaf):
         key = j * 64 + row
         b_half = b_grad.to(DTYPE)
         store_tile(p_passing_grad + (j - first) * slot, row, D, b_half, D, BD)
@@ -143,6 +158,8 @@ def _walk_back(
             shift = (edge - tl.load(p_edge + i_c * LEAVES + j)).to(tl.float32)
             b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[None, :]
         b_e = tl.exp2(b_s + b_own[:, None])
+        if PACKED:
+            b_e = tl.where(b_start[:, None] <= key[None, :], b_e, 0.0)
         b_ds = b_e * (mul(b_do, tl.trans(load_tile(p_v, key, E, E, BE)), DTYPE) - b_delta[:, None])
         if GATED:
             b_sums += tl.sum(b_ds, 1)
@@ -154,11 +171,11 @@ def _walk_back(
 
 @triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _gather(
-    p_k, p_v, p_suffix, p_left, p_edge, p_do, p_delta, p_own, p_passing, p_passing_grad,
+    p_k, p_v, p_suffix, p_left, p_edge, p_start, p_end, p_do, p_delta, p_own, p_passing, p_passing_grad,
     p_grad_k, p_grad_v, p_grad_products, p_grad_suffix, p_by_key, scale, scale2,
     s_k, s_v, s_out, s_lse, s_grad, s_grad_v, LEAVES, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr,
-    GATED: tl.constexpr, ONWARD: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, ONWARD: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     j, i_n = pid % LEAVES, (pid // LEAVES).to(tl.int64)
@@ -178,7 +195,10 @@ def _gather(
     b_dp = tl.zeros([BD, BD], tl.float32)
     first = j // WALK * WALK
     slot = GROUP * 64 * D
-    for i in range(j + 1, tl.minimum(first + WALK, LEAVES)):
+    end = tl.minimum(first + WALK, LEAVES)
+    if PACKED:  # leaves from which some query has come as far as here
+        end = tl.minimum(end, (tl.load(p_end + j * 64 + 63) + 63) // 64)
+    for i in range(j + 1, end):
         i_slot = _slot(i_n, j, i - first, LEAVES, WALK) + (j - first)
         token = i * 64 + row
         for g in range(GROUP):
@@ -193,6 +213,8 @@ def _gather(
                 shift = (tl.load(p_gate + i) - tl.load(p_gate + j)).to(tl.float32)
                 b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[:, None]
             b_e = tl.exp2(b_s + b_own[None, :])
+            if PACKED:
+                b_e = tl.where(tl.load(p_start + token)[None, :] <= key[:, None], b_e, 0.0)
             b_dv += mul(b_e, b_do, DTYPE)
             b_ds = b_e * (mul(b_v, tl.trans(b_do), DTYPE) - b_delta[None, :])
             if GATED:
@@ -263,15 +285,17 @@ def _suffixes_back(
 class Walk:
     """The walks of some heads: frames of leaves and where they lead."""
 
-    def __init__(self, frames: Frames, sums: Sums | None, scale: float) -> None:
+    def __init__(self, frames: Frames, sums: Sums | None, documents: Documents | None, scale: float) -> None:
         self.frames, self.scale = frames, scale
         q, k, v, products = frames
         self.count, self.leaves, width, _ = products.shape
         self.group = q.shape[2]
         self.gates = (products, products) if sums is None else sums
+        self.documents = Documents(products, products) if documents is None else documents
         self.sizes = (self.leaves, self.group, 1 if sums is None else sums.left.shape[1])
         self.narrow = {"D": width, "BD": padded(width), "DTYPE": DTYPES[q.dtype], "WALK": WALK, "num_warps": 4}
         self.flags = {**self.narrow, "E": v.shape[2], "BE": padded(v.shape[2]), "GATED": sums is not None}
+        self.flags["PACKED"] = documents is not None
         self.steps = (q.stride(0), k.stride(0), v.stride(0))
         self.blocks = triton.cdiv(self.leaves, WALK)
 
@@ -279,7 +303,8 @@ class Walk:
         """Adds a block's keys to out (n, T, G, E) and lse (n, T, G) of leaves; puts queries at its start in `to`."""
         some = self.frames.queries
         _walk_forward[(self.count * self.leaves * self.group,)](
-            *self.frames, *self.gates, out, lse, some if to is None else to, some, self.scale * LOG2E, *self.steps,
+            *self.frames, *self.gates, self.documents.start, out, lse, some if to is None else to, some,
+            self.scale * LOG2E, *self.steps,
             out.stride(0), lse.stride(0), 0 if to is None else to.stride(0), *self.sizes,
             **self.flags, ONWARD=to is not None, BACK=False, num_stages=2 if self.narrow["BD"] == 64 else 1,
         )  # fmt: skip
@@ -289,7 +314,8 @@ class Walk:
         q = self.frames.queries
         passing = q.new_empty(self.count, self.blocks * PASSED, self.group, LEAF, q.shape[3])
         _walk_forward[(self.count * self.leaves * self.group,)](
-            *self.frames, *self.gates, q, self.frames.products, q if to is None else to, passing, self.scale * LOG2E,
+            *self.frames, *self.gates, self.documents.start, q, self.frames.products, q if to is None else to,
+            passing, self.scale * LOG2E,
             *self.steps, 0, 0, 0 if to is None else to.stride(0), *self.sizes,
             **self.flags, ONWARD=to is not None, BACK=True, num_stages=1,
         )  # fmt: skip
@@ -307,11 +333,12 @@ class Walk:
         steps = (*self.steps[1:], back.grad.stride(0), back.delta.stride(0))
         flags = {**self.flags, "ONWARD": suffixes is not None}
         _walk_back[(self.count * self.leaves * self.group,)](
-            k, v, products, *self.gates, back.grad, back.delta, back.own, grad_q, passing, passing_grad, back.by_query,
+            k, v, products, *self.gates, self.documents.start, back.grad, back.delta, back.own, grad_q,
+            passing, passing_grad, back.by_query,
             self.scale, self.scale * LOG2E, *steps, grad_q.stride(0), *self.sizes, **flags, num_stages=1,
         )  # fmt: skip
         _gather[(self.count * self.leaves,)](
-            k, v, k if suffixes is None else suffixes, *self.gates, back.grad, back.delta, back.own,
+            k, v, k if suffixes is None else suffixes, *self.gates, *self.documents, back.grad, back.delta, back.own,
             passing, passing_grad, grad_k, grad_v, grad_products,
             k if grad_suffixes is None else grad_suffixes, back.by_key, self.scale, self.scale * LOG2E,
             *steps, grad_k.stride(0), grad_v.stride(0), *self.sizes,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -88,11 +89,28 @@ def rope_flash(x: Inputs) -> Tensor:
         return causal(q, k, x["v"])
 
 
+def documents_apart(x: Inputs) -> Tensor:
+    """A packed row, one call a document."""
+    bounds = x["cu_seqlens"].tolist()
+    return torch.cat([causal(*(x[name][:, a:b] for name in "qkv")) for a, b in pairwise(bounds)], dim=1)
+
+
+def varlen(x: Inputs) -> Tensor:
+    """FlashAttention over a packed row."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = x["cu_seqlens"], int(x["longest"])  # on the CPU: nothing waits
+    q, k, v = (x[name][0] for name in "qkv")
+    output = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0))
+    assert isinstance(output, Tensor)  # no log-sum-exp unless asked for
+    return output.unsqueeze(0)
+
+
 def fla_path(x: Inputs) -> Tensor:
     """The kernel of PaTH's authors."""
     from fla.ops.path_attn import parallel_path_attn
 
-    output, _ = parallel_path_attn(x["q"], x["k"], x["v"], x["w"], x["beta"])
+    output, _ = parallel_path_attn(x["q"], x["k"], x["v"], x["w"], x["beta"], cu_seqlens=x.get("cu_seqlens"))
     return output
 
 
@@ -101,7 +119,8 @@ def fla_path_fox(x: Inputs) -> Tensor:
     from fla.ops.path_attn import parallel_path_attn
 
     gate = x["log_gate"] * x["q"].shape[-1] ** 0.5
-    output, _ = parallel_path_attn(x["q"], x["k"], x["v"], x["w"], x["beta"], gate)
+    documents = x.get("cu_seqlens")
+    output, _ = parallel_path_attn(x["q"], x["k"], x["v"], x["w"], x["beta"], gate, cu_seqlens=documents)
     return output
 
 
@@ -135,12 +154,21 @@ RIVALS: dict[str, dict[str, Method]] = {
 }
 """Device -> name -> rival. A device's first is its baseline."""
 
+PACKED_RIVALS: dict[str, dict[str, Method]] = {
+    "cpu": {"causal SDPA by document": Method(documents_apart, "attention")},
+    "cuda": {
+        "FlashAttention varlen": Method(varlen, "attention", "torch.nn.attention.varlen"),
+        **{name: RIVALS["cuda"][name] for name in ("fla PaTH", "fla PaTH-FoX")},
+    },
+}
+"""The same for packed rows."""
 
-def baseline(device: str) -> str:
-    """The name of what ratios are taken to."""
-    return next(iter(RIVALS[device]))
+
+def rivals_on(device: str, packed: bool) -> dict[str, Method]:
+    """The first is the baseline, which ratios are taken to."""
+    return (PACKED_RIVALS if packed else RIVALS)[device]
 
 
-def installed(device: str) -> dict[str, Method]:
+def installed(rivals: dict[str, Method]) -> dict[str, Method]:
     """Those that can be imported here."""
-    return {name: rival for name, rival in RIVALS[device].items() if find_spec(rival.package) is not None}
+    return {name: rival for name, rival in rivals.items() if find_spec(rival.package) is not None}

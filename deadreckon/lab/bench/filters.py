@@ -1,24 +1,18 @@
-"""Histogram filters and superpositions: ours beside the loop of scatter_add that Algorithm 1 is when written down.
-
-    python -m deadreckon.lab.filters --device cuda --save filters.md
-
-Times are of forward and backward pass; memory is what these took beyond inputs, the result and its gradient. Where the
-loop runs out of memory it is timed with fewer sequences, and time and memory are scaled up in proportion.
-"""
+"""`deadreckon bench filters`: ours beside the loop of scatter_add that Algorithm 1 is when written down."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab import bench
+from deadreckon.lab.bench.flags import Filters
+from deadreckon.lab.bench.page import Page, Row, mebibytes, milliseconds, ratio, sizes_in
+from deadreckon.lab.bench.timing import peak_bytes, repeated
 
 NAMES = {"reference": "loop of scatter_add", "blockwise": "PyTorch", "native": "C", "triton": "Triton"}
 PATHS = {"cpu": ("reference", "blockwise", "native"), "cuda": ("reference", "blockwise", "triton")}
@@ -47,7 +41,7 @@ def draw(size: Size, dtype: torch.dtype | None, device: str) -> tuple[list[Tenso
     return gates, table, random(*size[:3], size.width).to(dtype)
 
 
-def run(gates: list[Tensor], table: Tensor | None, grad: Tensor, impl: Any) -> list[Tensor]:
+def run_once(gates: list[Tensor], table: Tensor | None, grad: Tensor, impl: Any) -> list[Tensor]:
     """The result and gradients: of superpositions, or of the histograms themselves."""
     leaves = reset, move, gamma = [x.detach().requires_grad_() for x in gates]
     if table is None:
@@ -60,9 +54,9 @@ def run(gates: list[Tensor], table: Tensor | None, grad: Tensor, impl: Any) -> l
 def check(size: Size, dtype: torch.dtype | None, impl: str, device: str) -> float:
     """The worst error against the definition in float64, over what is allowed; raises if that is above 1."""
     gates, table, grad = draw(size._replace(batch=2, length=37, cursors=3), dtype, device)
-    exact = run([x.double() for x in gates], None if table is None else table.double(), grad.double(), "reference")
+    exact = run_once([x.double() for x in gates], None if table is None else table.double(), grad.double(), "reference")
     limits = [2.0**-8] + [2.0**-7] * 3 if dtype == torch.bfloat16 else [1e-5] + [1e-4] * 3
-    pairs = zip(run(gates, table, grad, impl), exact, limits, strict=True)
+    pairs = zip(run_once(gates, table, grad, impl), exact, limits, strict=True)
     worst = max(float((x.double() - y).norm() / y.norm()) / limit for x, y, limit in pairs)
     if not worst <= 1:
         raise RuntimeError(f"{NAMES[impl]} is off by {worst:.3g} × what is allowed: nothing was timed")
@@ -73,7 +67,7 @@ def serves(impl: str, device: str) -> bool:
     """Whether it is there: C needs a compiler."""
     gates, _, grad = draw(Size(1, 1, 1, 2, 1), None, device)
     try:
-        run(gates, None, grad, impl)
+        run_once(gates, None, grad, impl)
     except ValueError as reason:
         print(reason)
         return False
@@ -83,9 +77,8 @@ def serves(impl: str, device: str) -> bool:
 def measure(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float]:
     """Seconds and bytes."""
     inputs = draw(size, dtype, device)
-    peak = bench.peak_bytes(lambda: run(*inputs, impl), device)
-    times = [bench.seconds(lambda: (run(*inputs, impl), None)[1], device) for _ in range(rounds)]
-    return bench.SUMMARIES[device][1](times), peak - inputs[2].nbytes  # the result has that size too
+    work = partial(run_once, *inputs, impl)
+    return repeated(work, rounds, device), peak_bytes(work, device) - inputs[2].nbytes  # the result has that size too
 
 
 def scaled(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float, str]:
@@ -101,32 +94,24 @@ def scaled(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device
     raise RuntimeError(f"{NAMES[impl]}: not even one sequence fits into memory")
 
 
-def main() -> None:
-    """Checks, measures, prints, and saves if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=list(SIZES), default="cpu")
-    parser.add_argument("--size", help=f"batch x tokens x cursors x positions x width; {SIZES} by default")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", type=Path, help="also write the table as Markdown")
-    chosen = parser.parse_args()
-    device, size, rounds = chosen.device, chosen.size or SIZES[chosen.device], chosen.rounds
-    bench.check_device(device)
-    task, rows, base = Size(*map(int, size.split("x"))), list[list[str]](), (0.0, 0.0)
+def run(flags: Filters) -> None:
+    """Checks each, then measures it."""
+    device, size = flags.device, flags.size or SIZES[flags.device]
+    page, task = (
+        Page(flags, "Histogram filters"),
+        Size(*sizes_in(size, "size", "BxTxCxPxW, such as 100x512x140x512x340")),
+    )
+    page.note(f"size {size}", "× is the loop's over ours", "error is over what is allowed")
     paths = [impl for impl in PATHS[device] if serves(impl, device)]
-    for kind, dtype in list(KINDS.items())[: 3 if device == "cuda" else 2]:
-        for impl in paths:
-            error = check(task, dtype, impl, device)
-            time, memory, remark = scaled(task, dtype, impl, rounds, device)
-            base = (time, memory) if impl == "reference" else base
-            cells = [bench.milliseconds(time), bench.ratio(base[0], time), bench.mebibytes(int(memory))]
-            rows.append([kind, NAMES[impl] + remark, f"{error:.2f}", *cells, bench.ratio(base[1], memory)])
-    notes = f"{bench.SUMMARIES[device][0]} of {rounds}; × is the loop's over ours; error is over what is allowed"
-    about = "; ".join([*bench.setting(device), f"size {size}", notes])
-    Console().print(about, bench.draw("Histogram filters", HEADINGS, rows), markup=False, highlight=False)
-    if chosen.save:
-        command = f"python -m deadreckon.lab.filters --device {device} --size {size} --rounds {rounds}"
-        bench.write(chosen.save, about, command, HEADINGS, rows, "Histogram filters")
 
+    def rows() -> Iterator[Row]:
+        base = (0.0, 0.0)
+        for kind, dtype in list(KINDS.items())[: 3 if device == "cuda" else 2]:
+            for impl in paths:
+                error = check(task, dtype, impl, device)
+                time, memory, remark = scaled(task, dtype, impl, flags.rounds, device)
+                base = (time, memory) if impl == "reference" else base
+                cells = [milliseconds(time), ratio(base[0], time), mebibytes(memory), ratio(base[1], memory)]
+                yield [kind, NAMES[impl] + remark, f"{error:.2f}", *cells]
 
-if __name__ == "__main__":
-    main()
+    page.table(HEADINGS, rows(), left=2)

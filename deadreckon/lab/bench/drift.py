@@ -1,23 +1,18 @@
-"""How far decoding drifts from the truth: PaTH, token by token in bfloat16, against float64.
-
-Beside ours runs the rule that rewrites every past key at every step, in place and in the cache's precision.
-
-    python -m deadreckon.lab.drift --length 16384 --device cuda
-"""
+"""`deadreckon bench drift`: how far decoding drifts from the truth, and keys that are rewritten in place."""
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import DynamicCache
 
 import deadreckon as dr
+from deadreckon.lab.bench.flags import Drift
+from deadreckon.lab.bench.page import Page, Row, ratio
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
@@ -26,7 +21,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 @torch.no_grad()
-def model_drift(length: int, last: int, device: str, console: Console) -> tuple[float, float]:
+def model_drift(length: int, last: int, device: str) -> tuple[float, float]:
     """Errors of the last logits: of one forward pass in bfloat16, and decoded token by token."""
     torch.manual_seed(0)
     config = dr.DeadReckonConfig(
@@ -39,13 +34,13 @@ def model_drift(length: int, last: int, device: str, console: Console) -> tuple[
     truth = exact(tokens, logits_to_keep=last).logits
     once = model(tokens, logits_to_keep=last).logits
     cache, logits = DynamicCache(config=config), []
-    for token in track(tokens[0].split(1), "logits, token by token", console=console, transient=True):
+    for token in track(tokens[0].split(1), "logits, token by token", transient=True):
         logits.append(model(token.unsqueeze(0), past_key_values=cache).logits[:, -1])
     return relative_error(once, truth), relative_error(torch.stack(logits[-last:], dim=1), truth)
 
 
 @torch.no_grad()
-def in_place_drift(length: int, last: int, device: str, console: Console) -> tuple[float, float]:
+def in_place_drift(length: int, last: int, device: str) -> tuple[float, float]:
     """Errors of attention's logits: of keys that are rounded to bfloat16 once, and at every step, in place."""
     generator = torch.Generator().manual_seed(2)
     heads, width = 2, 64
@@ -57,7 +52,7 @@ def in_place_drift(length: int, last: int, device: str, console: Console) -> tup
     w, beta = normalize(draw(), dim=-1), 2 * torch.rand(heads, length, 1, generator=generator).to(device)
     exact, kept = k.double(), k.clone()
     truth, rounded, in_place = list[Tensor](), list[Tensor](), list[Tensor]()
-    for i in track(range(length), "the rule in place", console=console, transient=True):
+    for i in track(range(length), "the rule in place", transient=True):
         step = w[:, i : i + 1]
         for keys, dtype in ((exact, torch.float64), (kept, torch.float32)):
             past, along = keys[:, :i].to(dtype), step.to(dtype)
@@ -70,25 +65,19 @@ def in_place_drift(length: int, last: int, device: str, console: Console) -> tup
     return relative_error(torch.cat(rounded), logits), relative_error(torch.cat(in_place), logits)
 
 
-def main() -> None:
-    """Prints the errors and their ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=16384)
-    parser.add_argument("--last", type=int, default=256, help="tokens at the end that errors are measured over")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    arguments = parser.parse_args()
-    console, began = Console(), time.perf_counter()
-    once, streamed = model_drift(arguments.length, arguments.last, arguments.device, console)
-    console.print(f"PaTH, {arguments.length} tokens in bfloat16, error of the last {arguments.last} against float64:")
-    console.print(f"  logits, one forward pass   {once:.2e}")
-    console.print(f"  logits, token by token     {streamed:.2e}   {streamed / once:.2f} ×")
-    once, in_place = in_place_drift(arguments.length, arguments.last, arguments.device, console)
-    console.print("Logits of attention, keys in bfloat16:")
-    console.print(f"  rounded once               {once:.2e}")
-    console.print(f"  rewritten in place         {in_place:.2e}   {in_place / once:.2f} ×")
-    name = torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device
-    console.print(f"{time.perf_counter() - began:.0f} s on {name}, torch {torch.__version__}, seeds 0, 1 and 2")
-
-
-if __name__ == "__main__":
-    main()
+def run(flags: Drift) -> list[Row]:
+    """Errors, and the second of each kind over the first."""
+    page, began = Page(flags, "Drift of decoding"), time.perf_counter()
+    page.note(f"PaTH, {flags.length} tokens in bfloat16; relative errors of the last {flags.last} against float64")
+    found = (
+        *model_drift(flags.length, flags.last, flags.device),
+        *in_place_drift(flags.length, flags.last, flags.device),
+    )
+    names = ["model's logits, one forward pass", "model's logits, token by token"]
+    names += ["attention's logits, keys rounded once", "attention's logits, keys rewritten in place"]
+    rows = [[name, f"{error:.2e}", ""] for name, error in zip(names, found, strict=True)]
+    for place in (1, 3):
+        rows[place][2] = ratio(found[place], found[place - 1])
+    page.table(["", "error", "×"], rows)
+    page.say(f"In {time.perf_counter() - began:.0f} s.")
+    return rows

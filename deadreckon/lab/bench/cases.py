@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import deadreckon as dr
-from deadreckon.lab.rivals import Inputs, Method
+from deadreckon.lab.bench.page import sizes_in
+from deadreckon.lab.bench.rivals import Inputs, Method
 
 CASES: dict[str, Callable[[Inputs], dict[str, Any]]] = {
     "RoPE": lambda x: {"transport": dr.Rotation(x["theta"])},
@@ -27,6 +29,8 @@ CASES: dict[str, Callable[[Inputs], dict[str, Any]]] = {
 }
 KINDS: dict[str, Callable[[Inputs], dict[str, Any]]] = {"attention": lambda x: {}, **CASES}
 """What is timed of ours and, before that, what a rival without positions computes."""
+PACKED = {"no positions": "attention", **{name: name for name in ("rotation", "FoX", "PaTH", "PaTH-FoX")}}
+"""What is timed of ours on packed rows: name -> kind."""
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 LIMITS = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
@@ -39,23 +43,28 @@ CHECKS = {"cpu": ((200, 1.0), (256, 50.0)), "cuda": ((577, 1.0), (130, 50.0))}
 
 
 class Shape(NamedTuple):
-    """Sizes of q, k and v."""
+    """Sizes of q, k and v, and the mean length of documents where rows are packed."""
 
     batch: int
     length: int
     heads: int
     width: int
+    documents: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Shape:
         """From "BxTxHxD"."""
-        numbers = text.lower().split("x")
-        if len(numbers) != 4 or not all(number.isdecimal() and int(number) > 0 for number in numbers):
-            raise ValueError(f"shapes: expected BxTxHxD, such as 32x4096x32x64, got {text!r}")
-        return cls(*map(int, numbers))
+        return cls(*sizes_in(text, "shapes", "BxTxHxD, such as 32x4096x32x64"))
 
     def __str__(self) -> str:
-        return "x".join(map(str, self))
+        return "x".join(map(str, self[:4])) + f" / {self.documents}" * bool(self.documents)
+
+
+def boundaries(length: int, mean: int) -> Tensor:
+    """cu_seqlens of a row of documents whose lengths are exponential."""
+    drawn = torch.empty(length).exponential_(1 / mean, generator=torch.Generator().manual_seed(0)).ceil().long()
+    ends = drawn.cumsum(0)  # of as many as there could be
+    return torch.cat([torch.tensor([0]), ends[ends < length], torch.tensor([length])]).int()
 
 
 def make_inputs(shape: Shape, device: str, strength: float = 1.0) -> Inputs:
@@ -66,27 +75,32 @@ def make_inputs(shape: Shape, device: str, strength: float = 1.0) -> Inputs:
         return torch.randn(*sizes, generator=generator, device=device)
 
     dtype = DTYPES[device]
-    batch, length, heads, width = shape
-    leaves = {name: draw(*shape).to(dtype) for name in ("q", "k", "v")}
-    leaves["w"] = normalize(draw(*shape), dim=-1).to(dtype)
+    *sizes, documents = shape
+    batch, length, heads, width = sizes
+    leaves = {name: draw(*sizes).to(dtype) for name in ("q", "k", "v")}
+    leaves["w"] = normalize(draw(*sizes), dim=-1).to(dtype)
     leaves["beta"] = 2 * draw(batch, length, heads).sigmoid()
     leaves["angles"] = draw(batch, length, heads, width // 2)
     leaves["log_gate"] = strength * logsigmoid(draw(batch, length, heads) + 5)  # half is forgotten in some 70 tokens
     leaves["strong_gate"] = 20 * leaves["log_gate"]  # in 4
     theta = 10000 ** -(torch.arange(0, width, 2, device=device) / width)  # RoPE's angles
     phases = (torch.arange(length, device=device)[:, None] * theta).repeat(1, 2).unsqueeze(1)  # (T, 1, D)
+    bounds = boundaries(length, documents) if documents else None
+    packing = {} if bounds is None else {"cu_seqlens": bounds.to(device), "longest": bounds.diff().max()}
     return {
         **{name: x.requires_grad_() for name, x in leaves.items()},
         "theta": theta.expand(batch, length, 1, -1),
         "cos": phases.cos().to(dtype),
         "sin": phases.sin().to(dtype),
-        "grad": draw(*shape).to(dtype),
+        "grad": draw(*sizes).to(dtype),
+        **packing,
     }
 
 
 def attend(kind: str, impl: Any, inputs: Inputs) -> Tensor:
     """Ours."""
-    return dr.attend(inputs["q"], inputs["k"], inputs["v"], **KINDS[kind](inputs), impl=impl)
+    factors, documents = KINDS[kind](inputs), inputs.get("cu_seqlens")
+    return dr.attend(inputs["q"], inputs["k"], inputs["v"], **factors, cu_seqlens=documents, impl=impl)
 
 
 def output_and_gradients(run: Callable[[Inputs], Tensor], inputs: Inputs) -> Inputs:
@@ -105,10 +119,13 @@ def relative_errors(found: Inputs, truth: Inputs) -> dict[str, float]:
 
 
 @cache
-def definition(kind: str, width: int, length: int, strength: float, device: str) -> tuple[Inputs, dict[str, float]]:
+def definition(kind: str, shape: Shape, strength: float, device: str) -> tuple[Inputs, dict[str, float]]:
     """What the definition gives in float64, and the relative error that is allowed of each part of it."""
-    inputs, run = make_inputs(Shape(1, length, 2, width), device, strength), partial(attend, kind, "reference")
-    exact = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in inputs.items()}
+    inputs, run = make_inputs(shape, device, strength), partial(attend, kind, "reference")
+    exact = {
+        name: x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
     truth = output_and_gradients(run, exact)
     dtype = DTYPES[device]
     limits = {name: LIMITS[dtype][name != "output"] for name in truth}
@@ -118,12 +135,32 @@ def definition(kind: str, width: int, length: int, strength: float, device: str)
     return truth, limits
 
 
-def check(method: Method, width: int, device: str) -> dict[str, float]:
+def check(method: Method, width: int, packed: bool, device: str) -> dict[str, float]:
     """Errors of output and gradients against the definition in float64, each over what is allowed: right up to 1."""
     worst: dict[str, float] = {}
     for length, strength in CHECKS[device]:
-        truth, limits = definition(method.kind, width, length, strength, device)
-        inputs = method.prepare(make_inputs(Shape(1, length, 2, width), device, strength))
+        shape = Shape(1, length, 2, width, documents=length // 4 if packed else 0)
+        truth, limits = definition(method.kind, shape, strength, device)
+        inputs = method.prepare(make_inputs(shape, device, strength))
         for name, error in relative_errors(output_and_gradients(method.run, inputs), truth).items():
             worst[name] = max(worst.get(name, 0.0), error / limits[name])
     return worst
+
+
+@torch.no_grad()
+def sticks_in_reach(q: Tensor, k: Tensor) -> float:
+    """The share of the causal triangle, in tiles of 64, whose rows have any of their stick left; of one sequence.
+
+    The kernel takes a stick for used up below 2⁻²⁹ of it.
+    """
+    length, reached, tiles = q.shape[1], 0.0, 0
+    q, k = (x[0].float().transpose(0, 1) for x in (q, k))  # (H, T, D)
+    for start in range(0, length, 64):
+        end = min(start + 64, length)
+        logits = q[:, start:end] @ k[:, :end].mT * q.shape[-1] ** -0.5
+        hidden = torch.ones_like(logits[0], dtype=torch.bool).triu(start)  # a row's own key, and what comes after it
+        broken = logsigmoid(-logits).masked_fill(hidden, 0)
+        left = broken.flip(-1).cumsum(-1).flip(-1)[..., 64::64].amax(1)  # (H, tiles) in front of all but the last
+        reached += 1 + float((left > -29 * math.log(2)).sum(-1).float().mean())
+        tiles += 1 + left.shape[-1]
+    return reached / tiles

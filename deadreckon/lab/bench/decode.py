@@ -1,0 +1,126 @@
+"""`deadreckon bench decode`: how long one more token takes, PaTH beside RoPE through PyTorch's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import deadreckon as dr
+from deadreckon.lab.bench.cases import DTYPES, Inputs, Shape, make_inputs
+from deadreckon.lab.bench.flags import Decode
+from deadreckon.lab.bench.page import Page, Row, microseconds, milliseconds, ratio
+from deadreckon.lab.bench.rivals import rotate
+from deadreckon.lab.bench.timing import repeated, seconds_per_step
+
+HEADS, KEY_HEADS, WIDTH = 32, 8, 64
+WEAK = 0.02  # gates forget half in some thousands of tokens
+LONGEST_CHECKED = 8192
+STEPS = 256  # tokens that are timed, after as many that are not: each has two closings of a segment
+CACHES = {"cpu": (1024,), "cuda": (4096, 32768, 131072)}
+ENCODINGS = {"PaTH": False, "PaTH-FoX": True}  # name -> whether it has gates
+BACKEND = SDPBackend.FLASH_ATTENTION  # cuDNN, PyTorch's choice on an H200, plans for some 40 ms at every new length
+
+
+class Rope:
+    """RoPE as models on Hugging Face have it, with a cache that has room for all tokens."""
+
+    def __init__(self, batch: int, length: int, dtype: torch.dtype, device: str) -> None:
+        shape = (batch, KEY_HEADS, length, WIDTH)
+        self.keys, self.values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+        theta = 10000 ** -(torch.arange(0, WIDTH, 2, device=device) / WIDTH)
+        phases = (torch.arange(length, device=device)[:, None] * theta).repeat(1, 2)
+        self.cos, self.sin = phases.cos().to(dtype), phases.sin().to(dtype)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, place: int) -> Tensor:
+        """The next token: q (B, 1, Hq, D), k and v (B, 1, H, D)."""
+        q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), self.cos[place], self.sin[place])
+        self.keys[:, :, place : place + 1] = k
+        self.values[:, :, place : place + 1] = v.transpose(1, 2)
+        keys, values = self.keys[:, :, : place + 1], self.values[:, :, : place + 1]
+        with sdpa_kernel(BACKEND):
+            return scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    def bytes(self) -> int:
+        """What the cache takes."""
+        return 2 * self.keys.nbytes
+
+
+Piece = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # q, k and v, and factors
+
+
+def piece_of(x: Inputs, gated: bool, tokens: slice, batch: int = 1) -> Piece:
+    """Some tokens of a sequence, the same in all of a batch."""
+
+    def some(name: str, heads: int) -> Tensor:
+        part = x[name].detach()[:, tokens, :heads]
+        return part.expand(batch, *[-1] * (part.dim() - 1)).contiguous()
+
+    steps = dr.Householder(some("w", KEY_HEADS), some("beta", KEY_HEADS))
+    factors = {"transport": steps, "log_gate": some("log_gate", HEADS) if gated else None}
+    return (some("q", HEADS), some("k", KEY_HEADS), some("v", KEY_HEADS)), factors
+
+
+def held_by(past: dr.Past) -> int:
+    """Bytes of a cache."""
+    return sum(x.numel() * x.element_size() for x in past.tensors())
+
+
+@torch.no_grad()
+def measure(batch: int, length: int, gated: bool, device: str) -> tuple[float, float, float, float]:
+    """Seconds of a token with RoPE and with PaTH, PaTH's bytes over RoPE's, the error of the last against one pass."""
+    end = length + 2 * STEPS
+    past, piece = dr.Past(), partial(piece_of, make_inputs(Shape(1, end, HEADS, WIDTH), device, WEAK), gated)
+    for start in range(0, length, LONGEST_CHECKED):  # in pieces, to keep what a piece needs small
+        (q, k, v), factors = piece(slice(start, min(start + LONGEST_CHECKED, length)))
+        dr.attend_next(q, k, v, **factors, past=past)
+    past = past.map(1, lambda x: x.expand(batch, *[-1] * (x.dim() - 1)).contiguous())
+    pieces = [piece(slice(place, place + 1), batch) for place in range(length, end)]
+    outputs = list[Tensor]()
+
+    def path(number: int) -> None:
+        (q, k, v), factors = pieces[number]
+        outputs.append(dr.attend_next(q, k, v, **factors, past=past))
+
+    ours = seconds_per_step(path, STEPS, device)
+    rope = Rope(batch, end, DTYPES[device], device)
+    theirs = seconds_per_step(lambda number: rope.step(*pieces[number][0], length + number), STEPS, device)
+    error = 0.0
+    if length <= LONGEST_CHECKED:  # longer ones in one pass take long
+        (q, k, v), factors = piece(slice(None))
+        exact = dr.attend_next(q, k, v, **factors, past=dr.Past())[:, length:].double()
+        error = float((torch.cat(outputs, dim=1)[:1].double() - exact).norm() / exact.norm())
+    return theirs, ours, held_by(past) / rope.bytes(), error
+
+
+@torch.no_grad()
+def prefill(length: int, gated: bool, device: str) -> tuple[float, float]:
+    """Seconds of attention as in training, forward only, and of the same that leaves a cache."""
+    (q, k, v), factors = piece_of(make_inputs(Shape(1, length, HEADS, WIDTH), device, WEAK), gated, slice(None))
+    alone = repeated(lambda: dr.attend(q, k, v, **factors), 11, device)
+    return alone, repeated(lambda: dr.attend_next(q, k, v, **factors, past=dr.Past()), 11, device)
+
+
+def run(flags: Decode) -> None:
+    """Caches of all lengths, and prefill on a GPU."""
+    page = Page(flags, "One more token")
+    page.note(f"{HEADS} heads of {WIDTH}, {KEY_HEADS} of keys")
+
+    def rows() -> Iterator[Row]:
+        for length in flags.caches or CACHES[flags.device]:
+            for batch in flags.batches:
+                for encoding, gated in ENCODINGS.items():
+                    rope, ours, memory, error = measure(batch, length, gated, flags.device)
+                    times = [microseconds(rope), microseconds(ours), ratio(ours, rope)]
+                    yield [encoding, str(length), str(batch), *times, f"{memory:.3f}", f"{error:.1e}" if error else ""]
+
+    page.table(["", "cache", "batch", "RoPE, SDPA", "ours", "×", "memory ×", "error"], rows())
+    for encoding, gated in ENCODINGS.items() if flags.device == "cuda" else ():
+        forward, filled = prefill(32768, gated, flags.device)
+        times = f"{milliseconds(filled)}, {filled / forward:.3f} × attention alone"
+        page.say(f"Prefill of 32768 tokens, {encoding}: {times}.")

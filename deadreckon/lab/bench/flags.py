@@ -1,0 +1,170 @@
+"""What each benchmark takes on the command line. Nothing heavy is imported here: `deadreckon --help` reads it too."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+Mode = Literal["eager", "compiled"]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What all have in common.
+
+    Args:
+        device: where to run; float32 on a CPU, bfloat16 on a GPU.
+        save: also write the tables as Markdown.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    save: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the benchmark, and of the module that runs it."""
+        return type(self).__name__.lower()
+
+    def command(self) -> str:
+        """The command line that these flags are: the device, and what is not the default."""
+        words = ["deadreckon", "bench", self.name, "--device", self.device]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("device", "save") or value == field.default:
+                continue
+            words.append(f"--{field.name.replace('_', '-')}")
+            words += [] if value is True else map(str, value) if isinstance(value, tuple) else [str(value)]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Attention(Flags):
+    """Time every mechanism beside other people's attention in one run, with peak memory, as ratios.
+
+    The baseline is PyTorch's causal attention on a CPU, and RoPE with FlashAttention-2 on a GPU, where
+    flash-linear-attention and the FoX authors' kernel run too, if installed. Each mechanism is checked against the
+    float64 definition before anything is timed; the errors of the others are shown.
+
+    Args:
+        lengths: sequence lengths T.
+        batch: B.
+        heads: H.
+        head_dim: D.
+        shapes: in place of these four, any of BxTxHxD, such as 32x4096x32x64.
+        documents: packed rows too, of documents with these mean lengths: 600,2500,10000.
+        row: TxHxD of a packed row; the lengths of its documents are exponential, seed 0.
+        rounds: timings of each case; the best counts on a CPU, which others may share, and the median on a GPU.
+        only: names to run beside the baseline, separated by commas: "PaTH,fla PaTH".
+        profile: also show where the time of ours goes: kernels on a GPU, operators on a CPU.
+    """
+
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    batch: int = 1
+    heads: int = 4
+    head_dim: int = 64
+    shapes: tuple[str, ...] = ()
+    documents: str = ""
+    row: str = "65536x16x64"
+    rounds: int = 5
+    only: str = ""
+    profile: bool = False
+
+
+@dataclass(frozen=True)
+class Decode(Flags):
+    """Time one more token over a filled KV cache: PaTH beside RoPE through PyTorch's attention.
+
+    Each token is an attention of its own, with its position and its entry into the cache. Up to 8192 tokens, the error
+    of what is decoded against one pass over everything is shown. On a GPU prefill is timed as well.
+
+    Args:
+        batches: sequences at a time.
+        caches: tokens in the cache; by default 1024 on a CPU, up to 131 072 on a GPU.
+    """
+
+    batches: tuple[int, ...] = (1, 32)
+    caches: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Filters(Flags):
+    """Time histogram filters and superpositions beside the loop of scatter_add that Algorithm 1 is when written down.
+
+    Times are of forward and backward pass; memory is what these took beyond inputs, the result and its gradient. Where
+    the loop runs out of memory it is timed with fewer sequences, and time and memory are scaled up in proportion.
+
+    Args:
+        size: batch x tokens x cursors x positions x width; PRISM's on a GPU, smaller on a CPU by default.
+        rounds: timings of each.
+    """
+
+    size: str = ""
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class Powers(Flags):
+    """Time symmetric power attention over long sequences: whether its cost is linear, and how it compares with softmax.
+
+    Power(p) with learned gates, one sequence, forward and backward, beside PyTorch's own causal attention, which has
+    none, at the shorter lengths; then one more token after a context of each length.
+
+    Args:
+        heads: of attention.
+        width: channels of a head.
+        power: p.
+        lengths: of sequences; up to 32 768 on a CPU and a million on a GPU by default.
+        forms: compare the forms "attention" and "chunked" instead, over as many tokens in rows of growing length: from
+            where on is chunked the faster, which form="auto" goes by?
+        rounds: timings of each.
+    """
+
+    heads: int = 8
+    width: int = 64
+    power: int = 2
+    lengths: tuple[int, ...] = ()
+    forms: bool = False
+    rounds: int = 3
+
+
+@dataclass(frozen=True)
+class Drift(Flags):
+    """Measure how far decoding drifts from the truth: PaTH, token by token in bfloat16, against float64.
+
+    Beside ours runs the rule that rewrites every past key at every step, in place and in the cache's precision.
+
+    Args:
+        length: tokens.
+        last: tokens at the end that errors are measured over.
+    """
+
+    length: int = 16384
+    last: int = 256
+
+
+@dataclass(frozen=True)
+class Text(Flags):
+    """Time training steps of language models on random tokens, beside Hugging Face's LlamaForCausalLM.
+
+    A step is forward, backward, clipping and AdamW; in bfloat16 by autocast on a GPU. Heads have 64 channels.
+
+    Args:
+        encodings: names (see `deadreckon list`), separated by commas.
+        sizes: layers x width, such as 24x1024 16x2048.
+        batch: rows x tokens of a step, such as 8x4096.
+        vocab: tokens of the vocabulary.
+        modes: eager, compiled (by torch.compile) or both; on a CPU eager alone by default.
+        rounds: steps that are timed.
+    """
+
+    encodings: str = "rope,fox,path,path-fox"
+    sizes: tuple[str, ...] = ()
+    batch: str = ""
+    vocab: int = 32000
+    modes: tuple[Mode, ...] = ()
+    rounds: int = 5
+
+
+Benchmark = Attention | Decode | Filters | Powers | Drift | Text

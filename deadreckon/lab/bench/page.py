@@ -1,0 +1,114 @@
+"""What a benchmark shows: tables, row by row, and the same as Markdown with machine, versions and command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import date
+
+import torch
+from rich.console import Console
+
+from deadreckon.lab import markdown
+from deadreckon.lab.bench.flags import Flags
+from deadreckon.lab.bench.timing import SUMMARIES
+from deadreckon.lab.environment import processor, version_of
+from deadreckon.lab.training import check_device
+
+Row = list[str]
+
+
+class Page:
+    """A page of results, saved anew with every row: a run that is cut short leaves what it has.
+
+    Args:
+        flags: of the benchmark.
+        title: of the page.
+        packages: whose versions it names, besides torch's.
+    """
+
+    def __init__(self, flags: Flags, title: str, packages: Iterable[str] = ("triton",)) -> None:
+        check_device(flags.device)
+        rounds = getattr(flags, "rounds", None)
+        if rounds is not None and rounds < 1:
+            raise ValueError(f"rounds: expected 1 or more, got {rounds}")
+        self.flags, self.console = flags, Console()
+        threads = torch.get_num_threads()
+        machine = torch.cuda.get_device_name() if flags.device == "cuda" else f"{processor()}, {threads} threads"
+        versions = [f"{package} {found}" for package in packages if (found := version_of(package))]
+        self.about = [machine, f"torch {torch.__version__}", *versions]
+        self.about += [] if rounds is None else [f"{SUMMARIES[flags.device][0]} of {rounds}"]
+        self.title, self.parts = f"# {title} on {machine}", list[str]()
+
+    def note(self, *notes: str) -> None:
+        """Says what else there is to know, before the tables."""
+        self.about += notes
+        self._print("; ".join(self.about))
+
+    def table(self, headings: Row, rows: Iterable[Row], title: str = "", left: int = 1) -> None:
+        """Shows rows as they come; all columns but the first `left` are of numbers."""
+        kept = list[Row]()
+        self.parts.append("")
+        self._print(title)
+        self._print(_aligned(headings, headings, left))
+        for row in rows:
+            kept.append(row)
+            self._print(_aligned(row, headings, left))
+            self.parts[-1] = f"{title}:\n\n" * bool(title) + markdown.table(headings, kept, left)
+            self._write()
+
+    def say(self, text: str) -> None:
+        """A paragraph below."""
+        self._print(text)
+        self.parts.append(text)
+        self._write()
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _write(self) -> None:
+        if self.flags.save is None:
+            return
+        about = f"{date.today()}: {'; '.join(self.about)}. Inputs drawn with seed 0."
+        self.flags.save.parent.mkdir(parents=True, exist_ok=True)
+        self.flags.save.write_text("\n\n".join([self.title, about, f"    {self.flags.command()}", *self.parts]) + "\n")
+
+
+def _aligned(row: Row, headings: Row, left: int) -> str:
+    """A line for the terminal: 24 characters a name, 10 a number or as many as its heading has, 6 a ratio."""
+    widths = [max(len(heading), 6 if heading.startswith("×") else 10) for heading in headings[left:]]
+    numbers = [f"{cell:>{width}}" for cell, width in zip(row[left:], widths, strict=True)]
+    return " ".join([*(f"{cell:24}" for cell in row[:left]), *numbers])
+
+
+def milliseconds(value: float) -> str:
+    """Of seconds."""
+    return f"{1e3 * value:.2f} ms"
+
+
+def microseconds(value: float) -> str:
+    """Of seconds."""
+    return f"{1e6 * value:.0f} µs"
+
+
+def mebibytes(value: float) -> str:
+    """Of bytes."""
+    return f"{value / 2**20:.1f} MiB"
+
+
+def ratio(value: float, base: float) -> str:
+    """Empty where there is nothing to compare with."""
+    return f"{value / base:.2f}" if base else ""
+
+
+def sizes_in(text: str, name: str, form: str) -> tuple[int, ...]:
+    """Numbers such as 24x1024, as many as the first word of `form` has."""
+    numbers, wanted = text.lower().split("x"), form.split(",")[0].split("x")
+    if len(numbers) != len(wanted) or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise ValueError(f"{name}: expected {form}, got {text!r}")
+    return tuple(map(int, numbers))
+
+
+def explain(error: Exception) -> str:
+    """In a line that fits into a table."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"failed: {type(error).__name__}: {first}"[:120]

@@ -1,0 +1,106 @@
+"""`deadreckon bench powers`: symmetric power attention over long sequences, or its forms beside each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.lab.bench.attention import Trial
+from deadreckon.lab.bench.cases import Inputs, Shape, make_inputs, output_and_gradients, relative_errors
+from deadreckon.lab.bench.flags import Powers
+from deadreckon.lab.bench.page import Page, Row, mebibytes, microseconds, milliseconds, ratio
+from deadreckon.lab.bench.rivals import Method, flash, sdpa
+from deadreckon.lab.bench.timing import peak_bytes, repeated, seconds_per_step
+
+LENGTHS = {"cpu": [2048, 4096, 8192, 16384, 32768], "cuda": [16384, 65536, 262144, 1048576]}
+FORMS = {"cpu": [512, 1024, 2048, 4096, 8192], "cuda": [512, 1024, 2048, 4096, 8192, 16384]}
+PATIENCE = {"cpu": 16384, "cuda": 65536}  # tokens up to which quadratic attention is timed
+LIMITS = {"cpu": (1e-4, 1e-3), "cuda": (1e-2, 2e-2)}  # relative errors of the output and of gradients
+TOKENS = 64  # that are decoded
+BATCH_TOKENS = {"cpu": 1 << 13, "cuda": 1 << 17}  # of all rows together, where forms are compared
+WEAK = 0.1  # gates forget half in some 700 tokens
+
+
+def gated(score: dr.Power, impl: str = "auto") -> Method:
+    """Power attention with gates."""
+
+    def attend(x: Inputs) -> Tensor:
+        return dr.attend(x["q"], x["k"], x["v"], log_gate=x["log_gate"], score=score, impl=impl)  # type: ignore[arg-type]
+
+    return Method(attend, "Power", "deadreckon")
+
+
+def check(p: int, width: int, device: str) -> float:
+    """The worst error of a short sequence against float64, over what is allowed: right up to 1."""
+    inputs = make_inputs(Shape(1, 2000, 1, width), device, WEAK)
+    exact = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in inputs.items()}
+    truth = output_and_gradients(gated(dr.Power(p, form="attention"), "blockwise").run, exact)
+    found = relative_errors(output_and_gradients(gated(dr.Power(p, form="chunked")).run, inputs), truth)
+    worst = max(error / LIMITS[device][name != "output"] for name, error in found.items())
+    if not worst <= 1:
+        raise RuntimeError(f"Power({p}) is off: output and gradients by {found}; nothing was timed")
+    return worst
+
+
+@torch.no_grad()
+def decode(length: int, heads: int, width: int, p: int, device: str) -> tuple[float, int]:
+    """Seconds for one more token after so many, and the bytes of what is remembered."""
+    past, inputs = dr.Past(), make_inputs(Shape(1, length + 2 * TOKENS, heads, width), device, WEAK)
+
+    def attend(start: int, stop: int) -> None:
+        q, k, v, log_gate = (inputs[name][:, start:stop] for name in ("q", "k", "v", "log_gate"))
+        dr.attend_next(q, k, v, log_gate=log_gate, score=dr.Power(p, form="chunked"), past=past)
+
+    for start in range(0, length, 65536):
+        attend(start, min(start + 65536, length))
+    time = seconds_per_step(lambda number: attend(length + number, length + number + 1), TOKENS, device)
+    return time, sum(x.numel() * x.element_size() for x in past.tensors())
+
+
+def form_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
+    """Length, time of each form, how many times as fast chunked is, length over the dimension of φ."""
+    device, p = flags.device, flags.power
+    dimension = math.comb(flags.width + p - 1, p)
+    for length in lengths:
+        shape = Shape(max(1, BATCH_TOKENS[device] // length), length, flags.heads, flags.width)
+        inputs = make_inputs(shape, device, WEAK)
+        forms = (gated(dr.Power(p, form="attention")), gated(dr.Power(p, form="chunked")))
+        attention, chunked = (repeated(Trial(form, inputs, device).both, flags.rounds, device) for form in forms)
+        times = [milliseconds(attention), milliseconds(chunked), ratio(attention, chunked)]
+        yield [str(length), *times, f"{length / dimension:.2f}"]
+
+
+def length_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
+    """Chunked over long sequences, beside softmax where that does not take too long."""
+    device, chunked = flags.device, gated(dr.Power(flags.power, form="chunked"))
+    plain = Method(flash if device == "cuda" else sdpa, "attention")
+    for length in lengths:
+        inputs = make_inputs(Shape(1, length, flags.heads, flags.width), device, WEAK)
+        work = Trial(chunked, inputs, device).both
+        time, memory = repeated(work, flags.rounds, device), peak_bytes(work, device)
+        softmax = ["", ""]
+        if length <= PATIENCE[device]:
+            quadratic = repeated(Trial(plain, inputs, device).both, flags.rounds, device)
+            softmax = [milliseconds(quadratic), ratio(quadratic, time)]
+        token, state = decode(length, flags.heads, flags.width, flags.power, device)
+        cells = [milliseconds(time), f"{1e9 * time / length:.1f}", *softmax, mebibytes(memory)]
+        yield [str(length), *cells, microseconds(token), mebibytes(state)]
+
+
+def run(flags: Powers) -> None:
+    """Checks, then measures."""
+    page = Page(flags, "Symmetric powers")
+    lengths = flags.lengths or (FORMS if flags.forms else LENGTHS)[flags.device]
+    error = check(flags.power, flags.width, flags.device)
+    sizes = f"forward and backward; {flags.heads} heads of {flags.width}, gated"
+    page.note(sizes, f"error {error:.2f} of what is allowed")
+    if flags.forms:
+        headings = ["tokens", "attention", "chunked", "× faster", "tokens / dimension of φ"]
+        page.table(headings, form_rows(flags, lengths))
+    else:
+        headings = ["tokens", f"Power({flags.power})", "µs / 1000 tokens", "softmax", "× faster", "memory"]
+        page.table([*headings, "one more token", "state"], length_rows(flags, lengths))

@@ -1,0 +1,93 @@
+"""How long something takes, how much memory it holds, and where its time goes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from statistics import median
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory profiler's own chatter
+import torch
+from torch import Tensor
+
+Run = Callable[[], object]
+SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float]]] = {"cpu": ("best", min), "cuda": ("median", median)}
+"""Device -> what counts of several timings: the best on a CPU, which others may share."""
+
+
+@cache
+def scratch() -> Tensor:
+    """A gigabyte to write to."""
+    return torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+
+
+def seconds(run: Run, device: str) -> float:
+    """How long it takes: by the clock on a CPU, by the GPU's own events on CUDA."""
+    if device == "cpu":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    scratch().zero_()  # empties the GPU's cache, and lets the host get ahead of it, as it is in training
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def summary(times: list[float], device: str) -> float:
+    """The figure that counts."""
+    return SUMMARIES[device][1](times)
+
+
+def repeated(run: Run, rounds: int, device: str) -> float:
+    """Seconds, after a first time that may compile."""
+    run()
+    return summary([seconds(run, device) for _ in range(rounds)], device)
+
+
+def seconds_per_step(step: Callable[[int], object], steps: int, device: str) -> float:
+    """Seconds of step(n), n from `steps` to twice that, after those before."""
+
+    def some(first: int) -> None:
+        for number in range(first, first + steps):
+            step(number)
+
+    some(0)
+    return seconds(partial(some, steps), device) / steps
+
+
+def peak_bytes(run: Run, device: str = "cpu") -> int:
+    """The most memory that `run` held at a time, beyond what was held before."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    results = profile.profiler.kineto_results
+    for event in sorted(results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def shares(run: Run, device: str) -> list[tuple[float, int, str]]:
+    """Seconds, calls and name of all that took any time, the longest first: kernels on CUDA, else operators."""
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if device == "cuda" else kinds.CPU]) as profile:
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    clock = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    found = [(getattr(one, clock) / 1e6, one.count, one.key) for one in profile.key_averages()]
+    return sorted((one for one in found if one[0] > 0), reverse=True)

@@ -1,0 +1,93 @@
+"""What is probed: the model of a run or of a folder, and what it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.lab.probe.cursors import layers_of
+from deadreckon.lab.runs import Run
+from deadreckon.lab.train import quiet_transformers
+from deadreckon.lab.training import check_device
+from deadreckon.tasks import TASKS
+from deadreckon.tasks.task import EQUALS, VOCAB_SIZE, spell
+
+
+class Rows(NamedTuple):
+    """Whole sequences (B, T)."""
+
+    tokens: Tensor
+    labels: Tensor | None  # where the loss counts; everywhere if None
+    trained: int | None  # tokens of a row in training, where that is known
+
+
+class Source:
+    """A model, and what it may read.
+
+    Args:
+        folder: of a run, or of a model as save_pretrained writes it.
+        checkpoint: of a run: last or best.
+    """
+
+    def __init__(self, folder: Path, checkpoint: str = "last", device: str = "cpu") -> None:
+        check_device(device)
+        if not any((folder / name).exists() for name in ("recipe.json", "config.json")):
+            raise ValueError(
+                "run: expected a folder with recipe.json, as train writes it, or with config.json, as save_pretrained "
+                f"does, got {str(folder)!r}"
+            )
+        self.run = Run(folder) if (folder / "recipe.json").exists() else None
+        self.folder = folder if self.run is None else folder / checkpoint
+        with quiet_transformers():
+            if self.run is not None:
+                self.model = self.run.load(checkpoint, device)
+            else:
+                self.model = dr.DeadReckonForCausalLM.from_pretrained(folder).to(device)
+
+    def rows(self, data: str, count: int, length: int, seed: int) -> Rows:
+        """Rows of `data`, or of the task of the run at four times its length, unless another is given."""
+        if count < 1:
+            raise ValueError(f"rows: expected 1 or more, got {count}")
+        generator, trained = torch.Generator().manual_seed(seed), None
+        if self.run is not None:
+            recipe, task = self.run.recipe, self.run.recipe.make_task()
+            trained = task.sample(1, recipe.length, generator)[0].shape[1]
+            if not data:
+                tokens, labels = task.sample(count, length or 4 * recipe.length, generator)
+                return Rows(tokens, None if recipe.metric == "perplexity" else labels, trained)
+        if data in TASKS:
+            return Rows(*TASKS[data]().sample(count, length or 1024, generator), trained)
+        return Rows(self._text(data, count, length or 1024), None, trained)
+
+    def question(self, data: str, length: int, seed: int) -> str:
+        """That of one row, as long as in training unless a length is given."""
+        layers_of(self.model)  # says so if there are no cursors to look at
+        if self.run is not None and not data:
+            length = length or self.run.recipe.length
+        row = self.rows(data, 1, length, seed).tokens[0]
+        places = (row == EQUALS).nonzero().flatten().tolist()
+        if self.model.config.vocab_size != VOCAB_SIZE or not places:
+            raise ValueError("question: expected one in digits and words of a task, such as 12345, got none")
+        return spell(row[: places[0]])
+
+    def _text(self, data: str, rows: int, length: int) -> Tensor:
+        """Stretches of a text, spread over it, as the tokenizer beside the model reads it."""
+        if not Path(data).is_file():
+            raise ValueError(f"data: expected a text file or one of {', '.join(TASKS)}; got {data!r}")
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"data: expected a tokenizer in {str(self.folder)!r} to read a text with, found none"
+            ) from error
+        ids = torch.tensor(tokenizer(Path(data).read_text())["input_ids"])
+        if len(ids) < rows * length:
+            raise ValueError(f"data: expected {rows} × {length} tokens or more in {data!r}, got {len(ids)}")
+        starts = [row * (len(ids) // rows) for row in range(rows)]
+        return torch.stack([ids[start : start + length] for start in starts])

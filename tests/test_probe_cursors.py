@@ -1,0 +1,83 @@
+"""What is read of PRISM's cursors, and the command that draws them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import run_cli
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.lab.probe.cursors import trace
+
+
+def test_traces_show_what_the_model_computes() -> None:
+    """In each layer and head: where it looks follows from what it says, and gates and histograms are the pair's."""
+    torch.manual_seed(0)
+    small = {"positions": 9, "width": 6, "cursors": 3, "hidden": 5, "similarity": 5.0, "modules": [0, 2]}
+    config = dr.DeadReckonConfig(
+        encoding="prism", vocab_size=13, hidden_size=16, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, encoding_options={"prism": small},
+    )  # fmt: skip
+    model, tokens = dr.DeadReckonForCausalLM(config).eval(), torch.randint(0, 13, (1, 9))
+    for layer in range(3):
+        for head in range(4):
+            found = trace(model, tokens, 4, layer, head, 1)
+            attention = model.model.layers[layer].self_attn
+            heard: list[Tensor] = []
+            hooks = [
+                attention.o_proj.register_forward_pre_hook(lambda _, given, heard=heard: heard.append(given[0])),
+                attention.v_proj.register_forward_hook(lambda _, x, v, heard=heard: heard.append(v)),
+            ]
+            with torch.no_grad():
+                model(tokens)
+            for hook in hooks:
+                hook.remove()
+            v, output = heard[0].unflatten(-1, (2, -1)), heard[1].unflatten(-1, (4, -1))
+            torch.testing.assert_close(found.attention @ v[0, :, head // 2], output[0, :, head], rtol=0, atol=1e-5)
+            assert (found.layer, found.head, found.cursor) == (layer, head, 1)
+            for side in ("query", "key"):
+                assert found.gates[side].shape == (9, 4) and found.histograms[side].shape == (9, 9)
+                torch.testing.assert_close(found.gates[side][:, 1:].sum(-1), torch.ones(9))
+                assert torch.equal(found.histograms[side].argmax(-1), found.modes[side][:, 1])
+    with torch.no_grad():
+        model.model.layers[1].self_attn.encoding.alpha[2, 1] = -9.0
+    chosen = trace(model, tokens, 4)
+    assert (chosen.layer, chosen.head, chosen.cursor) == (1, 2, 1)
+    with pytest.raises(ValueError, match="head: expected 0 to 3, got 4"):
+        trace(model, tokens, 4, head=4)
+
+
+def test_cursors_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = {"positions": 64, "width": 6, "cursors": 3, "hidden": 5}
+    for name, options in (("prism", {"prism": small}), ("nope", None)):
+        config = dr.DeadReckonConfig(
+            encoding=name, vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            encoding_options=options,
+        )  # fmt: skip
+        dr.DeadReckonForCausalLM(config).save_pretrained(name)
+    assert run_cli(monkeypatch, "probe", "prism", "--cursors", "--question", "123", "--head", "1") == 0
+    assert capsys.readouterr().out.replace(" ", "").startswith("123=")
+    assert Path("prism/probe/cursors.png").read_bytes().startswith(b"\x89PNG")
+    assert run_cli(monkeypatch, "probe", "prism", "--cursors", "--data", "copy", "--length", "7", "-o", "out") == 0
+    said = capsys.readouterr().out.replace(" ", "")
+    assert said[:7].isdecimal() and said[7] == "=" and Path("out/cursors.png").exists()
+    for words, message in (
+        (["nope", "--cursors"], "model: expected one with the encoding prism, got"),
+        (["nope", "--cursors", "--question", "1"], "model: expected one with the encoding prism, got"),
+        (["prism", "--cursors", "--data", "flip-flop", "--length", "8"], "question: expected one in digits and words"),
+        (["prism", "--cursors"], "data: expected a text file or one of flip-flop"),
+    ):
+        assert run_cli(monkeypatch, "probe", *words) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    train = ["--encoding", "prism", "--change", "steps=1", "length=3", "width=16", "batch_size=2", "test_rows=2"]
+    assert (
+        run_cli(monkeypatch, "train", "reverse", "--out", "run", *train, "validation_rows=2", "test_lengths=[3]") == 0
+    )
+    capsys.readouterr()
+    assert run_cli(monkeypatch, "probe", "run", "--cursors") == 0
+    said = capsys.readouterr().out.replace(" ", "")
+    assert said[:3].isdecimal() and said[3] == "="  # as long as in training
