@@ -684,9 +684,7 @@ def largest(x: Tensor) -> Tensor:
     batch, length, heads, width = x.shape
     tiles = triton.cdiv(length, 128)
     out = x.new_empty(batch * heads, tiles, dtype=torch.float32)
-    _largest[(batch * heads * tiles,)](
-        x, out, *x.stride()[:3], length, tiles, heads, D=width, BD=padded(width), BT=128
-    )
+    _largest[(batch * heads * tiles,)](x, out, *x.stride()[:3], length, tiles, heads, D=width, BD=padded(width), BT=128)
     return out.amax(1)
 
 
