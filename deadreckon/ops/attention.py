@@ -65,7 +65,9 @@ def attend(
             ``"auto"``: the kernels where they serve, else ``"blockwise"``.
 
     Returns:
-        (B, T, Hq, E), in the dtype of q.
+        (B, T, Hq, E), in the dtype of q. A NaN or infinity at token t reaches outputs from t on, never one before t or
+        of another document. The exception is softmax without gates and Householder steps, not packed: there PyTorch's
+        own kernel lets a value that is not finite reach earlier outputs of the same tile.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.

@@ -64,7 +64,7 @@ def _widest_head(dtype: torch.dtype, factors: Factors, packed: bool) -> int:
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None) -> Tensor:
     """See :func:`deadreckon.attend`; the arguments are already checked, and there is no reason against."""
     transport, log_gate, score = factors
-    q, scale = usual_scale(q, scale)
+    q, scale = usual_scale(q, scale, score)
     if isinstance(transport, Rotation):  # phases go on from document to document: only differences matter
         k, v, log_gate = for_each_query_head(q, k, v, log_gate, transport)
         q, k, v, phase = turn(q, k, v, transport.angles, transport.values)
