@@ -31,11 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-<<<<<<< HEAD
-from deadreckon.ops.triton.tiles import ceil_div, power_of_two
-=======
-from deadreckon.ops.triton.tiles import poison_of, zeroed
->>>>>>> numbers
+from deadreckon.ops.triton.tiles import ceil_div, poison_of, power_of_two, zeroed
 
 LOG2E = 1.4426950408889634
 STRIP = 2048  # keys, if there are eight heads or more; a query and head keeps 8 bytes for each tile of a strip

@@ -27,23 +27,16 @@ from torch import Tensor
 from deadreckon.ops.triton.gated.flash import Sums
 from deadreckon.ops.triton.tiles import (
     DTYPES,
-<<<<<<< HEAD
     ceil_div,
-=======
->>>>>>> numbers
     load_columns,
     load_rows,
     mul,
     mul_exact,
     mul_single,
     padded,
-<<<<<<< HEAD
-    store_rows,
-=======
     poison_of,
     store_rows,
     zeroed,
->>>>>>> numbers
 )
 
 
