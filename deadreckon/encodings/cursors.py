@@ -14,16 +14,17 @@ so long that they hardly differ. For d = 340 there are 32 for 64 positions, 80 f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deadreckon.encodings.base import GOING_BACK, Context, Drawn, Projection, Sizes, at_least_single
 from deadreckon.filters.histogram import histogram_filter, superpose
+from deadreckon.ops.tracing import operator, without_autocast
 
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys
 
@@ -45,10 +46,18 @@ def waves(positions: int, width: int, base: float, device: torch.device, dtype: 
     return (u[:, :rank] * s[:rank] @ cosines.T).to(device, dtype)
 
 
-@cache
-def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same, which compilers do not look into. They are imported here at the earliest."""
-    return torch.compiler.disable(function)
+def _table(like: Tensor, positions: int, width: int, base: float) -> Tensor:
+    """`waves` as an operator, on the device and in the dtype of a tensor."""
+    return waves(positions, width, base, like.device, like.dtype).clone()
+
+
+def _table_room(like: Tensor, positions: int, width: int, base: float) -> Tensor:
+    with _disable_current_modes():  # how many waves there are has to be computed
+        channels = waves(positions, width, base, torch.device("cpu"), like.dtype).shape[1]
+    return like.new_empty(positions, channels)
+
+
+table_of_waves = operator("deadreckon::waves", _table, _table_room)
 
 
 class Gates(NamedTuple):
@@ -182,9 +191,9 @@ class Cursors(Drawn, nn.Module):
 
     def forward(self, x: Tensor, context: Context, dtype: torch.dtype) -> list[Streams]:
         """Superpositions (B, T, heads, C, r) for each layer, in a dtype: histograms are never of half precision."""
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             x, context, real = _unpacked(at_least_single(x), context)
-            table = _uncompiled(waves)(self.positions, self.width, self.base, x.device, x.dtype).to(dtype)
+            table = table_of_waves(x, self.positions, self.width, self.base).to(dtype)
             filters = self._filters(x, context)
             if context.recent is None:
                 found = [gates.superpositions(table, before)[0] for gates, before in filters]

@@ -8,19 +8,21 @@ here or in the kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from deadreckon.filters.chunked import Inputs, advance, gradient_room, retreat, work_type
+from deadreckon.filters.chunked import Inputs, gradient_room, work_type
 
 
 def chunk(length: int) -> int:
-    """Tokens of a chunk: about √(T/2), so that states and what a chunk takes are as much, and little."""
-    return 8 if length <= 128 else 16 if length <= 512 else 32 if length <= 2048 else 64
+    """Tokens of a chunk: about √(T/2), so that states and what a chunk takes are as much, and little.
+
+    8 up to 128 tokens, and twice as many beyond each of 128, 512 and 2048. No branch: the length may be a symbol.
+    """
+    return 8 * math.prod(1 + torch.sym_min((length - 1) // edge, 1) for edge in (128, 512, 2048))
 
 
 def room(reset: Tensor, initial: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,30 +91,3 @@ def superpose_back(
         )  # fmt: skip
     found = [of_reset, of_move, by_cursor.sum(0).to(inputs[2].dtype), carry.to(initial.dtype)]
     return found if of_copy is None else [*found, of_copy]
-
-
-class _Superpose(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, table: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        e, final, states = superpose_forth(advance, (reset, move, gamma, copy), initial, table, eps)
-        ctx.eps = eps
-        ctx.save_for_backward(reset, move, gamma, copy, initial, table, states)
-        return e, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        reset, move, gamma, copy, initial, table, states = ctx.saved_tensors
-        inputs = reset, move, gamma, copy
-        found = superpose_back(advance, retreat, inputs, initial, table, ctx.eps, states, grad, grad_final)
-        return (*found, None, None) if len(found) == 5 else (*found, None, None, None)
-
-
-def superpose_blockwise(
-    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, table: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See :func:`deadreckon.superpose`: superpositions (B, T, C, d) and the last histograms (B, C, P)."""
-    return _Superpose.apply(reset, move, gamma, initial, copy, table, eps)

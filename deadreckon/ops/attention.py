@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import pairwise
 from numbers import Real
 from typing import Literal
 
@@ -13,12 +12,14 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.attend import attend_blockwise
+from deadreckon.ops.blockwise.documents import boundaries, separated
 from deadreckon.ops.checks import check_tensor, shape_of
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.ops.reference import attend_reference
 from deadreckon.ops.streaming.decode import Decoder, TokenDecoder, attend_token
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import Kernels, attend_stream
+from deadreckon.ops.tracing import traced, without_autocast
 
 Implementation = Literal["auto", "reference", "blockwise", "triton"]
 
@@ -76,6 +77,8 @@ def attend(
     _check_score(score, transport)
     gates = _check_gate(log_gate, q, k)
     documents = check_documents(cu_seqlens, q)
+    if documents is None and cu_seqlens is not None:
+        gates = separated(gates, cu_seqlens, k)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     elif isinstance(scale, bool) or not isinstance(scale, Real) or not abs(scale) <= 1e30:
@@ -83,7 +86,7 @@ def attend(
     scale = float(scale)
     factors = Factors(transport, gates, score)
     # Autocast would run the sums of phases, gates and frames in half precision.
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         if impl == "reference":
             return attend_reference(q, k, v, factors, scale, documents)
         if impl == "triton" or (impl == "auto" and q.is_cuda):
@@ -239,7 +242,7 @@ def _check_score(score: object, transport: Transport | None) -> None:
 
 
 def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
-    """Returns the boundaries as Python integers."""
+    """Returns the boundaries as Python integers; None also where they are traced, to be checked by what uses them."""
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -249,11 +252,4 @@ def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
         raise ValueError(f"cu_seqlens: expected shape (N + 1,) with N of 1 or more, got {shape_of(cu_seqlens)}")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
-    bounds: list[int] = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != q.shape[1]:
-        raise ValueError(f"cu_seqlens: expected it to run from 0 to T = {q.shape[1]}, got {bounds[0]} to {bounds[-1]}")
-    if any(later < earlier for earlier, later in pairwise(bounds)):
-        raise ValueError(
-            f"cu_seqlens: expected sorted boundaries, got {bounds if len(bounds) < 12 else 'unsorted ones'}"
-        )
-    return bounds
+    return None if traced(cu_seqlens) or traced(q) else boundaries(cu_seqlens, q.shape[1])
