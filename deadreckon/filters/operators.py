@@ -76,7 +76,7 @@ def superposition_operator(
     def forward(
         reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, table: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """With states (chunks, B, C, P)."""
+        """With states (chunks + 1, B, C, P)."""
         with torch.cuda.device_of(reset):
             return superpose_forth(forth, _packed(reset, move, gamma, copy), initial, table, eps)
 

@@ -26,9 +26,9 @@ def chunk(length: int) -> int:
 
 
 def room(reset: Tensor, initial: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For superpositions (B, T, C, d), the last histograms (B, C, P), and states (chunks, B, C, P)."""
+    """For superpositions (B, T, C, d), the last histograms (B, C, P), and states (chunks + 1, B, C, P)."""
     size, dtype = chunk(reset.shape[1]), work_type(reset)
-    states = initial.new_empty((reset.shape[1] + size - 1) // size, *initial.shape, dtype=dtype)
+    states = initial.new_empty((reset.shape[1] - 1) // size + 2, *initial.shape, dtype=dtype)
     return table.new_empty(*reset.shape, table.shape[1]), initial.new_empty(initial.shape, dtype=dtype), states
 
 
@@ -64,10 +64,9 @@ def superpose_forth(
     buffer = Buffer(reset, table.shape[0], table.dtype)
     for number, (first, steps) in enumerate(_chunks(length)):
         h = buffer.of(steps)
-        next_state = final if first + steps == length else states[number + 1]
-        forth(*inputs, states[number], eps, first, steps, h, next_state)
+        forth(*inputs, states[number], eps, first, steps, h, states[number + 1])
         torch.bmm(h.flatten(1, 2), tables, out=rows[:, first * cursors : (first + steps) * cursors])
-    return e, final, states
+    return e, final.copy_(states[-1]), states
 
 
 def superpose_back(

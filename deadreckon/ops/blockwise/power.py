@@ -16,7 +16,7 @@ their gates differ. It holds multiplicities, not their roots. The last column ad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -169,7 +169,11 @@ def attend_power(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score
     if score.form == "recurrent":
         output = recurrent(rows, keys, values.squeeze(2), gates, score.p)
     else:
-        output = power_forward(rows, keys, values.squeeze(2), gates, score.p, score.form)[0]
+        inputs = rows, keys, values.squeeze(2), gates
+        # A tracer may not know the length, and so not how many states there are.
+        keep = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        keep = keep and any(x is not None and x.requires_grad for x in inputs)
+        output = power_forward(*inputs, score.p, score.form, keep)[0]
     output = output.unflatten(0, (batch, heads)).transpose(1, 2)  # (B, T, H, G, E)
     return output.reshape(batch, length, query_heads, -1).to(q.dtype)
 
@@ -247,7 +251,7 @@ class _Chunks:
 
 
 def _state_gradients(
-    chunks: _Chunks, grad: Tensor, out: Tensor, row: Tensor, heard: Tensor, states: Tensor
+    chunks: _Chunks, grad: Tensor, out: Tensor, row: Tensor, heard: Tensor, states: Sequence[Tensor] | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What q, k, v and gates receive through states, from the last chunk to the first."""
     p, kinds = chunks.p, chunks.across.shape[2]
@@ -278,33 +282,32 @@ def _state_gradients(
 
 
 def _state_count(length: int, width: int, p: int, form: str, device: torch.device) -> int:
-    """How many states go from chunk to chunk: none, where powers are computed as attention. No branch on the length."""
-    if form == "attention":
+    """How many states go from chunk to chunk: none, where powers are computed as attention."""
+    if form == "attention" or (form == "auto" and length < chunked_from(width, p, device)):
         return 0
-    states = -(-length // chunk_tokens(width, p)) - 1
-    return states if form == "chunked" else states * torch.sym_min(length // chunked_from(width, p, device), 1)
+    return (length - 1) // chunk_tokens(width, p)
 
 
 def _room(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, form: str
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, form: str, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """For what the operator returns."""
     precise = exact(q.device)
     out = q.new_empty(*q.shape[:3], v.shape[2])
     row = q.new_empty(q.shape[:3], dtype=precise)
-    count = _state_count(q.shape[1], q.shape[3], p, form, q.device)
+    count = _state_count(q.shape[1], q.shape[3], p, form, q.device) if keep else 0
     state = (q.shape[0], dimension(q.shape[3], p), 1 if gates is None else gates.shape[2], v.shape[2] + 1)
     states = q.new_empty(count, *state, dtype=state_dtype(q.dtype, p, q.device))
     return out, torch.empty_like(out, dtype=precise), row, torch.empty_like(row, dtype=torch.bool), states
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, form: str
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, form: str, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G): the output (N, T, G, E), and for the way back
-    the same more precisely, the rows' sums, which queries a state had an answer for, and one state a chunk."""
-    *_, heard, states = _room(q, k, v, gates, p, form)
-    if not len(states):
+    the same more precisely, the rows' sums, which queries a state had an answer for, and states, if they are kept."""
+    *_, heard, states = _room(q, k, v, gates, p, form, keep)
+    if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
         return *climb_up(q, k, v, None, None, gates, "power", p, 1.0), heard.zero_(), states
     chunks = _Chunks(q, k, v, gates, p)
     out, row = chunks.climb.ascend()
@@ -316,7 +319,8 @@ def _forward(
         found *= chunks.from_start[:, n].unsqueeze(3)
         outs[:, n] += found[..., :-1]
         rows[:, n] += found[..., -1]
-        states[n - 1] = state
+        if keep:
+            states[n - 1] = state
     out = chunks.climb.score.finish(out, row)
     out, row, answers = (chunks.cut(x) for x in (out, row, answers))
     return out.to(q.dtype, copy=True), out, row, answers, states
@@ -327,7 +331,7 @@ def _backward(
     heard: Tensor, states: Tensor, p: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and, if there are any, gates. φ is computed again."""
-    if not len(states):
+    if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
         return climb_down(grad, q, k, v, None, None, gates, given, out, row, "power", p, 1.0)
     with without_autocast(q):
         chunks = _Chunks(q, k, v, gates, p)
@@ -336,7 +340,8 @@ def _backward(
         row = chunks.whole(row, chunks.climb.score.unseen).unflatten(1, (-1, size))
         grad, out, rows = (x.flatten(0, 1) for x in (grad, out, row))
         inside = chunks.climb.descend(grad.contiguous(), out, rows.clone())
-        across = _state_gradients(chunks, grad, out, rows, heard, states)
+        kept = states if len(states) else [state for _, state in chunks.states()]
+        across = _state_gradients(chunks, grad, out, rows, heard, kept)
         pairs = zip([*inside[:3], inside[5]], across, strict=True)  # of q, k, v and gates
         return [chunks.cut(x + y.view_as(x)) for x, y in pairs if x is not None]
 
@@ -349,7 +354,7 @@ def _gradient_room(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, p, form = inputs
+    *tensors, p, form, _ = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.settings = p, form
     ctx.mark_non_differentiable(*output[1:])
@@ -358,10 +363,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 6
+        return (None,) * 7
     first_derivatives_only()
     grad_q, grad_k, grad_v, *grad_gates = power_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return grad_q, grad_k, grad_v, *(grad_gates or [None]), None, None
+    return grad_q, grad_k, grad_v, *(grad_gates or [None]), None, None, None
 
 
 power_backward = operator("deadreckon::even_power_backward", _backward, _gradient_room)

@@ -76,8 +76,10 @@ class Leaves:
     def whole(self, *inputs: Tensor | None, value: float = 0.0) -> Iterator[Any]:
         """Each of (N, T, ...), padded."""
         for x in inputs:
-            given = x is None or not self.padding
-            yield x if given else pad(x, (0, 0) * (x.dim() - 2) + (0, self.padding), value=value)
+            if x is None or not self.padding:
+                yield x
+            else:
+                yield pad(x, (0, 0) * (x.dim() - 2) + (0, self.padding), value=value)
 
     def cut(self, *results: Tensor | None) -> Iterator[Tensor]:
         """Those of (N, T padded, ...) that there are, without the padding."""
@@ -96,7 +98,7 @@ def climb_up(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output (N, T, G, E), the same more precisely, if the score needs it (else empty), and the rows' statistic."""
     leaves = Leaves(q, w is not None, gates, _score(score, p))
-    climb = Climb(*leaves.whole(q, k, v, w, beta, gates), _score(score, p), scale, leaves.size)
+    climb = Climb(*leaves.whole(q, k, v, w, beta, gates), score=_score(score, p), scale=scale, leaf=leaves.size)
     out, row = climb.ascend()
     out, row = leaves.cut(climb.score.finish(out, row), row)
     if not climb.score.careful:
@@ -121,7 +123,7 @@ def climb_down(
     """Gradients of q, k, v, w, beta and gates, of those that there are."""
     with without_autocast(q):
         leaves = Leaves(q, w is not None, gates, _score(score, p))
-        climb = Climb(*leaves.whole(q, k, v, w, beta, gates), _score(score, p), scale, leaves.size)
+        climb = Climb(*leaves.whole(q, k, v, w, beta, gates), score=_score(score, p), scale=scale, leaf=leaves.size)
         grad, out = leaves.whole(grad.contiguous(), careful if climb.score.careful else out)
         (row,) = leaves.whole(row, value=climb.score.unseen)
         return list(leaves.cut(*climb.descend(grad, out, row.clone())))
