@@ -98,7 +98,8 @@ def climb_up(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output (N, T, G, E), the same more precisely, if the score needs it (else empty), and the rows' statistic."""
     leaves = Leaves(q, w is not None, gates, _score(score, p))
-    climb = Climb(*leaves.whole(q, k, v, w, beta, gates), score=_score(score, p), scale=scale, leaf=leaves.size)
+    q, k, v, w, beta, gates = leaves.whole(q, k, v, w, beta, gates)
+    climb = Climb(q, k, v, w, beta, gates, _score(score, p), scale, leaves.size)
     out, row = climb.ascend()
     out, row = leaves.cut(climb.score.finish(out, row), row)
     if not climb.score.careful:
@@ -123,7 +124,8 @@ def climb_down(
     """Gradients of q, k, v, w, beta and gates, of those that there are."""
     with without_autocast(q):
         leaves = Leaves(q, w is not None, gates, _score(score, p))
-        climb = Climb(*leaves.whole(q, k, v, w, beta, gates), score=_score(score, p), scale=scale, leaf=leaves.size)
+        q, k, v, w, beta, gates = leaves.whole(q, k, v, w, beta, gates)
+        climb = Climb(q, k, v, w, beta, gates, _score(score, p), scale, leaves.size)
         grad, out = leaves.whole(grad.contiguous(), careful if climb.score.careful else out)
         (row,) = leaves.whole(row, value=climb.score.unseen)
         return list(leaves.cut(*climb.descend(grad, out, row.clone())))
