@@ -59,11 +59,13 @@ def test_layers_compile_for_any_length(name: str) -> None:
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     for length in (24, 47):
         x = torch.randn(2, length, 8, generator=torch.Generator().manual_seed(length), requires_grad=True)
-        torch._dynamo.mark_dynamic(x, 1)
+        ids = tokens(length)
+        for row in (x, ids):
+            torch._dynamo.mark_dynamic(row, 1)
         found = []
         for run in (compiled, net):
             torch.manual_seed(3)
-            y = run(x, token_ids=tokens(length))
+            y = run(x, token_ids=ids)
             found.append([y, *torch.autograd.grad(y.square().sum(), [x, *net.parameters()], allow_unused=True)])
         torch.testing.assert_close(*found)
 
