@@ -200,7 +200,9 @@ def main() -> int:
     options = parser.parse_args()
     try:
         found = [mutation for path in sorted((ROOT / "tests" / "mutations").glob("*.txt")) for mutation in read(path)]
-        chosen = [mutation for mutation in found if options.only in (mutation.area, "") or options.only in mutation.file]
+        chosen = [
+            mutation for mutation in found if options.only in (mutation.area, "") or options.only in mutation.file
+        ]
         with tempfile.TemporaryDirectory(prefix="mutate-") as place:
             copy = copy_of(ROOT, Path(place))
             for mutation in chosen:  # before any test is run: are all texts there?

@@ -129,6 +129,20 @@ def test_large_logits_cost_what_their_rounding_costs(case: Case) -> None:
         assert error <= 2 * max(definition[name], stock[own]), (name, error, definition[name], stock[own])
 
 
+@pytest.mark.parametrize(("length", "strength"), [(1024, 20.0), (8192, 0.5)])
+def test_sums_of_gates_lose_no_digits(length: int, strength: float) -> None:
+    """They grow to −3480 and −760: what they are rounded by, 2⁻²⁴ of that, must not be in the logits.
+
+    Within a leaf sums are at most 32 from its middle, and a logit has two of them: it is off by 2⁻¹⁸, so is a weight.
+    """
+    case = Case(None, "learned", length=length, batch=1, heads=1, group=1)
+    leaves = case.inputs()
+    leaves["log_gate"] = leaves["log_gate"] * strength
+    expected = case.attend(leaves, impl="blockwise")
+    found = case.attend({name: x.float() for name, x in leaves.items()}, impl="blockwise")
+    assert (found.double() - expected).norm() / expected.norm() < 2**-18
+
+
 @pytest.mark.parametrize("factor", [1e-18, 1e18])
 def test_power_neither_overflows_nor_vanishes(factor: float) -> None:
     case = Case(None, "learned", dr.Power(4), length=150)
