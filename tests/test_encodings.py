@@ -174,6 +174,8 @@ def test_alibi_slopes() -> None:
     assert slopes(3).tolist() == [2.0**-4, 2.0**-8, 2.0**-2]
     assert slopes(12)[:8].equal(slopes(8))
     assert slopes(12)[8:].equal(torch.tensor([2.0 ** (-n / 2) for n in (1, 3, 5, 7)]))
+    x, _ = make_input(3)
+    assert factors(make_layer("alibi"), x).log_gate.equal(-slopes(HEADS))  # type: ignore[union-attr]
 
 
 def test_fox_gates() -> None:
@@ -195,11 +197,12 @@ def test_path_steps() -> None:
     torch.testing.assert_close(beta, 2 * torch.nn.functional.linear(x, strength.weight, strength.bias).sigmoid())
     logits = torch.nn.functional.linear(x, layer.encoding.steps.strength.weight, layer.encoding.steps.strength.bias)
     torch.testing.assert_close(beta, 2 / (1 + torch.exp(-logits)))  # at 2 a reflection, not only a projection
-    # The convolution reaches back two tokens, and no farther.
-    nudged = x.clone()
-    nudged[:, 5] += 1
-    moved = (factors(layer, nudged).transport.w - w).abs().amax((0, 2, 3)) > 0  # type: ignore[union-attr]
-    assert moved.nonzero().flatten().tolist() == [5, 6, 7]
+    # The convolution reaches back two tokens, the first one included, and no farther.
+    for token in (0, 5):
+        nudged = x.clone()
+        nudged[:, token] += 1
+        moved = (factors(layer, nudged).transport.w - w).abs().amax((0, 2, 3)) > 0  # type: ignore[union-attr]
+        assert moved.nonzero().flatten().tolist() == [token, token + 1, token + 2]
 
 
 def test_random_rotations_are_drawn_in_their_range() -> None:
@@ -225,6 +228,16 @@ def test_learned_rotations_belong_to_tokens() -> None:
     for token in range(VOCABULARY):
         same = angles[ids == token]
         assert (same == same[0]).all()
+    torch.testing.assert_close(angles, layer.encoding.table[ids] * 10000.0 ** -(torch.arange(0, 8, 2) / 8))
+    table = make_layer("learned-rotation", vocab_size=1000).encoding.table  # 4000 numbers, uniform from −1 to 1
+    assert -1 <= table.min() < -0.99 and 0.99 < table.max() <= 1
+
+
+def test_values_turn_where_the_name_says_so() -> None:
+    x, ids = make_input(3)
+    transports = {name: factors(make_layer(name), x, ids).transport for name in dr.ENCODINGS}
+    turning = {name for name, found in transports.items() if isinstance(found, dr.Rotation) and found.values}
+    assert turning == {"rope-values", "random-rotation-values", "learned-rotation-values"}
 
 
 def test_selective_rope_turns_by_a_convolution_of_the_normalised_input() -> None:
