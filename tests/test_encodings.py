@@ -99,6 +99,22 @@ def test_blockwise_layer_equals_reference_layer(name: str, qk_norm: bool) -> Non
     torch.testing.assert_close(found, run(layer, x, ids), rtol=0, atol=1e-10)
 
 
+def test_a_layer_is_scaled_dot_product_attention_of_its_projections() -> None:
+    """Without positions; queries and keys are normalised each with a gain of its own."""
+    layer, (x, _) = make_layer("nope", qk_norm=True), make_input(9)
+    for norm in (layer.q_norm, layer.k_norm):
+        torch.nn.init.uniform_(norm.weight)  # type: ignore[arg-type]
+
+    def heads(projection: Any, norm: Any = None) -> Tensor:
+        y = projection(x).unflatten(-1, (-1, WIDTH // HEADS))
+        y = y if norm is None else y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+        return y.transpose(1, 2)
+
+    q, k, v = heads(layer.q_proj, layer.q_norm), heads(layer.k_proj, layer.k_norm), heads(layer.v_proj)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(layer(x), layer.o_proj(expected.transpose(1, 2).flatten(2)))
+
+
 @pytest.mark.parametrize("name", dr.ENCODINGS)
 def test_every_parameter_learns_and_half_precision_runs(name: str) -> None:
     layer, (x, ids) = make_layer(name), make_input(40)

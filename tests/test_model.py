@@ -63,6 +63,18 @@ def test_padding_changes_nothing(encoding: str) -> None:
     assert torch.equal(logits(model, ids, attention_mask=torch.ones_like(ids)), logits(model, ids))
 
 
+def test_the_decoder() -> None:
+    """Pre-norm blocks beside residuals: attention, then a SwiGLU; a norm and the head at the end."""
+    model, ids = make_model("nope"), tokens(2, 7)
+    x = model.model.embed_tokens(ids)
+    for layer in model.model.layers:
+        x = x + layer.self_attn(layer.input_layernorm(x))
+        y, mlp = layer.post_attention_layernorm(x), layer.mlp
+        gate = mlp.gate_proj(y)
+        x = x + mlp.down_proj(gate * gate.sigmoid() * mlp.up_proj(y))
+    torch.testing.assert_close(logits(model, ids), model.lm_head(model.model.norm(x)))
+
+
 def test_packed_sequences() -> None:
     model, ids = make_model(), tokens(1, 30)
     packed = logits(model, ids, cu_seqlens=torch.tensor([0, 12, 30], dtype=torch.int32))
@@ -138,6 +150,7 @@ def test_weights_begin_as_asked() -> None:
     assert 0.018 < model.model.layers[0].self_attn.q_proj.weight.std() < 0.022
     convolution = model.model.layers[0].self_attn.encoding.convolution.weight  # an encoding keeps its own
     assert 0.4 < convolution.abs().max() <= 0.5
+    assert [dr.DeadReckonConfig(hidden_size=n).intermediate_size for n in (64, 96, 512)] == [192, 256, 1376]
     tied = make_model(tie_word_embeddings=True)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 

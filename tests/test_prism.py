@@ -241,6 +241,12 @@ def test_orthogonality_is_part_of_the_loss_in_training() -> None:
     torch.testing.assert_close(with_penalty - w.grad, pull, rtol=1e-3, atol=1e-5)
     assert plain.isfinite()
     assert make_model("rope").model.penalty() is None
+    several = make_model(modules=[0, 1])
+    with torch.no_grad():
+        for layer in several.model.layers:
+            if layer.self_attn.encoding.cursors is not None:
+                layer.self_attn.encoding.cursors.recurrence.weight_hh_l0.mul_(2)
+    torch.testing.assert_close(several.model.penalty(), torch.tensor(2 * 1e-3 * 9 * 5))  # that of both modules
 
 
 def test_noise_is_for_training() -> None:
