@@ -203,6 +203,8 @@ def main() -> int:
         chosen = [
             mutation for mutation in found if options.only in (mutation.area, "") or options.only in mutation.file
         ]
+        if not chosen:
+            raise MutationError(f"no area and no file is named {options.only!r}")
         with tempfile.TemporaryDirectory(prefix="mutate-") as place:
             copy = copy_of(ROOT, Path(place))
             for mutation in chosen:  # before any test is run: are all texts there?

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -221,6 +222,20 @@ def test_gates_shorten_the_work() -> None:
     assert list(climb.reach(q, k, None, row)) == [(slice(0, 512), slice(0, 512))]
     k[0, 0, 0] = torch.nan  # what is no number is never out of reach
     assert sum(t.stop - t.start for t, _ in climb.reach(q, k, Gate(sums, sums.flip(2)), row)) == 512
+
+
+def test_what_gates_leave_in_reach_is_not_left_out() -> None:
+    """A key far behind that wins in spite of its gate, because its logit, 60, is as high as any can be.
+
+    All others have −60, and a gate between has −95: that is 25 less than what logits differ by.
+    """
+    q = torch.full((1, 256, 1, 16), 15.0)
+    k = torch.full((1, 256, 1, 16), -1.0)
+    k[:, 5] = 1
+    v, log_gate = torch.randn(1, 256, 1, 16), torch.zeros(1, 256, 1)
+    log_gate[:, 100] = -95
+    found = dr.attend(q, k, v, log_gate=log_gate, impl="blockwise")
+    torch.testing.assert_close(found[:, 5:], v[:, 5:6].expand(1, 251, 1, 16), rtol=0, atol=256 * math.exp(-24))
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-5, 1e6, -1e-7])
