@@ -16,7 +16,7 @@ from deadreckon.lab.pages.compare import compare
 from deadreckon.lab.probe.cursors_picture import show
 from deadreckon.lab.recipes import EXPERIMENTS, SIZES, find_recipe
 from deadreckon.lab.training import Run, Training, make_model, score_model, train, train_run
-from deadreckon.lab.training.engine import model_for_tests
+from deadreckon.lab.training.engine import config_for_tests, model_for_tests
 
 TINY = (
     "width=32", "heads=2", "encoding_options.prism.width=16", "batch_size=4", "test_rows=4", "validation_rows=2",
@@ -55,6 +55,9 @@ def test_positions_while_training_and_testing() -> None:
     far = find_recipe("copy-10", "small", "prism", changes=("test_lengths=[99]",))
     assert far.options_in_training()["positions"] == 64  # 22 tokens in training, 200 in tests
     assert far.options_in_tests() == {"positions": 256} and far.options_in_tests((150,)) == {"positions": 320}
+    options = far.options_in_training()
+    config = dr.DeadReckonConfig(encoding="prism", encoding_options={"prism": options})
+    assert config_for_tests(config, far).encoding_options == {"prism": options | {"positions": 256}}
     near = find_recipe("copy", "small", "prism", changes=("test_lengths=[9]",))
     assert near.options_in_tests() == {"positions": 128}  # 40 are trained on, 82 tokens
     fixed = replace(far, train_positions=32, test_positions=48)

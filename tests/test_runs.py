@@ -406,16 +406,6 @@ def test_schedules() -> None:
     assert [free.lengths_at(step) for step in (0, 20, 30, 40, 99)] == [10, 10, 15, 20, 20]
 
 
-def test_training_follows_the_schedule() -> None:
-    """Every step, and every group from its own rate, as α's in PRISM."""
-    recipe = small("prism", 0, "steps=4", "warmup=2", "learning_rate=0.01")
-    training = Training(make_model(recipe, 5), recipe.make_task(), recipe)
-    for step in range(4):
-        training.advance()
-        rates = [group["lr"] for group in training.optimizer.param_groups]
-        assert rates == pytest.approx([recipe.learning_rate_at(step, peak) for peak in (0.01, 0.03)])
-
-
 def test_runs_of_earlier_versions_are_read(tmp_path: Path) -> None:
     """Options were those of the one encoding, and one metric stood for the evaluators."""
     run = train_run(small("path", 0, "steps=2", "encoding_options.path.rank=4"), tmp_path, console=quiet())

@@ -1,15 +1,20 @@
-"""Curricula, and how models are scored on tasks."""
+"""Curricula and schedules, the best checkpoint, and how models are scored on tasks."""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from small_runs import quiet, small
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from deadreckon.lab.evaluation import mean_of_best, score, tally
+from deadreckon.lab.evaluation import Score, mean_of_best, score, tally
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.training import Training, make_model, train
+from deadreckon.lab.training import Run, Training, make_model, train, train_run
 from deadreckon.tasks import TASKS, task
 from deadreckon.tasks.copy import Copy
 from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum, prism_curriculum
@@ -50,6 +55,29 @@ def test_training_follows_a_curriculum() -> None:
     recipe = Recipe(encoding="path", steps=4, batch_size=4, curriculum=Curriculum(7, ((1, 2), (2, 4))))
     list(train(make_model(recipe, 64), Watched(), recipe))
     assert asked == [range(1, 3), range(1, 5), range(1, 5), range(1, 8)]
+
+
+def test_training_follows_the_schedule() -> None:
+    """Every step, and every group from its own rate, as α's in PRISM."""
+    recipe = small("prism", 0, "steps=4", "warmup=2", "learning_rate=0.01")
+    training = Training(make_model(recipe, 5), recipe.make_task(), recipe)
+    for step in range(4):
+        training.advance()
+        rates = [group["lr"] for group in training.optimizer.param_groups]
+        assert rates == pytest.approx([recipe.learning_rate_at(step, peak) for peak in (0.01, 0.03)])
+
+
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them, where several are as good."""
+    errors = {6: 0.5, 12: 0.2, 18: 0.4, 24: 0.2}
+
+    def validate(run: Run, training: Training) -> Score:
+        return Score("as trained", 16, errors[training.done], 0.0, 1.0, 4)
+
+    monkeypatch.setattr(sys.modules["deadreckon.lab.training.trainer"], "validate", validate)
+    run = train_run(small("nope", 0, "test_lengths=[8]"), tmp_path, console=quiet())
+    assert json.loads((tmp_path / "best" / "score.json").read_text())["step"] == 12
+    assert run.progress().best == 0.2
 
 
 class Peeks(torch.nn.Module):
