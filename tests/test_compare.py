@@ -18,7 +18,7 @@ from small_runs import SMALL, quiet, run_cli, small
 from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
 from deadreckon.lab.pages.compare import compare
-from deadreckon.lab.pages.comparison import Comparison, gather
+from deadreckon.lab.pages.comparison import Comparison, by_label, gather
 from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, score_run, train_run
@@ -141,6 +141,21 @@ def test_only_seeds_are_averaged(tmp_path: Path) -> None:
     write_report([tmp_path], tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text()
     assert "±" not in text and "PaTH rank=4" in text and "PaTH rank=8" in text
+
+
+def test_labels_name_what_differs(tmp_path: Path) -> None:
+    """A field of the model and an option of PRISM have one name; a sweep over lengths changes batches too."""
+    sizes = ("16", "32")
+    recipes = {f"{n}": small("prism", 0, "encoding_options.prism.width=8", f"width={n}") for n in sizes}
+    recipes |= {f"p{n}": small("prism", 0, f"encoding_options.prism.width={n}") for n in sizes}
+    recipes |= {f"b{n}": small("rope", 0, f"batch_size={n}") for n in sizes}
+    recipes |= {f"l{n}": small("nope").at_length(n) for n in (8, 16)}
+    labels = by_label(Run.create(tmp_path / name, recipe) for name, recipe in recipes.items())
+    assert {label: [run.path.name for run in runs] for label, runs in labels.items()} == {
+        "prism width=16 prism.width=8": ["16"], "prism width=32 prism.width=8": ["32"],
+        "prism width=16 prism.width=16": ["p16"], "prism width=16 prism.width=32": ["p32"],
+        "rope batch_size=16": ["b16"], "rope batch_size=32": ["b32"], "nope": ["l8", "l16"],
+    }  # fmt: skip
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
