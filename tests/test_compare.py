@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -210,6 +211,31 @@ def test_lengths_that_a_task_does_not_have(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "best")
     with pytest.raises(ValueError, match="has no best checkpoint yet"):
         run.load("best")
+
+
+def test_commands_of_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What README and results say to run can be run: every `deadreckon compare` gets as far as its runs."""
+    made: list[int] = []
+    monkeypatch.setattr("deadreckon.lab.pages.compare.check_device", lambda device: None)
+
+    class MadeError(Exception):
+        pass
+
+    def make(wanted: dict[Path, Any], *rest: Any) -> None:
+        made.append(len(wanted))
+        raise MadeError
+
+    monkeypatch.setattr("deadreckon.lab.pages.compare.make_runs", make)
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *(root / "results").glob("*.md")]
+    lines = [line for page in pages for line in page.read_text().splitlines()]
+    commands = [line[line.index("deadreckon compare ") :] for line in lines if "    deadreckon compare " in line]
+    for command in commands:
+        words = shlex.split(command.replace("mqrar-N", "mqrar-2").replace("NAME", "path"))[1:]
+        with pytest.raises(MadeError):
+            run_cli(monkeypatch, *words)
+    assert len(commands) > 12 and sum(made) > 50
+    assert not [line for line in lines if "python -m deadreckon." in line]
 
 
 def test_all_but_the_command_line_works_without_tyro() -> None:

@@ -160,7 +160,7 @@ def by_label(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def _settings(recipe: Recipe, left_out: Sequence[str]) -> dict[str, Any]:
-    """What a label may name: fields of a recipe, and options of its encoding ("prism.width" beside the field "width")."""
+    """What a label may name: fields of a recipe, and options of its encoding ("prism.width" beside "width")."""
     data = recipe.to_dict()
     options = data["encoding_options"].get(recipe.encoding, {})
     named = {f"{recipe.encoding}.{key}" if key in data else key: value for key, value in options.items()}
