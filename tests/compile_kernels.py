@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import deadreckon.ops.triton.householder.tree
+import deadreckon.ops.triton.householder.levels
 from deadreckon.filters.triton import filter_fused, superpose_fused
 from deadreckon.ops.factors import Factors, Form, Householder, Rotation
 from deadreckon.ops.streaming.fused import STREAM
@@ -129,7 +129,7 @@ def call_power(
 
 
 JITFunction.run = compile_only  # type: ignore[method-assign]
-deadreckon.ops.triton.householder.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
+deadreckon.ops.triton.householder.levels.backend_for = lambda x: None  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.bfloat16, 1100, 1, 128, "householder", False)
 call(torch.float32, 100, 2, 64, "householder", False)

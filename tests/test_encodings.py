@@ -192,6 +192,8 @@ def test_path_steps() -> None:
     assert w.shape == (2, 20, KV_HEADS, WIDTH // HEADS)
     torch.testing.assert_close(w.norm(dim=-1), torch.ones(2, 20, KV_HEADS, dtype=torch.float64))
     assert ((beta > 0) & (beta < 2)).all()
+    logits = torch.nn.functional.linear(x, layer.encoding.steps.strength.weight, layer.encoding.steps.strength.bias)
+    torch.testing.assert_close(beta, 2 / (1 + torch.exp(-logits)))  # at 2 a reflection, not only a projection
     # The convolution reaches back two tokens, and no farther.
     nudged = x.clone()
     nudged[:, 5] += 1

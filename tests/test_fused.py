@@ -17,7 +17,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.ops.triton.gated import gates
-from deadreckon.ops.triton.householder.leaf import Frames
+from deadreckon.ops.triton.householder.frames import Frames
 from deadreckon.ops.triton.householder.walk import Walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

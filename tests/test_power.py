@@ -415,3 +415,44 @@ def test_generation_is_the_same_with_and_without_a_cache(encoding: str) -> None:
     both = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
     alone = model.generate(ids[:1, 40:], max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert torch.equal(both[0, 40:], alone[0])
+
+
+# Small numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scale", [1e-9, -1e-9, 1e9, 0.0])
+def test_half_precision_has_gradients_at_any_scale(scale: float, form: Any) -> None:
+    """Weights are divided by their sum, so that no scale but 0 has a say: least of all by what halves cannot hold."""
+    case = Case(None, "learned", dr.Power(2, form), length=300, width=8, batch=1)
+    found = run(replace(case, scale=scale), torch.float16, impl="blockwise")
+    expected = run(case, torch.float16, impl="blockwise")
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x if scale else torch.zeros_like(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("p", [2, 4, 6])
+def test_first_tokens_count_whatever_their_angle(p: int, form: Any) -> None:
+    """A token that sees one to three keys, all nearly at right angles to it, down to where z^p is next to nothing."""
+    q, k, v = draw(3, 40, 3, 1, 4)
+    for exponent, angle in enumerate(torch.logspace(0, -8, 40, dtype=torch.float64)):
+        normal = torch.nn.functional.normalize(q[exponent, -1, 0], dim=0)
+        along = k[exponent, :, 0] @ normal
+        k[exponent, :, 0] += (angle * along - along)[:, None] * normal
+    q = q[:, -1:].expand_as(q)
+    expected = dr.attend(q, k, v, score=dr.Power(p), impl="reference")
+    found = dr.attend(q, k, v, score=dr.Power(p, form), impl="blockwise")
+    # A logit is off by ε / angle, its power by p times that.
+    torch.testing.assert_close(found, expected, rtol=0, atol=float(64 * p * torch.finfo(torch.float64).eps / 1e-8))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("names", [("q",), ("k",), ("q", "k")])
+def test_denormal_numbers(names: tuple[str, ...], form: Any) -> None:
+    """2^-140 times as large, of which float32 keeps nine bits: those bits count as they would at any size."""
+    case = Case(None, "learned", dr.Power(4, form), length=300, width=6, batch=1)
+    small = {name: x.float() * 2.0**-140 if name in names else x.float() for name, x in case.inputs().items()}
+    usual = {name: x * 2.0**100 * 2.0**40 if name in names else x for name, x in small.items()}
+    expected = case.attend({name: x.double() for name, x in usual.items()}, impl="reference")
+    assert error(case.attend(small, impl="blockwise"), expected) < 1e-5

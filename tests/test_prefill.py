@@ -16,7 +16,7 @@ import deadreckon as dr
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
-from deadreckon.ops.triton.householder import frames
+from deadreckon.ops.triton.householder import cross
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
@@ -117,7 +117,7 @@ class Launches(TorchDispatchMode):
 @contextmanager
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Of PyTorch's operations and of Triton's kernels, within."""
-    kind = type(frames._cross)
+    kind = type(cross._cross)
     launch = kind.run
     mode = Launches()
 

@@ -45,10 +45,12 @@ class Power:
     """The weight of a logit is its p-th power, p even; the row is divided by its sum.
 
     A row whose weights are all zero attends to nothing: its output is zero. Keys are scaled by the longest of a head;
-    those shorter by more than about 1e-38^(1/p) are lost in float32.
+    those shorter by more than about 1e-38^(1/p) are lost in float32. The scale of the logits cancels, unless it is 0.
 
     A power is a dot product of symmetric tensor powers, of C(D + p − 1, p) dimensions, so that a state of fixed size
-    can hold all keys: see ``deadreckon/blockwise/power.py``.
+    can hold all keys: see ``deadreckon/ops/blockwise/power.py``. What a state holds of keys that are all within
+    (16 ε)^(1/p) of a right angle to a query is rounding and counts as nothing; the nearest keys (of the same chunk, or
+    the last eight tokens) are never read from a state, so that this cannot be all that a query sees.
 
     Args:
         p: an even number, 2 or more.

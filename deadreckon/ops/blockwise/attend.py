@@ -25,7 +25,7 @@ def attend_blockwise(
     if cu_seqlens is not None and len(cu_seqlens) > 2:
         return unpacked(attend_blockwise, q, k, v, factors, scale, cu_seqlens)
     transport, log_gate, score = factors
-    q, scale = usual_scale(q, scale)
+    q, scale = usual_scale(q, scale, score)
     if isinstance(transport, Rotation):
         turn = turned(q, k, v, log_gate, transport)
         return turn.back(attend_blockwise(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, None))

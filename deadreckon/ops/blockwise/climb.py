@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.causal import CausalLeaves, leaf_size
+from deadreckon.ops.blockwise.finite import contained
 from deadreckon.ops.blockwise.leaf import HouseholderLeaf, plain_logits
 from deadreckon.ops.blockwise.precision import exact, work
 from deadreckon.ops.blockwise.runs import LEAF, Gate, Run, gate_of, levels
@@ -61,6 +62,8 @@ class Climb:
     ) -> None:  # fmt: skip
         self.stock: Backend | None = backend_for(q) if score == "softmax" else None
         self.stock_dtype = q.dtype
+        strengths = None if w is None or beta is None else beta * w.square().sum(-1)  # of which steps are made
+        (k, v, w, beta, gates), self.poison = contained((k, v, w, beta, gates), strengths)  # type: ignore[assignment]
         self.queries, self.keys, self.values = (x.to(work(q.dtype)).contiguous() for x in (q, k, v))
         self.w, self.beta = (None if x is None else x.contiguous() for x in (w, beta))
         self.sums = None if gates is None else gates.contiguous().cumsum(1)
@@ -213,6 +216,11 @@ class Climb:
             if products is not None and (to_top or number < len(self.levels)):
                 products = self.rise(runs, products)
         self.products = products
+        if self.poison is not None:
+            out += self.poison[:, :, None, None]
+            if to_top:
+                self.keys += self.poison[:, -1:, None]
+                self.sums = None if self.sums is None else self.sums + self.poison.unsqueeze(2)
         return out, row
 
     def add_run(self, run: Run, out: Tensor, row: Tensor) -> None:

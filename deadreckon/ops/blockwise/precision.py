@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from deadreckon.ops.factors import Power, Score
+
 
 def exact(device: torch.device) -> torch.dtype:
     """For long sums, whose differences matter: float64, where the device has it."""
@@ -19,9 +21,19 @@ def work(dtype: torch.dtype) -> torch.dtype:
 
 
 def lengths(x: Tensor) -> Tensor:
-    """Norms of x (..., D) as (..., 1), safe from over- and underflow; never zero."""
-    largest = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    return largest * (x / largest).norm(dim=-1, keepdim=True).clamp(min=0.5)
+    """Norms of x (..., D) as (..., 1), safe from over- and underflow; never zero.
+
+    A row that is not finite has next to none: the longest of all tokens, which keys are measured by, stays a number.
+    """
+    limits = torch.finfo(x.dtype)
+    largest = x.abs().amax(-1, keepdim=True)
+    largest = torch.where(largest > 0, largest, limits.tiny)
+    return (largest * (x / largest).norm(dim=-1, keepdim=True).clamp(min=0.5)).nan_to_num(limits.tiny, limits.max)
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The largest that is no larger than x > 0."""
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1)
 
 
 def faded(log_gate: Tensor, dtype: torch.dtype) -> Tensor:
@@ -31,18 +43,22 @@ def faded(log_gate: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_range(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q (N, T, G, D) and k (N, T, D), of lengths that keep powers in range.
+    """q (N, T, G, D) and k (N, T, D), of lengths that keep powers in range: queries of 1 to 2, keys of less than 2.
 
-    Weights are divided by their sum, so that any length of a query and any unit for a head's keys will do.
+    Weights are divided by their sum, so that any length of a query and any unit for a head's keys will do. Powers of
+    two round nothing: what is lost of a logit is lost p times.
     """
-    return q / lengths(q.detach()), k / lengths(k.detach()).amax(1, keepdim=True)
+    return q / power_of_two(lengths(q.detach())), k / power_of_two(lengths(k.detach()).amax(1, keepdim=True))
 
 
-def usual_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def usual_scale(q: Tensor, scale: float, score: Score) -> tuple[Tensor, float]:
     """q and a scale that is positive and not extreme, with the same product.
 
-    Stock kernels mask before they scale, and gates are carried in units of the scale.
+    Stock kernels mask before they scale, and gates are carried in units of the scale. Powers are divided by their sum,
+    which any scale but 0 leaves as it is; half precision might lose q times a small one.
     """
+    if isinstance(score, Power):
+        return (q if scale else q * 0), 1.0
     if -1e4 < scale < -1e-4:
         return -q, -scale
     return (q, scale) if 1e-4 < scale < 1e4 else (q * scale, 1.0)

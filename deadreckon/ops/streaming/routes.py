@@ -36,7 +36,7 @@ from deadreckon.ops.streaming.pieces import (
 from deadreckon.ops.streaming.segments import Fields, Segment, joined
 
 if TYPE_CHECKING:
-    from deadreckon.ops.triton.householder.operator import Ascended
+    from deadreckon.ops.triton.householder.prefill import Ascended
 
 Ascend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, int, bool], "Ascended"]
 """Of q, k, v, w, beta, log_gate, scale, how many tokens to close, and whether queries go further back."""

@@ -70,7 +70,7 @@ def attend_stream(
 def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels) -> Tensor:
     """Picks the way; see the table above."""
     transport, log_gate, score = factors
-    q, scale = usual_scale(q, scale)
+    q, scale = usual_scale(q, scale, score)
     if isinstance(transport, Rotation):
         return attend_turned(q, k, v, transport, log_gate, score, scale, past, kernels)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels take them

@@ -14,13 +14,14 @@ import math
 import torch
 from torch import Tensor
 
-from deadreckon.ops.blockwise.attend import plain
-from deadreckon.ops.blockwise.documents import unpacked
+from deadreckon.ops.blockwise.attend import attend_blockwise, plain
+from deadreckon.ops.blockwise.documents import separated, unpacked
 from deadreckon.ops.blockwise.power import form_for
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, for_each_query_head
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+from deadreckon.ops.tracing import traced
 from deadreckon.ops.triton.gated.operator import attend_gated
 from deadreckon.ops.triton.householder.operator import attend_householder
 from deadreckon.ops.triton.operators import dense
@@ -64,13 +65,17 @@ def _widest_head(dtype: torch.dtype, factors: Factors, packed: bool) -> int:
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None) -> Tensor:
     """See :func:`deadreckon.attend`; the arguments are already checked, and there is no reason against."""
     transport, log_gate, score = factors
-    q, scale = usual_scale(q, scale)
+    q, scale = usual_scale(q, scale, score)
     if isinstance(transport, Rotation):  # phases go on from document to document: only differences matter
         k, v, log_gate = for_each_query_head(q, k, v, log_gate, transport)
         q, k, v, phase = turn(q, k, v, transport.angles, transport.values)
         output = attend_fused(q, k, v, Factors(None, log_gate, score), scale, cu_seqlens)
         return turn_back(output, phase) if transport.values else output
     if cu_seqlens is not None and score != "softmax":
+        if traced(cu_seqlens):  # documents are kept apart by gates, which sticks have in PyTorch alone
+            factors = factors._replace(log_gate=separated(log_gate, cu_seqlens, k))
+            attend = attend_fused if isinstance(score, Power) else attend_blockwise
+            return attend(q, k, v, factors, scale, None)
         return unpacked(attend_fused, q, k, v, factors, scale, cu_seqlens.tolist())
     q, k, v = (dense(x) for x in (q, k, v))
     if score == "stick-breaking":

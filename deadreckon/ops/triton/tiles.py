@@ -104,6 +104,18 @@ def store_columns(p_x, value, column, W: tl.constexpr, BW: tl.constexpr):
 
 
 @triton.jit
+def poison_of(b_x):
+    """Zero for each row of x, NaN for those that are not finite."""
+    return tl.sum(b_x.to(tl.float32) * 0, 1)
+
+
+@triton.jit
+def zeroed(b_x, b_poison):
+    """x with zeros for the rows that are poisoned: in a product, a weight of zero does not stop a NaN."""
+    return tl.where((b_poison == 0)[:, None], b_x, 0.0).to(b_x.dtype)
+
+
+@triton.jit
 def mul_single(a, b):
     """a @ b in single precision: each factor as three bfloat16, which together have all its digits.
 

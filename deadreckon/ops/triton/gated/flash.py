@@ -19,7 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_columns, load_rows, padded, power_of_two, store_rows
+from deadreckon.ops.triton.tiles import (
+    LOG2E,
+    ceil_div,
+    load_columns,
+    load_rows,
+    padded,
+    poison_of,
+    power_of_two,
+    store_rows,
+    zeroed,
+)
 
 EDGE = 64  # tokens that share one float64 sum of gates; tiles in a loop are no larger
 
@@ -88,6 +98,10 @@ def _forward_along(
                 visible = visible & (key[None, :] <= row[:, None])
             if PACKED:
                 visible = visible & (key[None, :] >= b_start[:, None])
+            if CAUSAL or PACKED:
+                b_v = load_rows(p_v, key, s_vr, value_channel, m_key, E, BE)
+                b_poison = poison_of(b_v)  # for the rows that see it, and no others
+                b_v, b_s = zeroed(b_v, b_poison), b_s + b_poison[None, :]
             b_s = tl.where(visible, b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_from = b_new
@@ -96,7 +110,8 @@ def _forward_along(
         b_p = tl.exp2(b_s - b_from[:, None])
         decay = tl.exp2(b_max - b_from)
         b_sum = b_sum * decay + tl.sum(b_p, 1)
-        b_v = load_rows(p_v, key, s_vr, value_channel, m_key, E, BE)
+        if not (MASKED and (CAUSAL or PACKED)):
+            b_v = load_rows(p_v, key, s_vr, value_channel, m_key, E, BE)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * decay[:, None], input_precision=PRECISION)
         b_max = b_new
     return b_acc, b_max, b_sum

@@ -15,18 +15,25 @@ from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded
 PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
 
+@triton.jit
+def _gates(p_gate, token, s_t, mask, floor):
+    """Log gates in base 2, not below the floor, 0 for those that are no numbers; and what these poison, 0 or NaN."""
+    b_gate = tl.load(p_gate + token * s_t, mask=mask, other=0.0).to(tl.float32)
+    b_gate = tl.where(b_gate < floor, floor, b_gate)
+    b_poison = b_gate * 0
+    return tl.where(b_poison == 0, b_gate, 0.0) * 1.4426950408889634, b_poison
+
+
 @triton.jit(do_not_specialize=["s_b", "s_t", "s_h", "T", "BLOCKS", "GATES"])
 def _block_sums(p_gate, p_left, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
     i_block, i_c = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
     row = tl.arange(0, 64)
     token = i_block.to(tl.int64) * 64 + row
     p_gate += (i_c // GATES) * s_b + (i_c % GATES) * s_h
-    b_gate = tl.load(p_gate + token * s_t, mask=token < T, other=0.0).to(tl.float32)
-    b_gate = tl.maximum(b_gate, floor) * 1.4426950408889634
-    m_next = (row < 63) & (token + 1 < T)
-    b_next = tl.load(p_gate + (token + 1) * s_t, mask=m_next, other=0.0).to(tl.float32)
-    b_next = tl.maximum(b_next, floor) * 1.4426950408889634
-    tl.store(p_left + i_c * BLOCKS * 64 + token, tl.cumsum(b_next, 0, reverse=True))
+    b_gate, b_poison = _gates(p_gate, token, s_t, token < T, floor)
+    b_next, _ = _gates(p_gate, token + 1, s_t, (row < 63) & (token + 1 < T), floor)
+    # What is poisoned is the token's own key, which all later queries of its document see, and no others.
+    tl.store(p_left + i_c * BLOCKS * 64 + token, tl.cumsum(b_next, 0, reverse=True) + b_poison)
     tl.store(p_total + i_c * BLOCKS + i_block, tl.sum(b_gate, 0))
 
 
@@ -99,7 +106,8 @@ def reach_within(
         longest_q = longest_q.amax(1, keepdim=True)
     margin = 20.0 if dtype == torch.float32 else 10.0
     bound = 2 * longest_q * longest_k * growth + math.log(log_gate.shape[1]) + margin  # (B·H, 1 | G)
-    bound = torch.where(log_gate.amax() > 0, torch.inf, bound) * LOG2E  # sums of gates that grow bound nothing
+    # Sums of gates that grow bound nothing, nor does what is no number.
+    bound = torch.where((log_gate.amax() <= 0) & ~bound.isnan(), bound, torch.inf) * LOG2E
     before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
     first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
     block = torch.arange(first.shape[2], device=first.device, dtype=torch.int32).expand_as(first).contiguous()

@@ -31,7 +31,19 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.triton.gated.flash import Documents, Sums
-from deadreckon.ops.triton.tiles import DTYPES, LOG2E, ceil_div, load_rows, mul, mul_exact, padded, store_tile
+from deadreckon.ops.triton.householder.frames import Back, Frames, Place
+from deadreckon.ops.triton.tiles import (
+    DTYPES,
+    LOG2E,
+    ceil_div,
+    load_rows,
+    mul,
+    mul_exact,
+    padded,
+    poison_of,
+    store_tile,
+    zeroed,
+)
 
 
 @triton.jit
@@ -84,6 +96,11 @@ def _leaf_forward(
     b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD)
     b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
+    b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
+    # A token that is not finite counts as zeros, but its key is NaN to all that see it: later queries of its document.
+    b_poison = poison_of(b_k) + poison_of(b_v) + tl.sum(b_w.to(tl.float32) * b_w.to(tl.float32), 1) * b_beta * 0
+    b_w, b_k, b_v = zeroed(b_w, b_poison), zeroed(b_k, b_poison), zeroed(b_v, b_poison)
+    b_beta = tl.where(b_poison == 0, b_beta, 0.0)
     b_ww = mul_exact(b_w, tl.trans(b_w), DTYPE)
     b_inverse = unit_lower_inverse(tl.where(strict, b_beta[:, None] * b_ww, 0.0), DTYPE)
     if KEEP:
@@ -100,10 +117,9 @@ def _leaf_forward(
     b_w = b_w.to(DTYPE)
     b_j = b_j.to(DTYPE)
     b_y = mul(b_j, tl.where(strict, mul(b_w, tl.trans(b_k), DTYPE), 0.0), DTYPE).to(DTYPE)
-    b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
     if FRAMES:
         store_tile(p_values + i_n * s_fv, token, E, b_v, E, BE)
-        b_frame = b_k.to(tl.float32) - mul(tl.trans(b_y), b_w, DTYPE)
+        b_frame = b_k.to(tl.float32) - mul(tl.trans(b_y), b_w, DTYPE) + b_poison[:, None]
         store_tile(p_frame_k + i_n * s_fk, token, D, b_frame, D, BD)
     for g in range(GROUP):
         i_hq = i_h * GROUP + g
@@ -112,7 +128,7 @@ def _leaf_forward(
         if FRAMES:
             b_frame = b_q.to(tl.float32) - mul(b_a, b_x, DTYPE)
             store_tile(p_frame_q + i_n * s_fq + g * D, token, GROUP * D, b_frame, D, BD)
-        b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_a, b_y, DTYPE)) * scale2
+        b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_a, b_y, DTYPE)) * scale2 + b_poison[None, :]
         if GATED:
             p_gate = p_left + (i_b * GATES + i_hq // (HEADS * GROUP // GATES)) * LEAVES * 64
             b_left = tl.load(p_gate + token)
@@ -257,10 +273,6 @@ def _leaf_backward(
     tl.store(p_dw + token[:, None] * (HEADS * D) + channel[None, :], b_dw.to(p_dw.dtype.element_ty), mask=m_to)
 
 
-Place = tuple[int, int, int, int]
-"""Of a run: start, count of pairs of blocks, tokens of a left block and of a right one."""
-
-
 def in_fours(parts: list[tuple[Any, Place]]) -> tuple[tuple[Any, ...], tuple[Place, ...]]:
     """What runs have, and their places, with empty runs up to a multiple of four; numbers n of places as 16 n + 8.
 
@@ -344,22 +356,3 @@ class Leaves(NamedTuple):
 def _registers(q: Tensor) -> dict[str, int]:
     """Fewer registers than the compiler would take, where a third program on a multiprocessor is worth more."""
     return {"maxnreg": 168} if q.is_cuda and q.element_size() == 2 and q.shape[3] <= 64 else {}
-
-
-class Back(NamedTuple):
-    """What the backward pass knows of each row, and what it adds up for gates."""
-
-    grad: Tensor  # (n, T, G, E): of the output
-    delta: Tensor  # (n, T, G)
-    own: Tensor  # (n, T, G)
-    by_query: Tensor  # (n, T, G)
-    by_key: Tensor  # (n, T, G)
-
-
-class Frames(NamedTuple):
-    """Queries and keys in the frames of their blocks, values beside them, head by head; and the blocks' products."""
-
-    queries: Tensor  # (n, T, G, D)
-    keys: Tensor  # (n, T, D)
-    values: Tensor  # (n, T, E)
-    products: Tensor  # (n, leaves, D, D) float32

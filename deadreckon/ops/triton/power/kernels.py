@@ -34,7 +34,9 @@ from deadreckon.ops.triton.tiles import (
     mul_exact,
     mul_single,
     padded,
+    poison_of,
     store_rows,
+    zeroed,
 )
 
 
@@ -141,6 +143,15 @@ def _level(
     else:
         b_y = b_x * tl.load(p_unit + i_head)
     store_rows(p_y + i_head * T * D, row, D, channel, m_row, b_y, D)
+
+
+@triton.jit
+def _largest(p_x, p_out, s_b, s_t, s_h, T, TILES, HEADS, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr):
+    i_tile, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    row = i_tile * BT + tl.arange(0, BT)
+    p_x += (i_head // HEADS) * s_b + (i_head % HEADS) * s_h
+    b_x = tl.abs(load_rows(p_x, row, s_t, tl.arange(0, BD), row < T, D, BD).to(tl.float32))
+    tl.store(p_out + tl.program_id(0), tl.max(tl.where(b_x < float("inf"), b_x, 0.0)))
 
 
 @triton.jit
@@ -400,7 +411,8 @@ def _gates_along(p_left, p_edge, first, row, m_row, reference):
 def _faded(b_own, b_gate, MASKED: tl.constexpr):
     """What gates leave from keys to queries; without a mask, to a reference between them."""
     if MASKED:
-        return tl.exp2(tl.minimum(b_own[:, None] + b_gate[None, :], 64.0))  # beyond the mask gates grow
+        # Beyond the mask gates grow.
+        return tl.exp2(tl.minimum(b_own[:, None] + b_gate[None, :], 64.0, propagate_nan=tl.PropagateNan.ALL))
     else:
         return tl.exp2(b_gate)[None, :]
 
@@ -438,6 +450,10 @@ def _forward(
             m_key = (key < end) | (not MASKED)
             b_k = load_columns(p_k, key, D, channel, m_key, D, BD)
             b_w = _power(mul(b_q, b_k, DTYPE), P)
+            b_v = load_rows(p_v, key, s_vt, value, m_key, E, BE)
+            if MASKED:
+                b_poison = poison_of(b_v)  # for the rows that see it, and no others
+                b_v, b_w = zeroed(b_v, b_poison), b_w + b_poison[None, :]
             if GATED:
                 b_gate = _gates_along(p_left, p_edge, j, key, m_key, reference)
                 b_w *= _faded(b_own, -b_gate, MASKED)
@@ -445,7 +461,7 @@ def _forward(
                 b_w = tl.where(m_key[None, :] & (key[None, :] <= row[:, None]), b_w, 0.0)
             b_w = b_w.to(DTYPE)  # the sum is of what values are multiplied by: a key that is alone has all the weight
             b_sum += tl.sum(b_w.to(tl.float32), 1)
-            b_acc = _plus(b_acc, b_w, load_rows(p_v, key, s_vt, value, m_key, E, BE), DTYPE)
+            b_acc = _plus(b_acc, b_w, b_v, DTYPE)
         if GATED and not MASKED:
             b_acc *= tl.exp2(b_own)[:, None]
             b_sum *= tl.exp2(b_own)
@@ -662,6 +678,15 @@ def level(x: Tensor, unit: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, T
         x, unit, out, *x.stride()[:3], length, tiles, heads, D=width, BD=padded(width), BT=64, BY_ROW=by_row
     )
     return out, unit
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest number of x (B, T, H, D) in each head that is finite, in size: (B H,)."""
+    batch, length, heads, width = x.shape
+    tiles = triton.cdiv(length, 128)
+    out = x.new_empty(batch * heads, tiles, dtype=torch.float32)
+    _largest[(batch * heads * tiles,)](x, out, *x.stride()[:3], length, tiles, heads, D=width, BD=padded(width), BT=128)
+    return out.amax(1)
 
 
 def transposed(x: Tensor, factor: Tensor) -> Tensor:

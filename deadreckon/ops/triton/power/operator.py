@@ -27,6 +27,7 @@ from deadreckon.ops.triton.power.kernels import (
     chunk_queries,
     decays_of,
     gather,
+    largest,
     level,
     minus_delta,
     overlap,
@@ -100,7 +101,7 @@ def _sums(log_gate: Tensor | None, walk: Walk) -> Sums | None:
 def _key_unit(k: Tensor, moments: Tensor | None, p: int, chunk: int) -> Tensor:
     """A power of two for each head, (N,), that brings its keys, and those in a state, to 1 or less."""
     limit = 120 // p if chunk else 120  # states are multiplied by its power p
-    longest = torch.linalg.vector_norm(k, float("inf"), dim=(1, 3), dtype=torch.float32).flatten()
+    longest = largest(k)
     if moments is not None:
         past = moments.diagonal(dim1=-2, dim2=-1).amax(-1).flatten()
         longest = torch.maximum(longest, past ** (1 / p))
