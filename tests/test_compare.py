@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from small_runs import SMALL, quiet, run_cli, small
 from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
 from deadreckon.lab.pages.compare import compare
-from deadreckon.lab.pages.comparison import Comparison, gather
+from deadreckon.lab.pages.comparison import Comparison, by_label, gather
 from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, score_run, train_run
@@ -143,6 +144,21 @@ def test_only_seeds_are_averaged(tmp_path: Path) -> None:
     assert "±" not in text and "PaTH rank=4" in text and "PaTH rank=8" in text
 
 
+def test_labels_name_what_differs(tmp_path: Path) -> None:
+    """A field of the model and an option of PRISM have one name; a sweep over lengths changes batches too."""
+    sizes = ("16", "32")
+    recipes = {f"{n}": small("prism", 0, "encoding_options.prism.width=8", f"width={n}") for n in sizes}
+    recipes |= {f"p{n}": small("prism", 0, f"encoding_options.prism.width={n}") for n in sizes}
+    recipes |= {f"b{n}": small("rope", 0, f"batch_size={n}") for n in sizes}
+    recipes |= {f"l{n}": small("nope").at_length(n) for n in (8, 16)}
+    labels = by_label(Run.create(tmp_path / name, recipe) for name, recipe in recipes.items())
+    assert {label: [run.path.name for run in runs] for label, runs in labels.items()} == {
+        "prism width=16 prism.width=8": ["16"], "prism width=32 prism.width=8": ["32"],
+        "prism width=16 prism.width=16": ["p16"], "prism width=16 prism.width=32": ["p32"],
+        "rope batch_size=16": ["b16"], "rope batch_size=32": ["b32"], "nope": ["l8", "l16"],
+    }  # fmt: skip
+
+
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
@@ -195,6 +211,31 @@ def test_lengths_that_a_task_does_not_have(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "best")
     with pytest.raises(ValueError, match="has no best checkpoint yet"):
         run.load("best")
+
+
+def test_commands_of_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What README and results say to run can be run: every `deadreckon compare` gets as far as its runs."""
+    made: list[int] = []
+    monkeypatch.setattr("deadreckon.lab.pages.compare.check_device", lambda device: None)
+
+    class MadeError(Exception):
+        pass
+
+    def make(wanted: dict[Path, Any], *rest: Any) -> None:
+        made.append(len(wanted))
+        raise MadeError
+
+    monkeypatch.setattr("deadreckon.lab.pages.compare.make_runs", make)
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *(root / "results").glob("*.md")]
+    lines = [line for page in pages for line in page.read_text().splitlines()]
+    commands = [line[line.index("deadreckon compare ") :] for line in lines if "    deadreckon compare " in line]
+    for command in commands:
+        words = shlex.split(command.replace("mqrar-N", "mqrar-2").replace("NAME", "path"))[1:]
+        with pytest.raises(MadeError):
+            run_cli(monkeypatch, *words)
+    assert len(commands) > 12 and sum(made) > 50
+    assert not [line for line in lines if "python -m deadreckon." in line]
 
 
 def test_all_but_the_command_line_works_without_tyro() -> None:

@@ -13,6 +13,8 @@ from small_runs import quiet, run_cli
 import deadreckon as dr
 from deadreckon.encodings.cursors import Cursors
 from deadreckon.lab.pages.compare import compare
+from deadreckon.lab.pages.comparison import alike
+from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.probe.cursors_picture import show
 from deadreckon.lab.recipes import EXPERIMENTS, SIZES, find_recipe
 from deadreckon.lab.training import Run, Training, make_model, score_model, train, train_run
@@ -105,6 +107,9 @@ def test_a_comparison_reports_the_best_three(tmp_path: Path) -> None:
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Exact match in % by length, as trained, trained at 8, one seed; for each seed the mean of the three" in said
     assert "| length | PRISM | sinusoidal |" in page.read_text() and run.starts()[0]["command"] in page.read_text()
+    write_report([tmp_path], tmp_path / "r.html")
+    assert (tmp_path / "r.html").read_text().count("<h2>") == 1
+    assert len({str(alike(find_recipe("copy", "small", name))) for name in ("prism", "sinusoidal")}) == 1
     with pytest.raises(ValueError, match=r"lengths: expected some of 2, 9, where this recipe evaluates while training"):
         compare("reverse", ("prism",), changes=changes, lengths=(3,), runs=tmp_path, console=quiet())
 

@@ -411,7 +411,15 @@ def test_runs_of_earlier_versions_are_read(tmp_path: Path) -> None:
     run = train_run(small("path", 0, "steps=2", "encoding_options.path.rank=4"), tmp_path, console=quiet())
     recipe = json.loads((tmp_path / "recipe.json").read_text())
     before = recipe | {"metric": "error", "encoding_options": {"rank": 4}}
-    for name in ("evaluators", "reporting", "schedules", "train_positions", "test_positions", "test_autocast"):
+    for name in (
+        "evaluators",
+        "reporting",
+        "schedules",
+        "train_positions",
+        "test_positions",
+        "test_autocast",
+        "test_piece",
+    ):
         del before[name]
     (tmp_path / "recipe.json").write_text(json.dumps(before))
     scores = json.loads((tmp_path / "scores.json").read_text())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from small_runs import quiet, run_cli
 
-from deadreckon.lab.evaluation.evaluators import mean_loss
+from deadreckon.lab.evaluation.evaluators import evaluate, mean_loss
 from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length
 from deadreckon.lab.pages.compare import compare
 from deadreckon.lab.recipes import EXPERIMENTS, find_recipe
@@ -64,6 +65,8 @@ def test_rotations_become_a_page(
     for place, score in run.scores().items():
         assert score.perplexity == pytest.approx(expected[place].perplexity, rel=1e-5)
     assert expected["held out, window of 16", 64].perplexity != expected["held out", 64].perplexity
+    for score in evaluate(model, replace(run.recipe, test_piece=5)):  # in pieces, through the cache
+        assert score.perplexity == pytest.approx(run.scores()[score.place].perplexity, rel=1e-4)
     page = Path("page.md").read_text()
     assert f"| 64 | {expected['held out', 64].perplexity:.1f} |" in page and "| the paper's, 512 | 23.5 |" in page
     assert "| the paper's, 65536 | 905.2 |" in page and "Perplexity by length, held out, window of 16, trained" in page

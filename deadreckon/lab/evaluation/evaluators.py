@@ -107,7 +107,7 @@ def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
     name = subject.condition if window is None else _window(recipe, subject.condition)
     for one in perplexity_by_length(
         subject.model, corpus, subject.lengths, tokens=recipe.test_tokens, window=window, across=across,
-        longest=longest,
+        longest=longest, piece=recipe.test_piece or None,
     ):  # fmt: skip
         rows = one.tokens // one.length
         yield Score(name, one.length, None, None, one.loss, rows, "perplexity")
@@ -127,8 +127,10 @@ def _positions(subject: Subject) -> Iterator[Score]:
     assert subject.model is not None
     recipe, longest = subject.recipe, max(subject.lengths)
     corpus, across = _corpus(subject, longest)
-    tokens = recipe.test_tokens
-    bins = loss_by_position(subject.model, corpus, longest, min(BINS, longest), tokens=tokens, across=across)
+    tokens, piece = recipe.test_tokens, recipe.test_piece or None
+    bins = loss_by_position(
+        subject.model, corpus, longest, min(BINS, longest), tokens=tokens, across=across, piece=piece
+    )
     rows = max(1, tokens // longest)
     for name, chosen in (  # positions in a bin on both sides of the border count on neither
         ("within the training length", [one for one in bins if one.last <= recipe.length]),

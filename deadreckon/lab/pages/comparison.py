@@ -14,6 +14,8 @@ from deadreckon.lab.training import Run
 
 SOLVED = 0.9  # a word problem counts as solved where more rows than this are right
 WORD_PROBLEMS = ("a5-products", "a5-identity")
+NOT_NAMED = ("encoding", "encoding_options", "seed")
+BY_LENGTH = ("length", "batch_size", "accumulate", "test_lengths")  # what `Recipe.at_length` changes
 HEADINGS = {"error": "Error in %", "exact": "Exact match in %", "perplexity": "Perplexity", "loss": "Loss"}
 
 
@@ -146,20 +148,20 @@ def by_label(runs: Iterable[Run]) -> dict[str, list[Run]]:
         groups.setdefault(run.recipe.encoding, []).append(run)
     labelled: dict[str, dict[tuple[int, int], Run]] = {}
     for encoding, group in groups.items():
-        settings = [_settings(run.recipe) for run in group]
-        differing = [key for key in settings[0] if len({json.dumps(one.get(key)) for one in settings}) > 1]
-        differing += [key for one in settings for key in one if key not in settings[0]]
+        several = len({run.recipe.length for run in group}) > 1
+        settings = [_settings(run.recipe, (*NOT_NAMED, *(BY_LENGTH if several else ()))) for run in group]
+        keys = dict.fromkeys(key for one in settings for key in one)
+        differing = [key for key in keys if len({json.dumps(one.get(key)) for one in settings}) > 1]
         for run, one in zip(group, settings, strict=True):
-            words = [f"{key}={one[key]}" for key in dict.fromkeys(differing) if key in one]
+            words = [f"{key}={one[key]}" for key in differing if key in one]
             seeds = labelled.setdefault(" ".join([encoding, *words]), {})
             seeds.setdefault((run.recipe.seed, run.recipe.length), run)
     return {label: [seeds[key] for key in sorted(seeds)] for label, seeds in labelled.items()}
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What a label may name: fields of a recipe, and options of its encoding."""
+def _settings(recipe: Recipe, left_out: Sequence[str]) -> dict[str, Any]:
+    """What a label may name: fields of a recipe, and options of its encoding ("prism.width" beside "width")."""
     data = recipe.to_dict()
-    options = data.pop("encoding_options").get(recipe.encoding, {})
-    for name in ("encoding", "seed", "length", "batch_size", "accumulate", "test_lengths"):
-        del data[name]
-    return data | options
+    options = data["encoding_options"].get(recipe.encoding, {})
+    named = {f"{recipe.encoding}.{key}" if key in data else key: value for key, value in options.items()}
+    return {key: value for key, value in data.items() if key not in left_out} | named

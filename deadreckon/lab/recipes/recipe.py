@@ -61,6 +61,7 @@ class Recipe:
         conditions: the tests: options of the task that differ in them, by name. The first is followed in training.
         test_lengths: lengths of tests, each with `test_rows` sequences or fewer, `test_tokens` tokens at most.
         test_autocast: whether tests of a task compute in bfloat16 on a GPU, as training does.
+        test_piece: tokens of a text that tests read at once, through the KV cache, to save memory; 0 for whole rows.
         evaluate_every: steps between evaluations, on `validation_rows` fresh sequences of the training length.
         log_every: steps between lines of metrics.
     """
@@ -98,6 +99,7 @@ class Recipe:
     test_rows: int = 256
     test_tokens: int = 2**20
     test_autocast: bool = True
+    test_piece: int = 0
     evaluate_every: int = 100
     validation_rows: int = 64
     log_every: int = 1
