@@ -1,4 +1,4 @@
-"""Nothing comes from the future, not even a number that is none: one NaN or infinity at token t reaches no output before t.
+"""Nothing comes from the future, not even NaN: one NaN or infinity at token t reaches no output before t.
 
 Nor another row of the batch, another document, or a head that does not read it; and from t on it is not hidden.
 """
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from torch import Tensor
 
 import deadreckon as dr
 

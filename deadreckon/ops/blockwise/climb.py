@@ -63,7 +63,7 @@ class Climb:
         self.stock: Backend | None = backend_for(q) if score == "softmax" else None
         self.stock_dtype = q.dtype
         strengths = None if w is None or beta is None else beta * w.square().sum(-1)  # of which steps are made
-        (k, v, w, beta, gates), self.poison = contained((k, v, w, beta, gates), strengths)
+        (k, v, w, beta, gates), self.poison = contained((k, v, w, beta, gates), strengths)  # type: ignore[assignment]
         self.queries, self.keys, self.values = (x.to(work(q.dtype)).contiguous() for x in (q, k, v))
         self.w, self.beta = (None if x is None else x.contiguous() for x in (w, beta))
         self.sums = None if gates is None else gates.contiguous().cumsum(1)
