@@ -21,13 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import deadreckon.ops.triton.householder.tree
+import deadreckon.ops.triton.householder.levels
 from deadreckon.filters.triton import filter_fused, superpose_fused
 from deadreckon.ops.factors import Factors, Form, Householder, Rotation
-from deadreckon.ops.streaming.decode import attend_token
-from deadreckon.ops.streaming.fused import KernelDecoder
+from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
-from deadreckon.ops.streaming.stream import attend_stream
+from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 from deadreckon.ops.triton.attend import attend_fused
 from deadreckon.ops.triton.power.operator import attend_power
 
@@ -108,10 +107,7 @@ def decode(dtype: torch.dtype, width: int, gated: bool) -> None:
     for tokens in (192, 1):
         q, k, v, w = (torch.randn(1, tokens, heads, width).to(dtype) for heads in (4, 1, 1, 1))
         beta, gate = torch.rand(1, tokens, 1), -torch.rand(1, tokens, 4) if gated else None
-        if tokens > 1:
-            attend_stream(q, k, v, Factors(Householder(w, beta), gate), 0.1, past)
-        else:
-            attend_token(q, k, v, Householder(w, beta), gate, 0.1, past, KernelDecoder)
+        attend_stream(q, k, v, Factors(Householder(w, beta), gate), 0.1, past, PYTORCH if tokens > 1 else STREAM)
 
 
 def call_filter(dtype: torch.dtype, length: int, positions: int, copy: bool) -> None:
@@ -133,7 +129,7 @@ def call_power(
 
 
 JITFunction.run = compile_only  # type: ignore[method-assign]
-deadreckon.ops.triton.householder.tree.backend_for = lambda x: None  # type: ignore[attr-defined]
+deadreckon.ops.triton.householder.levels.backend_for = lambda x: None  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.bfloat16, 1100, 1, 128, "householder", False)
 call(torch.float32, 100, 2, 64, "householder", False)

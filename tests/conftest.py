@@ -24,9 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two leaves, so that a few hundred tokens have several levels, and a head at a time."""
-    from deadreckon.ops.triton.householder import operator, tree, walk
+    from deadreckon.ops.triton.householder import operator, prefill, walk
 
     monkeypatch.setattr(walk, "WALK", 2)
     monkeypatch.setattr(walk, "PASSED", 1)
-    monkeypatch.setattr(tree, "WALK", 2)
+    monkeypatch.setattr(operator, "WALK", 2)
+    monkeypatch.setattr(prefill, "WALK", 2)
     monkeypatch.setattr(operator, "ROWS", 64)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.ops.triton.gated import gates
-from deadreckon.ops.triton.householder.leaf import Frames
+from deadreckon.ops.triton.householder.frames import Frames
 from deadreckon.ops.triton.householder.walk import Walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,11 +29,9 @@ CASES = [
     Case("householder", "learned per key head", length=100, batch=1),
     Case("householder", "constant", length=257, batch=1, heads=1, beta=2.0),
     Case("householder", None, length=192, batch=1, heads=1, width=40, value_width=8),
-    Case("householder", "learned", length=150, batch=1, heads=1, width=256, value_width=72),
     Case(None, "learned", length=257, batch=1),
     Case(None, "constant", length=100, scale=-0.3),
     Case(None, "learned per key head", length=64),
-    Case(None, "learned", length=100, batch=1, heads=1, width=136, value_width=256),
     Case("rotation", None, length=100),
     Case("rotation per query head", "learned", length=63),
     Case("rotation of values", "learned per key head", length=130, batch=1),
@@ -89,7 +87,7 @@ def test_suffixes_of_wide_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 10 * 64, 104, generator=generator).half().to(DEVICE)
     products = torch.linalg.qr(torch.randn(2, 10, 104, 104, generator=generator)).Q.contiguous().to(DEVICE)
-    walk = Walk(Frames(keys.unsqueeze(2), keys, keys, products), None, 1.0)
+    walk = Walk(Frames(keys.unsqueeze(2), keys, keys, products), None, None, 1.0)
     moved = torch.empty_like(keys)
     suffixes, blocks = walk.suffixes(moved, keep=True)
     assert suffixes is not None
@@ -171,7 +169,7 @@ def test_what_gates_leave_in_reach_is_not_pruned(
     bound must not be less than the difference either: a half of it, log T and margin included, or one without the
     growth of steps, is below g.
     """
-    monkeypatch.setattr("deadreckon.fused.operators.PRUNED", 1)
+    monkeypatch.setattr("deadreckon.ops.triton.gated.gates.PRUNED", 1)
     length, width, far, gate = 256, 16, 5, 100
     b, g = (20.0, 100.0) if growing else (60.0, 95.0)
     highest, margins = (9 * b if growing else b), math.log(length) + 20
@@ -266,6 +264,13 @@ def test_operators(transport: str | None, gate: str | None) -> None:
 
 def test_what_no_kernel_serves() -> None:
     q = torch.randn(1, 5, 2, 16, device=DEVICE)
+    wide, wider = torch.randn(2, 1, 3, 2, 136, device=DEVICE)
+    steps = dr.Householder(wide, wide[..., 0])
+    with pytest.raises(ValueError, match="impl: 'triton' needs D a multiple of 8 up to 128 with Householder steps in"):
+        dr.attend(*(wide.half(),) * 3, transport=steps, impl="triton")
+    with pytest.raises(ValueError, match=r"needs D a multiple of 8 up to 128 with gates in torch\.float32, got 136"):
+        dr.attend(wide, wider, wide, log_gate=-torch.ones(2, device=DEVICE), impl="triton")
+    assert dr.attend(wide, wider, wide, transport=steps).shape == wide.shape  # "auto" may pick
     with pytest.raises(ValueError, match="impl: 'triton' needs D a multiple of 8"):
         dr.attend(q[..., :12], q[..., :12], q, impl="triton")
     with pytest.raises(ValueError, match="impl: 'triton' needs dtype"):

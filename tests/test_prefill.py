@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deadreckon as dr
-from deadreckon.ops.streaming.decode import attend_token
-from deadreckon.ops.streaming.fused import STREAM, KernelDecoder
+from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
-from deadreckon.ops.streaming.stream import attend_stream
-from deadreckon.ops.triton.householder import frames
+from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
+from deadreckon.ops.triton.householder import cross
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
@@ -67,7 +66,7 @@ def test_householder_routes(case: Case) -> None:
     """The output to the last bit; what is kept is what PyTorch keeps."""
     past, expected, (piece,) = Past(), Past(), pieces(case)
     assert torch.equal(stream(piece, past), forward(piece))
-    stream(piece, expected, None)
+    stream(piece, expected, PYTORCH)
     assert len(past.segments) == len(expected.segments) == (case.length >= 128)
     for found, segment in zip(past.segments, expected.segments, strict=True):
         for x, y in zip(found.tensors(), segment.tensors(), strict=True):
@@ -96,12 +95,7 @@ def test_going_on() -> None:
     """By single tokens, by a few and by many."""
     case, past, outputs = Case("householder", "learned", length=500, batch=2, heads=1), Past(), []
     for piece in pieces(case, 270, 271, 272, 277, 400, 401, 402):
-        q, k, v, (transport, log_gate, _) = piece
-        if isinstance(transport, dr.Householder) and q.shape[1] == 1:
-            found = attend_token(q, k, v, transport, log_gate, case.width**-0.5, past, KernelDecoder)
-        else:
-            found = stream(piece, past)
-        outputs.append(found)
+        outputs.append(stream(piece, past))
     expected = case.attend({name: x.to(DEVICE) for name, x in case.inputs().items()})
     torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=0, atol=1e-5)
 
@@ -123,7 +117,7 @@ class Launches(TorchDispatchMode):
 @contextmanager
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Of PyTorch's operations and of Triton's kernels, within."""
-    kind = type(frames._cross)
+    kind = type(cross._cross)
     launch = kind.run
     mode = Launches()
 

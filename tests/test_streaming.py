@@ -14,10 +14,9 @@ from transformers import DynamicCache
 
 import deadreckon as dr
 from deadreckon.ops.attention import attend_next
-from deadreckon.ops.streaming.decode import TokenDecoder, attend_token
-from deadreckon.ops.streaming.fused import STREAM, KernelDecoder
+from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
-from deadreckon.ops.streaming.stream import attend_stream
+from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 
 VOCABULARY = 13
 DRAWN = ("random-rotation", "random-rotation-values", "randomized")  # afresh in each forward pass
@@ -69,9 +68,9 @@ def test_long_pieces_climb_by_kernels(gate: str | None) -> None:
     torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [TokenDecoder, KernelDecoder])
+@pytest.mark.parametrize("kernels", [PYTORCH, STREAM], ids=["pytorch", "triton"])
 @pytest.mark.parametrize("gate", [None, "learned", "learned per key head"])
-def test_single_tokens(gate: str | None, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_tokens(gate: str | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Across closings of segments, between longer pieces, after going back, and twice from one place."""
     monkeypatch.setattr("deadreckon.ops.streaming.decode.ROOM", 128)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 64)
@@ -84,10 +83,7 @@ def test_single_tokens(gate: str | None, make: Any, monkeypatch: pytest.MonkeyPa
         piece = {name: x[:, start:end] for name, x in leaves.items()}
         factors = dr.Factors(dr.Householder(piece["w"], piece["beta"]), piece.get("log_gate"))
         q, k, v = piece["q"], piece["k"], piece["v"]
-        if end - start > 1:
-            found = attend_stream(q, k, v, factors, case.width**-0.5, past)
-        else:
-            found = attend_token(q, k, v, factors.transport, factors.log_gate, case.width**-0.5, past, make)
+        found = attend_stream(q, k, v, factors, case.width**-0.5, past, PYTORCH if end - start > 1 else kernels)
         torch.testing.assert_close(found.double(), expected[:, start:end], rtol=0, atol=1e-5)
 
     singles = [(i, i + 1) for i in range(212)]
@@ -129,12 +125,12 @@ def test_layers_stream(name: str) -> None:
 def test_states_are_checked() -> None:
     layer, x = make_layer("path-fox"), torch.randn(2, 5, 32)
     _, state = layer(x, state=None)
-    with pytest.raises(ValueError, match="state: expected one of 1 sequences, like x, got one of 2"):
+    with pytest.raises(ValueError, match="state: expected one of batch 1, like the layer and x, got 2"):
         layer(x[:1], state=state)
     with pytest.raises(ValueError, match="state: expected a LayerState or None, got dict"):
         layer(x, state={})  # type: ignore[call-overload]
     layer.impl = "reference"
-    with pytest.raises(ValueError, match="impl: expected 'auto' or 'blockwise' beside a state"):
+    with pytest.raises(ValueError, match=r"impl: expected 'auto', 'blockwise' or 'triton' .* got 'reference'"):
         layer(x, state=state)
     assert state.length == 5
     with pytest.raises(ValueError, match="cu_seqlens: packed sequences do not come in pieces"):

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from deadreckon.filters.operators import filter_operator, superposition_operator
-from deadreckon.ops.triton.tiles import INTERPRETED
+from deadreckon.ops.triton.tiles import INTERPRETED, power_of_two
 
 WIDEST = 4096  # positions
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -169,7 +169,7 @@ def _tile(positions: int, shares: int = 1) -> tuple[int, int]:
     Up to 512 positions that is one warp, which waits for nobody: neighbours, most of them in the same thread, come by
     shuffles, and so do sums. More warps meet in shared memory.
     """
-    width = max(32, triton.next_power_of_2(positions))
+    width = max(32, power_of_two(positions))
     return width, max(1, width * shares // 512)
 
 

@@ -63,9 +63,8 @@ class StateLayer(DynamicLayer):
 
     def offload(self) -> None:
         """Moves the state to the CPU."""
-        held = self.state.past.tensors()
-        if held:
-            self.home = held[0].device
+        if self.state.origin is not None:
+            self.home = self.state.origin.device
             self.state = self.state.to("cpu")
 
     def prefetch(self) -> None:

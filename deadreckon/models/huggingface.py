@@ -214,27 +214,34 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
 
     def _continue(self, x: Tensor, ids: Tensor | None, mask: Tensor | None, cache: Cache) -> BaseModelOutputWithPast:
         """The next piece of sequences whose past is in the cache."""
-        states = [_state(cache, number) for number in range(len(self.layers))]
-        seen = states[0].length
+        caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
+        drafts = [layer.state.draft() for layer in caches]  # so that all layers move on, or none
+        seen = drafts[0].length
         context = Context.of(x, ids).after(seen).remembering({})
         padding = _left_padding(mask, x.shape[0], seen + x.shape[1])
         if padding is not None:
             context = replace(context, positions=context.positions - padding.unsqueeze(1))
-        for state in states:
-            state.padded = state.padded or padding is not None
+        if seen and padding is not None and not drafts[0].padded:
+            raise ValueError("attention_mask: expected no padding, like the pieces in past_key_values, got some")
+        if drafts[0].padded and mask is None:
+            raise ValueError("attention_mask: expected that of past and new tokens, some of them padding, got None")
         x = self._embed(x, context)
-        for layer, state in zip(self.layers, states, strict=True):
-            x = layer(x, context, state)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)
+        for layer, draft in zip(self.layers, drafts, strict=True):
+            draft.padded = draft.padded or padding is not None
+            x = layer(x, context, draft)
+        x = self.norm(x)
+        for layer_cache, draft in zip(caches, drafts, strict=True):
+            layer_cache.state = draft
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
 
 
-def _state(cache: Cache, number: int) -> LayerState:
-    """The state of a layer in a cache that transformers has built from our configuration."""
+def _cache_layer(cache: Cache, number: int) -> StateLayer:
+    """The layer of a cache that transformers has built from our configuration."""
     layer = cache.layers[number] if number < len(cache.layers) else None
     if not isinstance(layer, StateLayer):
         kind = type(layer).__name__
         raise ValueError(f"past_key_values: expected DynamicCache(config=model.config), got a cache of {kind} layers")
-    return layer.state
+    return layer
 
 
 def _left_padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import GOING_BACK, Context, Encoding, Sizes
-from deadreckon.models.state import LayerState
+from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
 
 RESET = -1e4  # a log gate that nothing passes
@@ -40,7 +40,7 @@ class AttentionLayer(nn.Module):
         max_length: the longest document, for encodings that scale their angles by it.
         encoding_options: keywords of the encoding's class.
         place: which layer this is, counted from 0, of how many, for encodings that serve several layers at once.
-        impl: passed on to :func:`deadreckon.attend`.
+        impl: passed on to :func:`deadreckon.attend` and, beside a state, to :func:`deadreckon.attend_next`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class AttentionLayer(nn.Module):
             token_ids: (B, T), for encodings that look tokens up.
             cu_seqlens: boundaries of packed sequences (B = 1).
             state: what the pieces before have left, None for the first piece. Any split of a sequence gives the same
-                outputs; they carry no gradients.
+                outputs; they carry no gradients. After an exception, KeyboardInterrupt included, it is as before.
 
         Returns:
             The output, and the state beside it if one was asked for.
@@ -131,18 +131,17 @@ class AttentionLayer(nn.Module):
         return self.attend(x, context.after(state.length), state), state
 
     def attend(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
-        """The layer itself, for callers that have the context already; moves the state on."""
-        if state is not None:
-            if state.length and state.batch != x.shape[0]:
-                raise ValueError(f"state: expected one of {x.shape[0]} sequences, like x, got one of {state.batch}")
-            if self.impl not in ("auto", "blockwise"):
-                raise ValueError(f"impl: expected 'auto' or 'blockwise' beside a state, got {self.impl!r}")
-            with torch.no_grad():
-                output = self._attend(x, context.remembering(state.recent), state)
-            state.batch, state.length = x.shape[0], state.length + x.shape[1]
-            state.kept = min(state.kept + x.shape[1], GOING_BACK)
-            return output
-        return self._attend(x, context, None)
+        """The layer itself, for callers that have the context already; moves the state on, whole or not at all."""
+        if state is None:
+            return self._attend(x, context, None)
+        origin = Origin.of(x, type(self.encoding).__name__, self.sizes)
+        state.check(origin)
+        draft = state.draft()
+        with torch.no_grad():
+            output = self._attend(x, context.remembering(draft.recent), draft)
+        draft.origin, draft.kept = origin, min(draft.kept + x.shape[1], GOING_BACK)
+        state.become(draft)
+        return output
 
     def _attend(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:
         width = self.sizes.head_dim
@@ -159,5 +158,5 @@ class AttentionLayer(nn.Module):
                 fresh = (context.positions == 0).unsqueeze(-1).expand(*x.shape[:2], self.sizes.n_heads)
                 gate = 0.0 if factors.log_gate is None else factors.log_gate
                 factors = factors._replace(log_gate=torch.where(fresh, RESET, gate))
-            output = attend_next(q, k, v, **factors._asdict(), scale=scale, past=state.past)
+            output = attend_next(q, k, v, **factors._asdict(), scale=scale, past=state.past, impl=self.impl)
         return self.o_proj(output.flatten(-2))

@@ -2,74 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deadreckon.ops.streaming.past import Past
+from deadreckon.encodings.base import Sizes
+from deadreckon.ops.streaming.past import Past, check_crop
+
+
+class Origin(NamedTuple):
+    """The layer and the inputs that a state comes from."""
+
+    encoding: str
+    sizes: Sizes
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor, encoding: str, sizes: Sizes) -> Origin:
+        """Of a layer with that encoding and an input x (B, T, d_model)."""
+        return cls(encoding, sizes, x.shape[0], x.dtype, x.device)
 
 
 @dataclass
 class LayerState:
     """The memory of one :class:`AttentionLayer`: ``y, state = layer(x, state=state)``, ``None`` to begin with.
 
-    A layer moves on the state it is given and returns it; :meth:`fork` first to go on from one place twice.
+    A layer moves on the state it is given and returns it; :meth:`fork` first to go on from one place twice. A state
+    belongs to one layer, or one like it, and keeps its dtype: cast layers begin with new states.
 
     Attributes:
         past: what attention needs: segments of keys and values, with gates, phases or Householder products; with
             powers, the state that all but the last tokens have become.
-        recent: the last inputs of a short convolution, and some before them.
-        length: how many tokens have been.
+        recent: what the encoding needs of the last inputs, and of some before them, which `crop` may undo.
         kept: how many tokens recent inputs go back beyond what is needed.
-        batch: of how many sequences.
         padded: whether some of these sequences began with padding.
+        origin: the layer and the inputs that it comes from, once there are some.
     """
 
     past: Past = field(default_factory=Past)
     recent: dict[str, Tensor] = field(default_factory=dict)
     kept: int = 0
-    length: int = 0
-    batch: int = 0
     padded: bool = False
+    origin: Origin | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens have been."""
+        return self.past.length
+
+    @property
+    def batch(self) -> int:
+        """Of how many sequences; 0 before the first piece."""
+        return 0 if self.origin is None else self.origin.batch
+
+    def check(self, origin: Origin) -> None:
+        """Raises a ValueError if the state is of another layer or of other inputs."""
+        if self.origin is None or self.origin == origin:
+            return
+        for name, expected, came in zip(Origin._fields, origin, self.origin, strict=True):
+            if expected != came:
+                raise ValueError(f"state: expected one of {name} {expected}, like the layer and x, got {came}")
+
+    def draft(self) -> LayerState:
+        """A copy to move on; see :meth:`become`."""
+        draft = LayerState.__new__(LayerState)
+        draft.become(self)
+        draft.past, draft.recent = self.past.draft(), dict(self.recent)
+        return draft
+
+    def become(self, draft: LayerState) -> None:
+        """Takes over all of a draft in one call of C, which no KeyboardInterrupt divides."""
+        vars(self).update(vars(draft))
 
     def fork(self) -> LayerState:
         """Another continuation from here. What is behind is shared, not copied."""
         return replace(self, past=self.past.fork(), recent=dict(self.recent))
 
     def select(self, rows: Tensor) -> LayerState:
-        """The state of these sequences, in this order, as often as they are named."""
-        return self._map(lambda x: x.index_select(0, rows.to(x.device)), len(rows))
+        """The state of these sequences, in this order, as often as they are named: (new batch,) integers."""
+        past = self.past.select(rows)
+        recent = {name: x.index_select(0, rows.to(x.device)) for name, x in self.recent.items()}
+        origin = None if self.origin is None else self.origin._replace(batch=len(rows))
+        return replace(self, past=past, recent=recent, origin=origin)
 
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device."""
-        return self._map(lambda x: x.to(device), self.batch)
+        past = self.past.to(device)
+        origin = None if self.origin is None else self.origin._replace(device=torch.empty(0, device=device).device)
+        return replace(self, past=past, recent={n: x.to(device) for n, x in self.recent.items()}, origin=origin)
+
+    @property
+    def croppable(self) -> int:
+        """How many tokens :meth:`crop` can undo now, short of all.
+
+        That is back to any of the last 64 tokens of the sequence at its longest (tokens that were undone before count),
+        and more where the encoding allows it.
+        """
+        return min(self.past.croppable, self.kept) if self.recent else self.past.croppable
 
     def crop(self, tokens: int) -> None:
-        """Goes back by so many tokens, in place: any number up to 64, more where the encoding allows it, or all.
+        """Undoes the last tokens, in place: as many as `croppable` says, or all.
 
         Raises:
             ValueError: where that is more than there have been, or than is kept.
         """
-        if not isinstance(tokens, int) or not 0 <= tokens <= self.length:
-            raise ValueError(f"crop: expected 0 to {self.length} tokens, which have been, got {tokens!r}")
+        check_crop(tokens, self.length, self.croppable)
         if tokens == self.length:
-            self.past, self.recent, self.kept = Past(), {}, 0
+            self.become(LayerState())
         elif tokens:
-            allowed = min(self.past.croppable, self.kept if self.recent else self.length)
-            if tokens > allowed:
-                raise ValueError(f"crop: expected at most {allowed} tokens, got {tokens}")
-            self.past.crop(tokens)
-            self.kept = max(0, self.kept - tokens)
-            self.recent = {name: x[:, : x.shape[1] - tokens] for name, x in self.recent.items()}
-        self.length -= tokens
+            cropped = replace(self, past=replace(self.past), kept=max(0, self.kept - tokens))
+            cropped.past.crop(tokens)
+            cropped.recent = {name: x[:, : x.shape[1] - tokens] for name, x in self.recent.items()}
+            self.become(cropped)
 
     def bytes(self) -> int:
         """Memory held, whether shared or not."""
         held = [*self.past.tensors(), *self.recent.values()]
         return sum(x.numel() * x.element_size() for x in held)
-
-    def _map(self, change: Callable[[Tensor], Tensor], batch: int) -> LayerState:
-        recent = {name: change(x) for name, x in self.recent.items()}
-        return replace(self, past=self.past.map(self.batch, change), recent=recent, batch=batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from numbers import Real
@@ -17,9 +16,8 @@ from deadreckon.ops.blockwise.attend import attend_blockwise
 from deadreckon.ops.checks import check_tensor, shape_of
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.ops.reference import attend_reference
-from deadreckon.ops.streaming.decode import Decoder, TokenDecoder, attend_token
 from deadreckon.ops.streaming.past import Past
-from deadreckon.ops.streaming.stream import Kernels, attend_stream
+from deadreckon.ops.streaming.stream import PYTORCH, Kernels, attend_stream
 
 Implementation = Literal["auto", "reference", "blockwise", "triton"]
 
@@ -61,9 +59,9 @@ def attend(
         cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1.
         impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``
             (kernels for CUDA devices: softmax with any transport and gate, stick-breaking without Householder steps or
-            gates; D and E multiples of 8 up to 256, of which those beyond 128 with Householder steps (float32: 64) or
-            with gates in float32, are computed as by ``"blockwise"``; ``Power(2)`` and ``Power(4)`` without Householder
-            steps, as attention or chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32), or
+            gates; D and E multiples of 8 up to 256, with Householder steps up to 128 (float32: 64), with gates or
+            packed in float32 up to 128; ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or
+            chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32; a ValueError for anything else), or
             ``"auto"``: the kernels where they serve, else ``"blockwise"``.
 
     Returns:
@@ -79,18 +77,14 @@ def attend(
     _check_score(score, transport)
     gates = _check_gate(log_gate, q, k)
     documents = check_documents(cu_seqlens, q)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    elif isinstance(scale, bool) or not isinstance(scale, Real) or not abs(scale) <= 1e30:
-        raise ValueError(f"scale: expected a finite number or None, got {scale!r}")
-    scale = float(scale)
+    scale = _check_scale(scale, q)
     factors = Factors(transport, gates, score)
     # Autocast would run the sums of phases, gates and frames in half precision.
     with torch.autocast(q.device.type, enabled=False):
         if impl == "reference":
             return attend_reference(q, k, v, factors, scale, documents)
         if impl == "triton" or (impl == "auto" and q.is_cuda):
-            reason = _reason_against_kernels(q, v, factors)
+            reason = _reason_against_kernels(q, v, factors, packed=cu_seqlens is not None)
             if reason is None:
                 from deadreckon.ops.triton.attend import attend_fused
 
@@ -102,7 +96,7 @@ def attend(
     raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
 
 
-def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors) -> str | None:
+def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
     """What the Triton kernels would need and do not have. Triton is imported here at the earliest."""
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"tensors on a CUDA device (or TRITON_INTERPRET=1), got {q.device}"
@@ -110,7 +104,7 @@ def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors) -> str | Non
         return "the package triton, which is not installed"
     from deadreckon.ops.triton.attend import reason_against
 
-    return reason_against(q, v, factors)
+    return reason_against(q, v, factors, packed)
 
 
 @torch.no_grad()
@@ -145,25 +139,78 @@ def attend_next(
     score: Score = "softmax",
     scale: float | None = None,
     past: Past,
+    impl: Implementation = "auto",
 ) -> Tensor:
-    """:func:`attend` of the next piece of a sequence, over itself and the past, which it moves on. No gradients."""
+    """:func:`attend` of the next piece of a sequence, over itself and the past, which it moves on.
+
+    Any split of a sequence into pieces gives the same outputs. They carry no gradients: inputs that require some are
+    refused, unless grad mode is off. After an exception, KeyboardInterrupt included, the past is as it was before.
+
+    Args:
+        q, k, v, transport, log_gate, score, scale: as for :func:`attend`, T being the length of the piece. All but T
+            must be as in the pieces before: sizes, dtype, device, the kind of transport and its heads, gates or none
+            and their heads, score and scale.
+        past: what the pieces before have left; ``Past()`` for the first.
+        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (score softmax, as for :func:`attend`: the first piece, and along
+            Householder steps long pieces and single tokens too; a KV cache without Householder steps is read by
+            PyTorch's attention in any case) or ``"auto"``: the kernels on CUDA devices where they serve, else
+            ``"blockwise"``. ``"reference"`` does not stream.
+
+    Returns:
+        (B, T, Hq, E), in the dtype of q.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
     _check_inputs(q, k, v)
     _check_transport(transport, q, k, v)
     _check_score(score, transport)
     factors = Factors(transport, _check_gate(log_gate, q, k), score)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = _check_scale(scale, q)
+    _check_no_gradients(q, k, v, factors)
+    if not isinstance(past, Past):
+        raise ValueError(f"past: expected a Past, got {type(past).__name__}")
     with torch.autocast(q.device.type, enabled=False):
-        kernels: Kernels | None = None
-        make: Callable[[Past, int], Decoder] = TokenDecoder
-        if q.is_cuda and _reason_against_kernels(q, v, factors) is None:
-            from deadreckon.ops.streaming.fused import STREAM, KernelDecoder
-            from deadreckon.ops.triton.attend import have_room
+        return attend_stream(q, k, v, factors, scale, past, _streaming_kernels(q, v, factors, impl))
 
-            if have_room(q, v, factors):
-                kernels, make = STREAM, KernelDecoder
-        if isinstance(transport, Householder) and score == "softmax" and q.shape[1] == 1 and past.waiting is not None:
-            return attend_token(q, k, v, transport, factors.log_gate, scale, past, make)
-        return attend_stream(q, k, v, factors, scale, past, kernels)
+
+def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementation) -> Kernels:
+    """The operations that `attend_next` uses."""
+    if impl not in ("auto", "blockwise", "triton"):
+        raise ValueError(f"impl: expected 'auto', 'blockwise' or 'triton' for a piece of a sequence, got {impl!r}")
+    if impl == "blockwise" or (impl == "auto" and not q.is_cuda):
+        return PYTORCH
+    reason = _reason_against_kernels(q, v, factors, packed=False)
+    if reason is None and impl == "triton" and factors.score != "softmax":
+        reason = f"score 'softmax' for a piece of a sequence, got {factors.score!r}"
+    if reason is None:
+        from deadreckon.ops.streaming.fused import STREAM
+
+        return STREAM
+    if impl == "triton":
+        raise ValueError(f"impl: 'triton' needs {reason}")
+    return PYTORCH
+
+
+def _check_no_gradients(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> None:
+    """No input may require gradients while grad mode is on: they would be lost without a word."""
+    if not torch.is_grad_enabled():
+        return
+    inputs = {"q": q, "k": k, "v": v, "log_gate": factors.log_gate}
+    if factors.transport is not None:
+        inputs.update({f"transport.{name}": x for name, x in vars(factors.transport).items()})
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise ValueError(f"{name}: expected no gradients to be required (or torch.no_grad()), got requires_grad")
+
+
+def _check_scale(scale: float | None, q: Tensor) -> float:
+    """Returns the scale, by default D^(−1/2)."""
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not abs(scale) <= 1e30:
+        raise ValueError(f"scale: expected a finite number or None, got {scale!r}")
+    return float(scale)
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -203,7 +203,7 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> 
 
 
 def _over_recent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, p: int) -> Tensor:
-    """What queries receive of their own token and those just before, and the sum of weights: (N, T, G, E + 1)."""
+    """What each query receives of its own token and the last before, and their weights' sum: (N, T, G, E + 1)."""
 
     def window(x: Tensor) -> Tensor:  # (N, T, C) -> (N, T, C, RECENT)
         return pad(x, (0, 0, RECENT - 1, 0)).unfold(1, RECENT, 1)

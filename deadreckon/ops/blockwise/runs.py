@@ -21,7 +21,7 @@ class Run(NamedTuple):
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Views of x (N, T, ...): its left halves (N, pairs, left, ...) and right halves (N, pairs, right, ...)."""
         size = self.left + self.right
-        blocks = x[:, self.start : self.start + self.pairs * size].unflatten(1, (self.pairs, size))
+        blocks = x[:, self.start : self.start + self.pairs * size].view(x.shape[0], self.pairs, size, *x.shape[2:])
         return blocks[:, :, : self.left], blocks[:, :, self.left :]
 
 

@@ -7,38 +7,17 @@ between the segment and the tail, which changes only when a segment is closed: e
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from deadreckon.ops.blockwise.precision import usual_scale, work
+from deadreckon.ops.blockwise.precision import work
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Householder
-from deadreckon.ops.streaming.past import Past, Segment
-from deadreckon.ops.streaming.stream import climb_alone, close_waiting
+from deadreckon.ops.streaming.past import Decoder, Past
+from deadreckon.ops.streaming.routes import climb_alone, close_waiting
+from deadreckon.ops.streaming.segments import Segment
 
 ROOM = LEAF + 128  # tokens of the tail, all but a leaf of which are closed when it is full
-
-
-class Decoder(Protocol):
-    """What goes on from a past by single tokens."""
-
-    @property
-    def full(self) -> bool:
-        """Whether it is time to close a segment, and for a new decoder."""
-
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
-    ) -> Tensor:
-        """The next token's output (N, G, E): q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G).
-
-        All of them contiguous.
-        """
-
-    def tensors(self) -> list[Tensor]:
-        """Everything held, but for the tokens that wait."""
 
 
 class Tail:
@@ -55,9 +34,8 @@ class Tail:
 
     def __init__(self, past: Past) -> None:
         assert past.waiting is not None
-        self.waiting = past.waiting
-        fields = self.waiting.fields()
-        tokens, dtype = self.waiting.length, work(fields["k"].dtype)
+        fields, tokens = past.waiting.fields(), past.waiting.length
+        dtype = work(fields["k"].dtype)
         climb = climb_alone(fields)
         assert climb.products is not None
         self.keys, self.product = roomy(climb.keys[:, :tokens].to(dtype)), climb.products[:, 0].to(dtype)
@@ -65,7 +43,7 @@ class Tail:
         if climb.sums is not None:
             last = climb.sums[:, tokens - 1 : tokens]
             self.bias, self.total = roomy((last - climb.sums[:, :tokens]).to(dtype)), last[:, 0].to(dtype)
-        self.waiting.storage = {name: roomy(x) for name, x in fields.items()}
+        self.waiting = Segment({name: roomy(x) for name, x in fields.items()}).of_length(tokens)
         product = torch.eye(self.keys.shape[2], dtype=dtype, device=self.keys.device).repeat(self.keys.shape[0], 1, 1)
         total = None if self.total is None else torch.zeros_like(self.total)
         self.segments = list[tuple[Segment, Tensor, Tensor | None]]()
@@ -80,6 +58,10 @@ class Tail:
     def full(self) -> bool:
         return self.waiting.length == ROOM
 
+    def lengthen(self) -> None:
+        """Counts the new token, whose fields are in the storage, among those that wait."""
+        self.waiting = self.waiting.of_length(self.waiting.length + 1)
+
     def tensors(self) -> list[Tensor]:
         """Everything held, but for the tokens that wait and the segments."""
         between = [x for _, product, total in self.segments for x in (product, total)]
@@ -93,6 +75,10 @@ class TokenDecoder:
         self.tail = Tail(past)
 
     @property
+    def waiting(self) -> Segment:
+        return self.tail.waiting
+
+    @property
     def full(self) -> bool:
         return self.tail.full
 
@@ -102,8 +88,7 @@ class TokenDecoder:
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
     ) -> Tensor:
-        tail, dtype = self.tail, self.tail.keys.dtype
-        waiting, new = tail.waiting, tail.waiting.length
+        tail, dtype, new = self.tail, self.tail.keys.dtype, self.tail.waiting.length
         fields = {"k": k, "v": v, "w": w, "beta": beta}
         if gate is not None and tail.bias is not None and tail.total is not None:
             fields["gates"] = gate
@@ -111,13 +96,14 @@ class TokenDecoder:
             tail.bias[:, new] = 0
             tail.total += gate
         for name, x in fields.items():
-            waiting.storage[name][:, new] = x
-        waiting.length += 1
+            tail.waiting.storage[name][:, new] = x
+        tail.lengthen()
         q, along, strength = q.to(dtype) * scale, w.to(dtype).unsqueeze(1), -beta.to(dtype)[:, None, None]
         for x in (tail.keys[:, :new], tail.product):  # both end with the new step from here on
             x.baddbmm_(strength * (x @ along.mT), along)
         tail.keys[:, new] = k
-        seen = [(tail.keys[:, : new + 1], waiting["v"], q, None if tail.bias is None else tail.bias[:, : new + 1])]
+        bias = None if tail.bias is None else tail.bias[:, : new + 1]
+        seen = [(tail.keys[:, : new + 1], tail.waiting["v"], q, bias)]
         carried = q @ tail.product.mT
         for segment, product, total in tail.segments:
             bias = None
@@ -126,10 +112,10 @@ class TokenDecoder:
             seen.append((segment["k"], segment["v"], carried @ product.mT, bias))
         logits = []
         for keys, _, queries, bias in seen:
-            some = queries @ keys.to(dtype).mT  # (N, G, tokens)
-            logits.append(some if bias is None else some + bias.mT)
+            plain = queries @ keys.to(dtype).mT  # (N, G, tokens)
+            logits.append(plain if bias is None else plain + bias.mT)
         weights = torch.cat(logits, dim=-1).softmax(-1).split([keys.shape[1] for keys, *_ in seen], dim=-1)
-        parts = [some @ values.to(dtype) for some, (_, values, *_) in zip(weights, seen, strict=True)]
+        parts = [weight @ values.to(dtype) for weight, (_, values, *_) in zip(weights, seen, strict=True)]
         return torch.stack(parts).sum(0)
 
 
@@ -140,26 +126,24 @@ def roomy(x: Tensor) -> Tensor:
     return storage
 
 
-@torch.no_grad()
-def attend_token(
-    q: Tensor, k: Tensor, v: Tensor, transport: Householder, log_gate: Tensor | None, scale: float, past: Past,
-    make: Callable[[Past, int], Decoder] = TokenDecoder,
+def decode_token(
+    q: Tensor, k: Tensor, v: Tensor, steps: Householder, log_gate: Tensor | None, scale: float, past: Past,
+    kind: type[Decoder],
 ) -> Tensor:  # fmt: skip
-    """:func:`deadreckon.ops.streaming.stream.attend_stream` of one token, with softmax; some tokens must be waiting."""
+    """The next token (B, 1, ...), with softmax, by a decoder of that kind; some tokens must wait."""
     assert past.waiting is not None
     batch, _, heads, _ = k.shape
-    group, q_dtype = q.shape[2] // heads, q.dtype
-    q, scale = usual_scale(q, scale)
-    decoder = past.decoder
-    if decoder is None or decoder.full:
+    group, decoder = q.shape[2] // heads, past.decoder
+    if decoder is None or decoder.full or not isinstance(decoder, kind):
         if past.waiting.length >= 2 * LEAF:
             close_waiting(past, past.waiting.length // LEAF * LEAF - LEAF)
-        past.decoder = decoder = make(past, group)
+        past.decoder = decoder = kind(past, group)
 
     def flat(x: Tensor) -> Tensor:  # (B, 1, H, ...) -> (B · H, ...)
         return x.reshape(batch * heads, *x.shape[3:]).contiguous()
 
     gate = None if log_gate is None else log_gate.reshape(batch * heads, -1).clamp(min=-1e4)
     queries = q.reshape(batch * heads, group, -1).contiguous()
-    output = decoder.step(queries, flat(k), flat(v), flat(transport.w), flat(transport.beta), gate, scale)
-    return output.view(batch, 1, heads * group, -1).to(q_dtype)
+    output = decoder.step(queries, flat(k), flat(v), flat(steps.w), flat(steps.beta), gate, scale)
+    past.waiting = decoder.waiting
+    return output.view(batch, 1, heads * group, -1).to(q.dtype)

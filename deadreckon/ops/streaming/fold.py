@@ -23,8 +23,8 @@ class Folded(NamedTuple):
 
         `shift` is the sum of log gates since, `longest` the unit of all other keys of these rows.
         """
-        found = read(self.state, q.to(self.state.dtype), p) * ((self.unit / longest) ** p).unsqueeze(-1)
-        return found if shift is None else found * faded(shift, found.dtype).unsqueeze(-1)
+        added = read(self.state, q.to(self.state.dtype), p) * ((self.unit / longest) ** p).unsqueeze(-1)
+        return added if shift is None else added * faded(shift, added.dtype).unsqueeze(-1)
 
 
 def fold(before: Folded | None, k: Tensor, v: Tensor, sums: Tensor | None, longest: Tensor, p: int) -> Folded:

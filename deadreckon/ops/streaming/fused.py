@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.streaming.decode import Tail
-from deadreckon.ops.streaming.kernels import CHUNK, Found, Last, look, placed
+from deadreckon.ops.streaming.kernels import CHUNK, Last, Partial, look, placed
 from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.segments import Segment
 from deadreckon.ops.streaming.stream import Kernels
 from deadreckon.ops.triton.attend import attend_fused, turned
 from deadreckon.ops.triton.householder.operator import ascend
 
 PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors
 SHORTEST, LONGEST = 128, 4096  # tokens of a segment for one program
-STREAM = Kernels(attend_fused, turned, ascend)
 
 
 class KernelDecoder:
@@ -42,22 +42,29 @@ class KernelDecoder:
         self.segments = torch.tensor(rows or [[0]], dtype=torch.int64).to(device)
         self.parts = torch.tensor(parts or [[0]], dtype=torch.int32).to(device)
         shape = (heads, room // CHUNK + len(parts), group)
-        self.found = Found(
+        self.partial = Partial(
             tail.keys.new_empty(*shape, held["v"].shape[2]), tail.keys.new_empty(shape), tail.keys.new_empty(shape)
         )
+
+    @property
+    def waiting(self) -> Segment:
+        return self.tail.waiting
 
     @property
     def full(self) -> bool:
         return self.tail.full
 
     def tensors(self) -> list[Tensor]:
-        held = [self.last.products, self.last.totals, *self.found, self.segments, self.parts]
+        held = [self.last.products, self.last.totals, *self.partial, self.segments, self.parts]
         return [*self.tail.tensors(), *(x for x in held if x is not None)]
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
     ) -> Tensor:
         with torch.cuda.device_of(q):
-            out = look(q, k, v, w, beta, gate, self.last, self.found, self.segments, self.parts, scale)
-        self.tail.waiting.length += 1
+            out = look(q, k, v, w, beta, gate, self.last, self.partial, self.segments, self.parts, scale)
+        self.tail.lengthen()
         return out
+
+
+STREAM = Kernels(attend_fused, turned, ascend, KernelDecoder)

@@ -4,8 +4,8 @@ The last tokens, the tail, are kept with their keys in the frame of the newest, 
 each for itself, and the product of the tail's steps beside them. What lies further back is closed: a segment of it is
 seen by the query through the tail's product and one more, that of all steps between the segment and the tail. So no
 part waits for another: `_look` has a program for every 64 tokens of the tail and for every so many of the segments, and
-`_combine` adds up what they found. Sizes that grow are read from memory: between two closings of segments every launch
-is the same, as a CUDA graph needs it.
+`_combine` adds up their partial results. Sizes that grow are read from memory: between two closings of segments every
+launch is the same, as a CUDA graph needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, padded, store_matrix
+from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, padded, power_of_two, store_matrix
 
 CHUNK = 64  # tokens of the tail that a program turns
 FIELDS = 6  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; and its length
@@ -42,8 +42,8 @@ class Last(NamedTuple):
     tokens: Tensor  # (1,) int32: how many there are
 
 
-class Found(NamedTuple):
-    """What every program found: outputs that are not normalised, their weights' sums and greatest logits."""
+class Partial(NamedTuple):
+    """Of every program: outputs that are not normalised, their weights' sums and greatest logits."""
 
     out: Tensor  # (N, programs, G, E) float32
     weight: Tensor  # (N, programs, G) float32
@@ -52,7 +52,7 @@ class Found(NamedTuple):
 
 @triton.jit
 def _look_at_tail(
-    p_q, p_k, p_v, p_gate, b_w, beta, last, found, p_product, found_at, i_n, i_part, tokens, scale, N, ROOM,
+    p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, N, ROOM,
     G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -99,14 +99,14 @@ def _look_at_tail(
         b_s = tl.where(m_row, b_s, float("-inf"))
         greatest = tl.maximum(tl.max(b_s, 0), -1e30)  # of no tokens at all, perhaps
         b_weight = tl.exp2(b_s - greatest)
-        tl.store(found.out + (found_at + g) * E + value, tl.sum(b_weight[:, None] * b_values, 0), mask=m_value)
-        tl.store(found.weight + found_at + g, tl.sum(b_weight, 0))
-        tl.store(found.greatest + found_at + g, greatest)
+        tl.store(partial.out + (partial_at + g) * E + value, tl.sum(b_weight[:, None] * b_values, 0), mask=m_value)
+        tl.store(partial.weight + partial_at + g, tl.sum(b_weight, 0))
+        tl.store(partial.greatest + partial_at + g, greatest)
 
 
 @triton.jit
 def _look_at_segment(
-    p_q, p_gate, b_w, beta, last, found, p_product, found_at, p_segments, p_part, i_n, tokens, scale, N,
+    p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, tokens, scale, N,
     G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -160,15 +160,15 @@ def _look_at_segment(
         b_weight = b_weight * b_ratio + tl.sum(b_e, 1)
         b_greatest = b_new
     m_query = query < G
-    p_out = found.out + (found_at + query)[:, None] * E + value[None, :]
+    p_out = partial.out + (partial_at + query)[:, None] * E + value[None, :]
     tl.store(p_out, b_out, mask=m_query[:, None] & m_value[None, :])
-    tl.store(found.weight + found_at + query, b_weight, mask=m_query)
-    tl.store(found.greatest + found_at + query, b_greatest, mask=m_query)
+    tl.store(partial.weight + partial_at + query, b_weight, mask=m_query)
+    tl.store(partial.greatest + partial_at + query, b_greatest, mask=m_query)
 
 
 @triton.jit
 def _look(
-    p_q, p_k, p_v, p_w, p_beta, p_gate, last, found, p_segments, p_parts, scale, N, ROOM,
+    p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, p_segments, p_parts, scale, N, ROOM,
     G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -179,23 +179,23 @@ def _look(
     b_w = tl.load(p_w + i_n * D + channel, mask=channel < D, other=0.0).to(tl.float32)
     beta = tl.load(p_beta + i_n).to(tl.float32)
     p_q += i_n * G * D
-    found_at = (i_n * parts + i_part) * G
+    partial_at = (i_n * parts + i_part) * G
     if i_part * CHUNK < ROOM:
         _look_at_tail(
-            p_q, p_k, p_v, p_gate, b_w, beta, last, found, p_product, found_at, i_n, i_part, tokens, scale, N, ROOM,
+            p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, N, ROOM,
             G, GATES, D, E, BD, BE, CHUNK,
         )  # fmt: skip
     else:
         p_part = p_parts + (i_part - ROOM // CHUNK) * 3
         _look_at_segment(
-            p_q, p_gate, b_w, beta, last, found, p_product, found_at, p_segments, p_part, i_n, tokens, scale, N,
+            p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, tokens, scale, N,
             G, GATES, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
         )  # fmt: skip
 
 
 @triton.jit
 def _combine(
-    p_out, found, p_tokens, PARTS, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr
+    p_out, partial, p_tokens, PARTS, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     i_n, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     value = tl.arange(0, BE)
@@ -206,10 +206,10 @@ def _combine(
         part = first + tl.arange(0, BLOCK)
         m_part = part < PARTS
         at = (i_n * PARTS + part) * G + g
-        b_greatest = tl.load(found.greatest + at, mask=m_part, other=float("-inf"))
-        b_weight = tl.load(found.weight + at, mask=m_part, other=0.0)
+        b_greatest = tl.load(partial.greatest + at, mask=m_part, other=float("-inf"))
+        b_weight = tl.load(partial.weight + at, mask=m_part, other=0.0)
         b_part = tl.load(
-            found.out + at[:, None] * E + value[None, :], mask=m_part[:, None] & (value < E)[None, :], other=0.0
+            partial.out + at[:, None] * E + value[None, :], mask=m_part[:, None] & (value < E)[None, :], other=0.0
         )
         new = tl.maximum(greatest, tl.max(b_greatest, 0))
         b_ratio = tl.exp2(b_greatest - new)
@@ -238,7 +238,7 @@ def placed(x: Tensor | None, base: Tensor) -> int:
 
 def look(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None,
-    last: Last, found: Found, segments: Tensor, parts: Tensor, scale: float,
+    last: Last, partial: Partial, segments: Tensor, parts: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
     """The output (N, G, E) of the next token, which joins the last ones.
 
@@ -248,15 +248,15 @@ def look(
     heads, group, width = q.shape
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
     out = q.new_empty(heads, group, value_width)
-    programs = found.weight.shape[1]
+    programs = partial.weight.shape[1]
     narrow = max(width, value_width) <= 64 and q.dtype != torch.float32
     _look[(programs, heads)](
-        q, k, v, w, beta, gate, last, found, segments, parts, scale, heads, room,
-        G=group, GATES=gates, D=width, E=value_width, BG=max(16, triton.next_power_of_2(group)), BD=padded(width),
+        q, k, v, w, beta, gate, last, partial, segments, parts, scale, heads, room,
+        G=group, GATES=gates, D=width, E=value_width, BG=max(16, power_of_two(group)), BD=padded(width),
         BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=128 if narrow else 64, DTYPE=DTYPES[q.dtype],
         num_warps=4, num_stages=3,
     )  # fmt: skip
     _combine[(heads, group)](
-        out, found, last.tokens, programs, G=group, E=value_width, BE=padded(value_width), BLOCK=32, num_warps=4
+        out, partial, last.tokens, programs, G=group, E=value_width, BE=padded(value_width), BLOCK=32, num_warps=4
     )
     return out

@@ -1,133 +1,83 @@
-"""What attention keeps of the tokens behind it: segments, and the last tokens as they came (`stream.py`)."""
+"""What attention keeps of the tokens behind it: the KV cache, for every transport, gate and score."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.streaming.fold import Folded, fold, tokens_worth
-
-if TYPE_CHECKING:
-    from deadreckon.ops.streaming.decode import Decoder
-
-Fields = dict[str, Tensor]
-Change = Callable[[Tensor], Tensor]
+from deadreckon.ops.streaming.segments import Change, Segment
+from deadreckon.ops.streaming.signature import Signature
 
 
-class Segment:
-    """Some neighbouring tokens, (N, S, ...) of each field, with room to grow.
+class Decoder(Protocol):
+    """What goes on from a past by single tokens, in place: one that was interrupted is of no more use."""
 
-    Closed segments hold keys and values. Where their end still moves, gates are there as running sums, (N, S, 1 | G);
-    with Householder steps, which do not end later, as the sums from each token to the end, `bias` (N, 1 | G, S), and
-    of all, `total` (N, 1 | G, 1), beside the product of the steps (N, D, D).
-    """
-
-    def __init__(
-        self, fields: Fields, product: Tensor | None = None, bias: Tensor | None = None, total: Tensor | None = None
-    ) -> None:
-        self.storage = fields
-        self.length = next(iter(fields.values())).shape[1]
-        self.product, self.bias, self.total = product, bias, total
-        self.shared = False  # with another continuation: what is in it stays as it is
-        self.owned = False  # storage may be somebody else's, until it has grown
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.storage[name][:, : self.length]
-
-    def fields(self) -> Fields:
-        """Without the room."""
-        return {name: self[name] for name in self.storage}
+    def __init__(self, past: Past, group: int) -> None:
+        """From the tokens that wait and the segments, for so many query heads a key head."""
 
     @property
-    def sums(self) -> Tensor | None:
-        return self["sums"] if "sums" in self.storage else None
+    def waiting(self) -> Segment:
+        """The tokens as they came that are not in a closed segment."""
 
-    def gates(self) -> tuple[Tensor, Tensor] | None:
-        """The sums of log gates from each token to the end, (N, S, 1 | G), and of all, (N, 1, 1 | G)."""
-        if self.sums is not None:
-            return self.sums[:, -1:] - self.sums, self.sums[:, -1:]
-        return None if self.bias is None or self.total is None else (self.bias.mT, self.total.mT)
+    @property
+    def full(self) -> bool:
+        """Whether it is time to close a segment, and for a new decoder."""
 
-    def append(self, fields: Fields) -> None:
-        """Adds tokens at the end. Full storage grows by a sixteenth, which costs as much as a lookup."""
-        added = next(iter(fields.values())).shape[1]
-        for name, new in fields.items():
-            held = self.storage[name]
-            if not self.owned or self.length + added > held.shape[1]:
-                room = max(self.length + added, self.length + self.length // 16, 64)
-                grown = held.new_empty(held.shape[0], room, *held.shape[2:])
-                grown[:, : self.length] = held[:, : self.length]
-                self.storage[name] = grown
-            self.storage[name][:, self.length : self.length + added] = new
-        self.length += added
-        self.owned = True
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
+    ) -> Tensor:
+        """The next token's output (N, G, E): q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G).
 
-    def shortened(self, tokens: int) -> Segment:
-        """Without its last tokens; storage is the same, and written to again by one continuation alone."""
-        assert self.product is None
-        shorter = Segment(self.storage)
-        shorter.length, shorter.shared, shorter.owned = self.length - tokens, self.shared, self.owned
-        return shorter
-
-    def later(self, tokens: int) -> Segment:
-        """Without its first tokens, in storage of its own."""
-        fields = {name: self[name][:, tokens:].clone() for name in self.storage}
-        if self.sums is not None:
-            fields["sums"] -= self.sums[:, tokens - 1 : tokens]
-        return Segment(fields)
-
-    def map(self, change: Change) -> Segment:
-        """A segment of its own, every tensor changed along its first dimension."""
-        fields = {name: change(x) for name, x in self.fields().items()}
-        return Segment(fields, *(None if x is None else change(x) for x in (self.product, self.bias, self.total)))
+        All of them contiguous.
+        """
 
     def tensors(self) -> list[Tensor]:
-        """Everything held."""
-        return [*self.storage.values(), *(x for x in (self.product, self.bias, self.total) if x is not None)]
-
-    def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.tensors())
-
-
-def joined(older: Segment, younger: Segment) -> Segment:
-    """One segment from two neighbours: the older keys cross the younger's steps."""
-    assert older.product is not None
-    assert younger.product is not None
-    keys = (older["k"].to(younger.product.dtype) @ younger.product).to(older["k"].dtype)
-    fields = {"k": torch.cat([keys, younger["k"]], dim=1), "v": torch.cat([older["v"], younger["v"]], dim=1)}
-    bias = total = None
-    if older.bias is not None and younger.bias is not None:
-        assert older.total is not None
-        assert younger.total is not None
-        bias = torch.cat([(older.bias + younger.total).to(older.bias.dtype), younger.bias], dim=2)
-        total = older.total + younger.total
-    return Segment(fields, older.product @ younger.product, bias, total)
+        """Everything held, but for the tokens that wait."""
 
 
 @dataclass
 class Past:
-    """All that attention needs of the tokens behind it.
+    """All that :func:`deadreckon.attend_next` needs of the tokens behind it; `Past()` to begin with.
+
+    A piece is computed on a :meth:`draft`, which takes the place of the past once the output is there: a piece that was
+    interrupted, by whatever exception, can be given again.
 
     Attributes:
+        signature: what every piece must have in common with the first.
+        length: how many tokens have been.
         segments: from the oldest to the youngest.
         waiting: the last tokens as they came (Householder steps only).
-        phases: sums of step angles up to each of the last tokens, one more than it is possible to go back.
+        phases: sums of step angles up to each of the last tokens, one more than `crop` can undo.
         longest: what keys are divided by, with powers.
-        decoder: what it takes to go on by single tokens; it alone writes to `waiting` in place.
         folded: all tokens before the segments, with powers.
+        decoder: what it takes to go on by single tokens along Householder steps. It works in place, so that it moves
+            from the past to a draft; without one, the next token makes another.
     """
 
+    signature: Signature | None = None
+    length: int = 0
     segments: list[Segment] = field(default_factory=list)
     waiting: Segment | None = None
     phases: Tensor | None = None
     longest: Tensor | None = None
     folded: Folded | None = None
     decoder: Decoder | None = None
+
+    def draft(self) -> Past:
+        """A copy to move on; see :meth:`become`."""
+        draft = Past.__new__(Past)
+        draft.become(self)
+        draft.segments, self.decoder = list(self.segments), None
+        return draft
+
+    def become(self, draft: Past) -> None:
+        """Takes over all of a draft in one call of C, which no KeyboardInterrupt divides."""
+        vars(self).update(vars(draft))
 
     def fork(self) -> Past:
         """Another continuation. Segments are shared from here on, not copied."""
@@ -136,46 +86,89 @@ class Past:
         waiting = None if self.waiting is None else Segment(self.waiting.fields())
         return replace(self, segments=list(self.segments), waiting=waiting, decoder=None)
 
-    def map(self, batch: int, change: Change) -> Past:
-        """Every tensor changed along the batch, of which this holds `batch` rows: reordered, repeated, moved."""
+    def select(self, rows: Tensor) -> Past:
+        """The past of these sequences of the batch, in this order, as often as they are named.
 
-        def by_row(x: Tensor) -> Tensor:  # N = B · H
-            return change(x.unflatten(0, (batch, -1))).flatten(0, 1)
+        Args:
+            rows: (new batch,) integers.
+        """
+        if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
+            came = f"shape {tuple(rows.shape)}, {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
+            raise ValueError(f"rows: expected a tensor of integers of one dimension, got {came}")
+        if self.signature is None:
+            return Past()
+        signature, rows = self.signature, rows.to(self.signature.device)
 
+        def change(x: Tensor) -> Tensor:
+            return x.unflatten(0, (signature.batch, -1)).index_select(0, rows).flatten(0, 1)
+
+        # One row of phases serves any batch.
+        phases = self.phases if self.phases is None or self.phases.shape[0] == 1 else self.phases[rows]
+        return self._map(change, phases, signature._replace(batch=len(rows)))
+
+    def to(self, device: torch.device | str) -> Past:
+        """The past on another device."""
+        if not isinstance(device, torch.device | str):
+            raise ValueError(f"device: expected a torch.device or its name, got {device!r}")
+        if self.signature is None:
+            return Past()
+        phases = None if self.phases is None else self.phases.to(device)
+        moved = torch.empty(0, device=device).device  # with its index
+        return self._map(lambda x: x.to(device), phases, self.signature._replace(device=moved))
+
+    def _map(self, change: Change, phases: Tensor | None, signature: Signature) -> Past:
         return Past(
-            [segment.map(by_row) for segment in self.segments],
-            None if self.waiting is None else self.waiting.map(by_row),
-            self.phases if self.phases is None or self.phases.shape[0] == 1 else change(self.phases),
-            None if self.longest is None else by_row(self.longest),
-            None if self.folded is None else Folded(*map(by_row, self.folded)),
+            signature,
+            self.length,
+            [segment.map(change) for segment in self.segments],
+            None if self.waiting is None else self.waiting.map(change),
+            phases,
+            None if self.longest is None else change(self.longest),
+            None if self.folded is None else Folded(*map(change, self.folded)),
         )
 
     def tensors(self) -> list[Tensor]:
         """Everything held, once."""
-        held = [*self.segments, *(part for part in (self.waiting, self.decoder) if part is not None)]
-        found = [x for part in held for x in part.tensors()]
-        return found + [x for x in (self.phases, self.longest, *(self.folded or ())) if x is not None]
+        holders = [*self.segments, *(part for part in (self.waiting, self.decoder) if part is not None)]
+        held = [x for holder in holders for x in holder.tensors()]
+        return held + [x for x in (self.phases, self.longest, *(self.folded or ())) if x is not None]
 
     @property
     def croppable(self) -> int:
-        """By how many tokens it can go back: those that are folded are beyond recall."""
+        """How many tokens :meth:`crop` can undo now, short of all.
+
+        That is back to any of the last 64 tokens of the sequence at its longest: tokens that were undone before count.
+        Often it is more; what is folded or in a closed segment of Householder steps is out of reach.
+        """
         waiting = 0 if self.waiting is None else self.waiting.length
         allowed = waiting + sum(segment.length for segment in self.segments if segment.product is None)
         return allowed if self.phases is None else min(allowed, self.phases.shape[1] - 1)
 
     def crop(self, tokens: int) -> None:
-        """Goes back by so many tokens, but not to the beginning."""
-        assert tokens <= self.croppable
-        if self.phases is not None:
-            self.phases = self.phases[:, : self.phases.shape[1] - tokens]
-        if self.waiting is not None:
-            self.waiting = self.waiting.shortened(tokens) if tokens < self.waiting.length else None
-            self.decoder = None
-            return
-        while tokens and tokens >= self.segments[-1].length:
-            tokens -= self.segments.pop().length
+        """Undoes the last tokens, in place: as many as `croppable` says, or all.
+
+        Raises:
+            ValueError: where that is more than there have been, or than is kept.
+        """
+        check_crop(tokens, self.length, self.croppable)
+        self.become(self._cropped(tokens))
+
+    def _cropped(self, tokens: int) -> Past:
+        if tokens == self.length:
+            return Past()
+        cropped = replace(self, length=self.length - tokens, segments=list(self.segments))
+        if tokens and self.phases is not None:
+            cropped.phases = self.phases[:, : self.phases.shape[1] - tokens]
+        if tokens and self.waiting is not None:
+            left = self.waiting.length - tokens
+            cropped.waiting, cropped.decoder = self.waiting.of_length(left) if left else None, None
+            return cropped
+        while tokens and tokens >= cropped.segments[-1].length:
+            tokens -= cropped.segments.pop().length
         if tokens:
-            self.segments[-1] = self.segments[-1].shortened(tokens)
+            last = cropped.segments[-1]
+            cropped.segments[-1] = last.of_length(last.length - tokens)
+        return cropped
 
     def fold(self, p: int) -> None:
         """Folds all but the last leaf of tokens, where that saves room: a leaf at a time once there is a state."""
@@ -189,5 +182,13 @@ class Past:
             k, v, sums = segment["k"][:, :taken], segment["v"][:, :taken], segment.sums
             self.folded = fold(self.folded, k, v, None if sums is None else sums[:, :taken], self.longest, p)
             if taken < segment.length:
-                self.segments.insert(0, segment.later(taken))
+                self.segments.insert(0, segment.without_first(taken))
             tokens, worth = tokens - taken, 1
+
+
+def check_crop(tokens: int, length: int, croppable: int) -> None:
+    """Raises a ValueError unless so many of `length` tokens can be undone: up to `croppable`, or all."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens <= length:
+        raise ValueError(f"crop: expected 0 to {length} tokens, which have been, got {tokens!r}")
+    if croppable < tokens < length:
+        raise ValueError(f"crop: expected at most {croppable} tokens, got {tokens}")

@@ -2,9 +2,9 @@
 checkpointing and CUDA graphs see nothing of what is inside.
 
 Rotations are applied up front, in one pass; plain softmax then goes to PyTorch's own attention; gates are inside a
-flash kernel of ours (`gated.py`); Householder routes climb the tree (`householder.py`); sticks have their kernel, and
-even powers theirs (`power.py`). Heads that are too wide for the kernels of gates or routes climb `blockwise`'s tree, of
-which PyTorch's kernels do the most: wide products are what they are good at.
+flash kernel of ours (`gated/`); Householder routes climb the tree (`householder/`); sticks have their kernel, and even
+powers theirs (`power/`). Heads that are too wide for the kernels of gates or routes are left to `blockwise`, whose tree
+is mostly PyTorch's kernels: wide products are what they are good at.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.attend import attend_blockwise, plain
-from deadreckon.ops.blockwise.documents import unpacked
+from deadreckon.ops.blockwise.documents import separated, unpacked
 from deadreckon.ops.blockwise.power import form_for
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, for_each_query_head
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+from deadreckon.ops.tracing import traced
 from deadreckon.ops.triton.gated.operator import attend_gated
 from deadreckon.ops.triton.householder.operator import attend_householder
 from deadreckon.ops.triton.operators import dense
@@ -31,34 +32,34 @@ from deadreckon.ops.triton.stick import stick_breaking
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reason_against(q: Tensor, v: Tensor, factors: Factors) -> str | None:
-    """Why there is no kernel for these inputs, if there is none."""
+def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
+    """What a kernel for these inputs would need and does not have, if there is none."""
     transport, log_gate, score = factors
     if q.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {q.dtype}"
-    limits = {"D": 256, "E": 256}
+    limits, among = dict.fromkeys("DE", _widest_head(q.dtype, factors, packed)), ""
     if isinstance(score, Power):
         form = form_for(score, q)
         if isinstance(transport, Householder) or score.p not in WIDEST.get(form, {}):
             return f"score Power(2) or Power(4), not recurrent and without Householder steps, got {score!r}"
         limits = {"D": WIDEST[form][score.p], "E": 128}
+    elif limits["D"] < 256:
+        what = "gates" if log_gate is not None else "packed sequences"
+        what = "Householder steps" if isinstance(transport, Householder) else what
+        among = f" with {what} in {q.dtype}"
     for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
         if width % 8 or width > limit:
-            return f"{name} a multiple of 8 up to {limit}, got {width}"
-    if score != "stick-breaking":
-        return None
-    if isinstance(transport, Householder) or log_gate is not None:
+            return f"{name} a multiple of 8 up to {limit}{among}, got {width}"
+    if score == "stick-breaking" and (isinstance(transport, Householder) or log_gate is not None):
         return "neither Householder steps nor gates with score 'stick-breaking'"
     return None
 
 
-def have_room(q: Tensor, v: Tensor, factors: Factors) -> bool:
-    """Whether the tiles of these heads are in a multiprocessor's shared memory: if not, blockwise has to do."""
-    transport, log_gate, score = factors
-    widest = 128 if isinstance(transport, Householder) else 256
-    if q.dtype == torch.float32 and (log_gate is not None or isinstance(transport, Householder)):
-        widest //= 2
-    return isinstance(score, Power) or max(q.shape[3], v.shape[3]) <= widest
+def _widest_head(dtype: torch.dtype, factors: Factors, packed: bool) -> int:
+    """Up to what D and E the tiles of softmax and sticks are in a multiprocessor's shared memory."""
+    widest = 128 if isinstance(factors.transport, Householder) else 256
+    has_tiles_of_ours = isinstance(factors.transport, Householder) or factors.log_gate is not None or packed
+    return widest // 2 if dtype == torch.float32 and has_tiles_of_ours else widest
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None) -> Tensor:
@@ -70,9 +71,11 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float
         q, k, v, phase = turn(q, k, v, transport.angles, transport.values)
         output = attend_fused(q, k, v, Factors(None, log_gate, score), scale, cu_seqlens)
         return turn_back(output, phase) if transport.values else output
-    if not have_room(q, v, factors):
-        return attend_blockwise(q, k, v, factors, scale, None if cu_seqlens is None else cu_seqlens.tolist())
     if cu_seqlens is not None and score != "softmax":
+        if traced(cu_seqlens):  # documents are kept apart by gates, which sticks have in PyTorch alone
+            factors = factors._replace(log_gate=separated(log_gate, cu_seqlens, k))
+            attend = attend_fused if isinstance(score, Power) else attend_blockwise
+            return attend(q, k, v, factors, scale, None)
         return unpacked(attend_fused, q, k, v, factors, scale, cu_seqlens.tolist())
     q, k, v = (dense(x) for x in (q, k, v))
     if score == "stick-breaking":

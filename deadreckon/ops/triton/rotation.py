@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.tiles import ceil_div, power_of_two
+
 TURN = tl.constexpr(2 * math.pi)
 QUARTER_TURN = tl.constexpr(math.pi / 2)
 PER_RADIAN = tl.constexpr(1 / (2 * math.pi))
@@ -221,10 +223,10 @@ class _Tiles(NamedTuple):
 
 def _tiles(phase: Tensor, tensors: Sequence[Tensor]) -> _Tiles:
     _, T, turns, pairs = phase.shape
-    BD = triton.next_power_of_2(pairs)
+    BD = power_of_two(pairs)
     BT = TILE // BD
     group = max((x.shape[2] // turns for x in tensors), default=1)
-    return _Tiles(BT, BD, triton.cdiv(T, BT), triton.cdiv(group, HEADS))
+    return _Tiles(BT, BD, ceil_div(T, BT), ceil_div(group, HEADS))
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -233,7 +235,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _sum_before(totals: Tensor, reverse: bool) -> None:
     rows, tiles, turns, pairs = totals.shape
-    grid = (triton.cdiv(turns * pairs, COLUMNS), rows)
+    grid = (ceil_div(turns * pairs, COLUMNS), rows)
     _before[grid](totals, tiles, turns * pairs, REVERSE=reverse, CHUNK=CHUNK, COLUMNS=COLUMNS)
 
 

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import poison_of, zeroed
+from deadreckon.ops.triton.tiles import ceil_div, poison_of, power_of_two, zeroed
 
 LOG2E = 1.4426950408889634
 STRIP = 2048  # keys, if there are eight heads or more; a query and head keeps 8 bytes for each tile of a strip
@@ -444,8 +444,8 @@ def _widths(k: Tensor, v: Tensor) -> dict[str, int]:
     return {
         "D": width,
         "E": value_width,
-        "BD": max(16, triton.next_power_of_2(width)),
-        "BE": max(16, triton.next_power_of_2(value_width)),
+        "BD": max(16, power_of_two(width)),
+        "BE": max(16, power_of_two(value_width)),
     }
 
 
@@ -477,7 +477,7 @@ def stick_breaking_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
     out, rest = _forward_outputs(q, v)
     tiles = _tiles("forward", k, v)
     with torch.cuda.device_of(q):
-        _forward[(triton.cdiv(length, tiles.own) * batch * heads,)](
+        _forward[(ceil_div(length, tiles.own) * batch * heads,)](
             q, k, v, out, rest, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             length, heads, heads // k.shape[2], **_options(k, v), BM=tiles.own, BN=tiles.loop, GROUP=tiles.group,
             REST=_rest(q.dtype), **tiles.options,
@@ -505,7 +505,7 @@ def stick_breaking_backward(
     queries, keys = _tiles("queries", k, v), _tiles("keys", k, v)
     strip = _strip(batch * k.shape[2])
     assert strip % queries.own == strip % keys.own == keys.own % queries.loop == 0
-    states = triton.cdiv(min(length, strip), keys.own)
+    states = ceil_div(min(length, strip), keys.own)
     grads = _backward_outputs(q, k, v)
     left, debt = q.new_empty(2, batch, heads, length, dtype=torch.float32)
     lefts, debts = q.new_empty(2, batch, heads, states, length, dtype=torch.float32)
@@ -516,12 +516,12 @@ def stick_breaking_backward(
         stop = min(begin + strip, length)
         sizes = (*strides, begin, stop, length, states, heads, heads // k.shape[2])
         with torch.cuda.device_of(q):
-            _query_gradients[(triton.cdiv(length - begin, queries.own) * batch * heads,)](
+            _query_gradients[(ceil_div(length - begin, queries.own) * batch * heads,)](
                 q, k, v, out, rest, grad, grads[0], total, left, debt, lefts, debts, scale, scale * LOG2E, *sizes,
                 **options, BM=queries.own, BN=queries.loop, RATIO=keys.own // queries.loop, GROUP=queries.group,
                 REST=_rest(q.dtype), **queries.options,
             )  # fmt: skip
-            _key_gradients[(triton.cdiv(stop - begin, keys.own) * batch * k.shape[2],)](
+            _key_gradients[(ceil_div(stop - begin, keys.own) * batch * k.shape[2],)](
                 q, k, v, grad, grads[1], grads[2], lefts, debts, scale, scale * LOG2E, *sizes,
                 **options, BM=keys.loop, BN=keys.own, GROUP=keys.group, **keys.options,
             )  # fmt: skip

@@ -19,7 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import LOG2E, load_columns, load_rows, padded, poison_of, store_rows, zeroed
+from deadreckon.ops.triton.tiles import (
+    LOG2E,
+    ceil_div,
+    load_columns,
+    load_rows,
+    padded,
+    poison_of,
+    power_of_two,
+    store_rows,
+    zeroed,
+)
 
 EDGE = 64  # tokens that share one float64 sum of gates; tiles in a loop are no larger
 
@@ -451,8 +461,8 @@ class Launch:
         """Runs a kernel whose programs own a tile of queries, or of keys."""
         own, loop, warps, stages = _tiles(which, self.q, self.v)
         by_key = which == "keys"
-        own = min(own, max(64, triton.next_power_of_2(self.keys if by_key else self.rows)))
-        tiles = triton.cdiv(self.keys if by_key else self.rows, own)
+        own = min(own, max(64, power_of_two(self.keys if by_key else self.rows)))
+        tiles = ceil_div(self.keys if by_key else self.rows, own)
         rows, columns = (loop, own) if by_key else (own, loop)
         programs = tiles * self.batch * self.heads * (1 if by_key else self.group)
         kernel[(programs, self.count)](

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.flash import EDGE, Reach, Sums
-from deadreckon.ops.triton.tiles import LOG2E, load_rows, padded
+from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded
 
 PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
@@ -43,7 +43,7 @@ def gate_sums(log_gate: Tensor, heads: int) -> Sums:
     A gate below −1e4 is taken as −1e4: its exponential is zero too, and sums of it are still numbers.
     """
     batch, length, gates = log_gate.shape
-    blocks = triton.cdiv(length, EDGE)
+    blocks = ceil_div(length, EDGE)
     left = log_gate.new_empty(batch * gates, blocks * EDGE, dtype=torch.float32)
     total = log_gate.new_empty(batch * gates, blocks, dtype=torch.float32)
     _block_sums[(batch * gates * blocks,)](log_gate, left, total, *log_gate.stride(), length, blocks, gates, -1e4)
@@ -67,7 +67,7 @@ def longest(x: Tensor) -> Tensor:
     What is not a number counts as nothing.
     """
     batch, length, heads, width = x.shape
-    tiles = triton.cdiv(length, 64)
+    tiles = ceil_div(length, 64)
     squares = x.new_empty(batch, heads, tiles, dtype=torch.float32)
     _longest[(batch * heads * tiles,)](
         x, squares, *x.stride()[:3], length, tiles, heads, W=width, BW=padded(width), num_warps=4

@@ -31,7 +31,19 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.triton.gated.flash import Documents, Sums
-from deadreckon.ops.triton.tiles import DTYPES, LOG2E, load_rows, mul, mul_exact, padded, poison_of, store_tile, zeroed
+from deadreckon.ops.triton.householder.frames import Back, Frames, Place
+from deadreckon.ops.triton.tiles import (
+    DTYPES,
+    LOG2E,
+    ceil_div,
+    load_rows,
+    mul,
+    mul_exact,
+    padded,
+    poison_of,
+    store_tile,
+    zeroed,
+)
 
 
 @triton.jit
@@ -261,10 +273,6 @@ def _leaf_backward(
     tl.store(p_dw + token[:, None] * (HEADS * D) + channel[None, :], b_dw.to(p_dw.dtype.element_ty), mask=m_to)
 
 
-Place = tuple[int, int, int, int]
-"""Of a run: start, count of pairs of blocks, tokens of a left block and of a right one."""
-
-
 def in_fours(parts: list[tuple[Any, Place]]) -> tuple[tuple[Any, ...], tuple[Place, ...]]:
     """What runs have, and their places, with empty runs up to a multiple of four; numbers n of places as 16 n + 8.
 
@@ -291,7 +299,7 @@ class Leaves(NamedTuple):
 
     @property
     def leaves(self) -> int:
-        return triton.cdiv(self.q.shape[1], LEAF)
+        return ceil_div(self.q.shape[1], LEAF)
 
     @property
     def group(self) -> int:
@@ -348,22 +356,3 @@ class Leaves(NamedTuple):
 def _registers(q: Tensor) -> dict[str, int]:
     """Fewer registers than the compiler would take, where a third program on a multiprocessor is worth more."""
     return {"maxnreg": 168} if q.is_cuda and q.element_size() == 2 and q.shape[3] <= 64 else {}
-
-
-class Back(NamedTuple):
-    """What the backward pass knows of each row, and what it adds up for gates."""
-
-    grad: Tensor  # (n, T, G, E): of the output
-    delta: Tensor  # (n, T, G)
-    own: Tensor  # (n, T, G)
-    by_query: Tensor  # (n, T, G)
-    by_key: Tensor  # (n, T, G)
-
-
-class Frames(NamedTuple):
-    """Queries and keys in the frames of their blocks, values beside them, head by head; and the blocks' products."""
-
-    queries: Tensor  # (n, T, G, D)
-    keys: Tensor  # (n, T, D)
-    values: Tensor  # (n, T, E)
-    products: Tensor  # (n, leaves, D, D) float32

@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.flash import Documents
-from deadreckon.ops.triton.householder.leaf import Place, in_fours
-from deadreckon.ops.triton.tiles import padded, place_of
+from deadreckon.ops.triton.householder.frames import Place
+from deadreckon.ops.triton.householder.leaf import in_fours
+from deadreckon.ops.triton.tiles import ceil_div, padded, place_of
 
 
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS"])
@@ -74,7 +75,7 @@ def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, row: Tensor, 
     `to` it is not.
     """
     count, tokens, group, width = out.shape[0], row.shape[1], out.shape[2], out.shape[3]
-    passes = max(1, triton.cdiv(len(parts), TOGETHER))
+    passes = max(1, ceil_div(len(parts), TOGETHER))
     rows = (lse, row) if passes % 2 else (row, lse)  # a pass never writes what it reads: its threads are not in step
     if passes % 2 == 0:
         row.copy_(lse)

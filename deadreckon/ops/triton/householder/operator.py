@@ -1,4 +1,26 @@
-"""Attention along Householder routes, gated or not, as one operator and one for its backward pass."""
+"""PaTH: softmax attention along products of Householder steps, as one operator and one for its backward pass.
+
+A key reaches a query through every step in between, k_jᵀ H_{j+1} ⋯ H_i q_i. Cut the tokens anywhere, at m: what lies
+between is the query's way back to m, times the key's way on to m. In *frames* that meet, attention is plain.
+
+    tokens     |  0 … 63 | 64 … 127|   …     | 448…511 |                leaves of 64: all routes inside them at once
+                 k → end   start ← q                                    frames of a leaf: keys at its end, queries at
+                                                                        its start; P, the product of its 64 steps
+    block      |     q walks back, leaf by leaf:  …P…P │                eight leaves: attend to the leaf before, cross
+                                                                        its P, attend to the one before that
+    levels     |  block (keys)     |  block (queries)  |                pairs of blocks: dense attention right × left,
+               |     pair (keys)             |     pair (queries)   |   cross each other's product, and up a level
+
+Forward, for some key heads at a time: (1) leaves, (2) the walk inside blocks, which also takes queries to the block's
+start and keys to its end, (3) levels of dense attention, (4) merge: all parts of a row by their log-sum-exp.
+
+Backward, the other way around, with the log-sum-exp of *whole* rows, so that every part has its exact gradient as in
+ring attention: levels from the top down, the walk once more and back, leaves. Frames of leaves are saved, all else is
+computed again. Nothing inverts a step, nothing uses atomics.
+
+Gates ride along as sums that each stage subtracts; packed documents as masks where they begin and end: what crosses a
+boundary is computed with the rest, and nobody looks.
+"""
 
 from __future__ import annotations
 
@@ -10,87 +32,138 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.triton.gated.flash import Documents, Reach, Sums, documents_of
+from deadreckon.ops.blockwise.runs import LEAF, Run, levels
+from deadreckon.ops.triton.gated.delta import prepare
+from deadreckon.ops.triton.gated.flash import Reach, Sums, documents_of
 from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, growth_of, pruned, reach_of, room_for_reach
+from deadreckon.ops.triton.householder.frames import Back, Frames, Place, Saved, buffer
 from deadreckon.ops.triton.householder.leaf import Leaves
-from deadreckon.ops.triton.householder.tree import Closed, Kept, Tree
+from deadreckon.ops.triton.householder.levels import Levels, Routes
+from deadreckon.ops.triton.householder.merge import Part, merge
+from deadreckon.ops.triton.householder.prefill import Ascended, Closed
+from deadreckon.ops.triton.householder.walk import WALK, Walk
 from deadreckon.ops.triton.operators import dense, gradients_for, results, save
 
 ROWS = 1 << 21  # rows of queries that are worked on at a time: what is kept between kernels stays small
 
 
-class Ascended(NamedTuple):
-    """Softmax attention along Householder steps by kernels, and what goes on from there; N = B · H."""
+class Heads(NamedTuple):
+    """Some key heads: what every stage takes of them."""
 
-    out: Tensor  # (B, T, Hq, E)
-    lse: Tensor  # (N, T padded, G)
-    queries: Tensor | None  # (N, T padded, G, D) in the frame of the first token, if they are to look further back
-    keys: Tensor  # (N, closed, D): the first ones, in the frame of the last of them
-    product: Tensor | None  # (N, D, D) of their steps, if there are any
-    sums: Tensor | None  # (N, 1 | G, T padded) of log gates up to each token, float64
+    leaves: Leaves
+    routes: Routes
+    frames: Frames | None  # of leaves; None where one leaf is all there is
+    inverse: Tensor | None  # (n, leaves, 64, 64), if it is saved
+    runs: list[list[Run]]  # of each level, near to far
 
+    def buffer(self, *shape: int) -> Tensor:
+        """(n, T padded, ...): see :func:`buffer`."""
+        return buffer(self.leaves.q, self.leaves.taken, self.leaves.leaves * LEAF, *shape)
 
-def _some_heads(lse: Tensor) -> Iterator[tuple[int, int]]:
-    """First and count of the key heads of lse (B·H, T, G) that are worked on together: as equal as can be."""
-    heads = lse.shape[0]
-    parts = max(1, min(heads, lse.numel() // ROWS))
-    edges = [heads * part // parts for part in range(parts + 1)]
-    for first, end in pairwise(edges):
-        yield first, end - first
+    def frames_of_blocks(self) -> tuple[Tensor, Tensor]:
+        """Room for queries (n, T padded, G, D) and keys (n, T padded, D)."""
+        width = self.leaves.k.shape[3]
+        return self.buffer(self.leaves.group, width), self.buffer(width)
 
-
-def directions(w: Tensor) -> Tensor:
-    """As kernels take them."""
-    return dense(w.float() if w.dtype == torch.float64 else w)
-
-
-def ascend(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, closed: int = 0,
-    to_top: bool = False,
-) -> Ascended:  # fmt: skip
-    """Attention along Householder routes, gated or not, and what a sequence that comes in pieces keeps of it."""
-    w = directions(w)
-    with torch.cuda.device_of(q):
-        gates = _gates(q, k, w, beta, log_gate, scale)
-        return _climb(q, k, v, w, beta, *gates, scale, closed, to_top)
+    def walk(self) -> Walk:
+        """Of these heads, which have more than one leaf."""
+        assert self.frames is not None
+        return Walk(self.frames, self.routes.sums, self.routes.documents, self.routes.scale)
 
 
-def _gates(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float
-) -> tuple[Sums | None, Reach | None]:
-    """Their sums, and what they leave in reach of each other, if that is asked for."""
+def _forward(
+    heads: Heads, out: Tensor, lse: Tensor, closed: Closed | None = None, to_top: bool = False
+) -> Tensor | None:
+    """Writes out (B, T, Hq, E) and lse (n, T padded, G) of these heads; closes the first tokens, if that is asked for.
+
+    With to_top (and more than one leaf), returns queries (n, T padded, G, D) in the frame of the first token.
+    """
+    leaves, frames = heads.leaves, heads.frames
+    near_out, near_lse = heads.buffer(leaves.group, out.shape[3]), torch.empty_like(lse)
+    leaves.forward(frames, heads.inverse, near_out, near_lse)  # 1
+    far: list[Part] = []
+    queries = None
+    if frames is not None:
+        walk, above = heads.walk(), bool(heads.runs) or to_top
+        queries, keys = heads.frames_of_blocks() if above else (None, None)
+        walk.forward(near_out, near_lse, queries)  # 2
+        if closed:
+            closed.take_leaves(frames)
+        if queries is not None and keys is not None:
+            products = walk.suffixes(keys, keep=False)[1]
+            blocks = Frames(queries, keys, frames.values, products)
+            far = Levels(heads.runs, blocks, heads.routes).forward(closed, to_top)  # 3
+    merge(near_out, near_lse, far, out, lse, leaves.first, leaves.documents)  # 4
+    return queries if to_top else None
+
+
+def _backward(
+    heads: Heads, out: Tensor, grad: Tensor, lse: Tensor, gradients: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Writes dq, dk, dv, dw, dbeta of these heads; returns what gates receive by query and by key, (n, T padded, G)."""
+    leaves, frames, inverse = heads.leaves, heads.frames, heads.inverse
+    assert inverse is not None
+    by_head = heads.buffer(leaves.group, out.shape[3]), heads.buffer(leaves.group, out.shape[3])
+    delta, own = prepare(out, grad, lse, leaves.sums, leaves.k.shape[2], leaves.first, by_head)
+    room = torch.empty_like if leaves.sums is None else torch.zeros_like  # kernels add to it
+    back = Back(by_head[1], delta, own, room(lse), room(lse))
+    values: list[tuple[Tensor, Place]] = []  # parts of dv, by where their keys are
+    grad_q = grad_k = grad_products = None
+    if frames is not None:
+        walk = heads.walk()
+        if heads.runs:
+            queries, keys = heads.frames_of_blocks()
+            suffixes, products = walk.suffixes(keys, keep=True)
+            passing = walk.again(queries)
+            blocks = Levels(heads.runs, Frames(queries, keys, frames.values, products), heads.routes)
+            grad_q, grad_k, grad_blocks = blocks.backward(back, by_head[0], lse, values)  # 3
+            del blocks, queries, keys, by_head  # what follows takes the most memory
+            grad_v, grad_products, grad_suffixes = walk.backward(back, passing, grad_q, grad_k, suffixes)  # 2
+            assert suffixes is not None
+            assert grad_suffixes is not None
+            walk.suffixes_back(suffixes, grad_suffixes, grad_blocks, grad_products)
+        else:
+            grad_q, grad_k = heads.frames_of_blocks()
+            grad_v, grad_products, _ = walk.backward(back, walk.again(None), grad_q, grad_k, None)
+        values.append((grad_v, (0, 1, leaves.leaves * LEAF, 0)))
+    leaves.backward(inverse, back, grad_q, grad_k, grad_products, values, gradients)  # 1
+    return back.by_query, back.by_key
+
+
+def _some_heads(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, routes: Routes, lse: Tensor, saved: Saved | None
+) -> Iterator[tuple[slice, Heads]]:
+    """All key heads of lse (B·H, T padded, G), some at a time, as equal as can be."""
+    count = lse.shape[0]
+    parts = max(1, min(count, lse.numel() // ROWS))
+    sums, reach, documents, scale = routes
+    for first, end in pairwise(count * part // parts for part in range(parts + 1)):
+        some = slice(first, end)
+        leaves = Leaves(q, k, v, w, beta, sums, documents, scale, first, end - first)
+        frames = inverse = None
+        if leaves.leaves > 1:
+            frames = Frames.room(q, k, v, end - first) if saved is None else Frames(*(x[some] for x in saved[:4]))
+        if saved is not None:
+            inverse = saved.inverse[some]
+        own = Routes(
+            None if sums is None else Sums(*(x[some] for x in sums)),
+            None if reach is None else Reach(*(x[some] for x in reach)), documents, scale,
+        )  # fmt: skip
+        yield some, Heads(leaves, own, frames, inverse, list(levels(leaves.leaves * LEAF, WALK * LEAF)))
+
+
+def _routes(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    reach: Reach | None = None,
+) -> Routes:  # fmt: skip
+    """Sums of gates, what they leave in reach (unless it is known), documents."""
+    documents = None if cu_seqlens is None else documents_of(cu_seqlens, q.shape[1])
     if log_gate is None:
-        return None, None
+        return Routes(None, None, documents, scale)
     sums = gate_sums(log_gate, k.shape[2])
-    return sums, reach_of(q, k, log_gate, sums.edge, scale, growth_of(w, beta)) if pruned(k) else None
-
-
-def _climb(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, sums: Sums | None, reach: Reach | None, scale: float,
-    closed: int = 0, to_top: bool = False, kept: Kept | None = None, documents: Documents | None = None,
-) -> Ascended:  # fmt: skip
-    out, lse = results(q, k, v)
-    keys = k.new_empty(lse.shape[0], closed, k.shape[3])
-    products, queries, running = list[Tensor](), list[Tensor](), None
-    for first, count in _some_heads(lse):
-        some = slice(first, first + count)
-        part = Closed(keys[some]) if closed else None
-        tree = Tree(Leaves(q, k, v, w, beta, sums, documents, scale, first, count), reach, kept)
-        top = tree.ascend(out, lse[some], part, to_top)
-        products += [] if part is None else [part.product]
-        queries += [] if top is None else [top]
-    if sums is not None and (closed or to_top):
-        running = (sums.edge.unsqueeze(-1) - sums.left.unflatten(2, (-1, LEAF))).flatten(2) * math.log(2)
-    return Ascended(out, lse, _together(queries), keys, _together(products), running)
-
-
-def _documents(cu_seqlens: Tensor | None, q: Tensor) -> Documents | None:
-    return None if cu_seqlens is None else documents_of(cu_seqlens, q.shape[1])
-
-
-def _together(parts: list[Tensor]) -> Tensor | None:
-    return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
+    if reach is None and pruned(k):
+        reach = reach_of(q, k, log_gate, sums.edge, scale, growth_of(w, beta))
+    return Routes(sums, reach, documents, scale)
 
 
 @torch.library.custom_op("deadreckon::householder", mutates_args=())
@@ -98,16 +171,18 @@ def householder_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
     scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention along Householder routes, gated or not.
+    """Attention along Householder routes, gated or not, packed or not.
 
-    Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what gates leave in reach, and :class:`Kept`, which is empty
-    unless asked for.
+    Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what gates leave in reach, and :class:`Saved`, which is empty
+    unless there will be a backward pass.
     """
-    kept = Kept.room(q, k, v) if keep else None
+    out, lse = results(q, k, v)
+    saved = Saved.room(q, k, v) if keep else None
     with torch.cuda.device_of(q):
-        sums, reach = _gates(q, k, w, beta, log_gate, scale)
-        out, lse, *_ = _climb(q, k, v, w, beta, sums, reach, scale, kept=kept, documents=_documents(cu_seqlens, q))
-    return out, lse, *(reach or room_for_reach(k, None)), *(kept or Kept.nothing(q))
+        routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale)
+        for some, heads in _some_heads(q, k, v, w, beta, routes, lse, saved):
+            _forward(heads, out, lse[some])
+    return out, lse, *(routes.reach or room_for_reach(k, None)), *(saved or Saved.nothing(q))
 
 
 @householder_forward.register_fake
@@ -116,38 +191,35 @@ def _(
     scale: float, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     reach = room_for_reach(k, log_gate if pruned(k) else None)
-    return *results(q, k, v), *reach, *(Kept.room(q, k, v) if keep else Kept.nothing(q))
+    return *results(q, k, v), *reach, *(Saved.room(q, k, v) if keep else Saved.nothing(q))
 
 
 @torch.library.custom_op("deadreckon::householder_backward", mutates_args=())
 def householder_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
     cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor,
-    keys: Tensor, values: Tensor, products: Tensor,
-    inverse: Tensor, scale: float,
+    keys: Tensor, values: Tensor, products: Tensor, inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta and, if there is one, log_gate."""
-    heads, grad = k.shape[2], dense(grad)
-    kept, reach = Kept(queries, keys, values, products, inverse), Reach(first, last) if first.numel() else None
-    found = tuple(gradients_for(q, k, v, w, beta))
+    grad = dense(grad)
+    gradients = tuple(gradients_for(q, k, v, w, beta))
+    saved = Saved(queries, keys, values, products, inverse)
     sides = []
     with torch.cuda.device_of(q):
-        sums, documents = None if log_gate is None else gate_sums(log_gate, heads), _documents(cu_seqlens, q)
-        for begin, count in _some_heads(lse):
-            tree = Tree(Leaves(q, k, v, w, beta, sums, documents, scale, begin, count), reach, kept)
-            sides.append(tree.descend(out, grad, lse[begin : begin + count], found))
+        routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale, Reach(first, last) if first.numel() else None)
+        for some, heads in _some_heads(q, k, v, w, beta, routes, lse, saved):
+            sides.append(_backward(heads, out, grad, lse[some], gradients))
     if log_gate is None:
-        return list(found)
+        return list(gradients)
     by_query, by_key = (torch.cat(side) for side in zip(*sides, strict=True))
-    return [*found, gate_gradient(by_query, by_key, log_gate, heads)]
+    return [*gradients, gate_gradient(by_query, by_key, log_gate, k.shape[2])]
 
 
 @householder_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
     cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor,
-    keys: Tensor, values: Tensor, products: Tensor,
-    inverse: Tensor, scale: float,
+    keys: Tensor, values: Tensor, products: Tensor, inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     return gradients_for(q, k, v, w, beta, *([] if log_gate is None else [log_gate]))
 
@@ -157,11 +229,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    found = householder_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*found, *(None,) * (9 - len(found)))
+    gradients = householder_backward(grad, *ctx.saved_tensors, ctx.scale)
+    return (*gradients, *(None,) * (9 - len(gradients)))
 
 
 householder_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def directions(w: Tensor) -> Tensor:
+    """As kernels take them."""
+    return dense(w.float() if w.dtype == torch.float64 else w)
 
 
 def attend_householder(
@@ -172,3 +249,29 @@ def attend_householder(
     inputs = q, k, v, directions(w), beta, log_gate, cu_seqlens
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     return householder_forward(*inputs, scale, keep)[0]
+
+
+def ascend(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, closed: int = 0,
+    to_top: bool = False,
+) -> Ascended:  # fmt: skip
+    """The forward pass, and what a sequence that comes in pieces keeps of it: `closed` tokens, queries at the top."""
+    w = directions(w)
+    out, lse = results(q, k, v)
+    keys = k.new_empty(lse.shape[0], closed, k.shape[3])
+    products, queries, running = list[Tensor](), list[Tensor](), None
+    with torch.cuda.device_of(q):
+        routes = _routes(q, k, w, beta, log_gate, None, scale)
+        for some, heads in _some_heads(q, k, v, w, beta, routes, lse, None):
+            part = Closed(keys[some]) if closed else None
+            top = _forward(heads, out, lse[some], part, to_top)
+            products += [] if part is None else [part.product]
+            queries += [] if top is None else [top]
+    if routes.sums is not None and (closed or to_top):
+        left, edge = routes.sums
+        running = (edge.unsqueeze(-1) - left.unflatten(2, (-1, LEAF))).flatten(2) * math.log(2)
+    return Ascended(out, lse, _together(queries), keys, _together(products), running)
+
+
+def _together(parts: list[Tensor]) -> Tensor | None:
+    return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)

@@ -2,7 +2,7 @@
 
 A query in the frame of its leaf's start attends to the keys of the leaf before, which are in the frame of that leaf's
 end, then crosses that leaf's product, attends to the one before, and so on to the block's start. Blocks above that size
-are the route tree's (`frames.py`), which needs queries at the block's start (where the walk ends) and keys at its end:
+are the route tree's (`levels.py`), which needs queries at the block's start (where the walk ends) and keys at its end:
 these cross the product of all leaves after their own.
 
 Going back, queries walk once more and leave behind what they were at each leaf and what their gradient is there; then
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.triton.gated.flash import Documents, Sums
-from deadreckon.ops.triton.householder.leaf import Back, Frames
+from deadreckon.ops.triton.householder.frames import Back, Frames
 from deadreckon.ops.triton.tiles import (
     DTYPES,
     LOG2E,
+    ceil_div,
     load_tile,
     matrix,
     mul,
@@ -297,7 +298,7 @@ class Walk:
         self.flags = {**self.narrow, "E": v.shape[2], "BE": padded(v.shape[2]), "GATED": sums is not None}
         self.flags["PACKED"] = documents is not None
         self.steps = (q.stride(0), k.stride(0), v.stride(0))
-        self.blocks = triton.cdiv(self.leaves, WALK)
+        self.blocks = ceil_div(self.leaves, WALK)
 
     def forward(self, out: Tensor, lse: Tensor, to: Tensor | None) -> None:
         """Adds a block's keys to out (n, T, G, E) and lse (n, T, G) of leaves; puts queries at its start in `to`."""

@@ -27,6 +27,7 @@ from torch import Tensor
 from deadreckon.ops.triton.gated.flash import Sums
 from deadreckon.ops.triton.tiles import (
     DTYPES,
+    ceil_div,
     load_columns,
     load_rows,
     mul,
@@ -618,7 +619,7 @@ class Walk(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        return triton.cdiv(self.length, self.chunk)
+        return ceil_div(self.length, self.chunk)
 
 
 class Decays(NamedTuple):
@@ -672,7 +673,7 @@ def level(x: Tensor, unit: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, T
     by_row = unit is None
     unit = x.new_empty(batch * heads, length, dtype=torch.float32) if unit is None else unit
     out = x.new_empty(batch * heads, length, width, dtype=dtype)
-    tiles = triton.cdiv(length, 64)
+    tiles = ceil_div(length, 64)
     _level[(tiles * batch * heads,)](
         x, unit, out, *x.stride()[:3], length, tiles, heads, D=width, BD=padded(width), BT=64, BY_ROW=by_row
     )
@@ -691,9 +692,9 @@ def largest(x: Tensor) -> Tensor:
 def transposed(x: Tensor, factor: Tensor) -> Tensor:
     """x (heads, T, D), rows times the root of factor (heads, T), as (heads, D, T padded)."""
     heads, length, width = x.shape
-    room = triton.cdiv(length, PADDING) * PADDING
+    room = ceil_div(length, PADDING) * PADDING
     out = x.new_empty(heads, width, room)
-    _transpose[(room // 64 * heads, triton.cdiv(width, 64))](x, factor, out, length, room, room // 64, D=width, BT=64)
+    _transpose[(room // 64 * heads, ceil_div(width, 64))](x, factor, out, length, room, room // 64, D=width, BT=64)
     return out
 
 
@@ -717,9 +718,9 @@ def _gather_values(
     width, room, value_width = x.shape[1], x.shape[2], y.shape[3]
     rows, chunks = pairs_of(width) * 64, walk.chunks
     own, loop, warps, stages = tiles_for("accumulate", value_width, x.dtype)
-    tiles = triton.cdiv(rows // 64, own)
-    segment = triton.cdiv(chunks, min(chunks, triton.cdiv(PROGRAMS, tiles * walk.keys)))
-    segments = triton.cdiv(chunks, segment)
+    tiles = ceil_div(rows // 64, own)
+    segment = ceil_div(chunks, min(chunks, ceil_div(PROGRAMS, tiles * walk.keys)))
+    segments = ceil_div(chunks, segment)
     states = x.new_empty(walk.keys, chunks, rows, value_width)
     totals = x.new_empty(walk.keys, segments, rows, value_width, dtype=torch.float32)
     group = x.shape[0] // walk.keys
@@ -739,7 +740,7 @@ def _gather_values(
 def _gather_moments(
     walk: Walk, x: Tensor, weight: Tensor | None, decay: Tensor, first: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    width, parts = x.shape[1], triton.cdiv(x.shape[1], 64)
+    width, parts = x.shape[1], ceil_div(x.shape[1], 64)
     totals = x.new_empty(walk.keys, walk.chunks, width, width, dtype=torch.float32)
     _moments[(walk.keys * walk.chunks, parts * parts)](
         x, x if weight is None else weight, totals, walk.length, x.shape[2], walk.chunk, walk.chunks,
@@ -758,7 +759,7 @@ def _carried(
 ) -> None:  # fmt: skip
     """Adds what earlier segments of chunks have gathered to states, and the whole of it to last."""
     size, block = last[0].numel(), 1024
-    tiles = triton.cdiv(size, block)
+    tiles = ceil_div(size, block)
     _carry[(tiles * len(last),)](
         first, totals, decay, states, last, first.stride(0), size, states.shape[1], segment, totals.shape[1], begin,
         tiles, BLOCK=block, ADD=add, REVERSE=reverse, num_warps=4,
@@ -784,7 +785,7 @@ def read(walk: Walk, x: Tensor, factor: Tensor, states: States, sums: bool) -> t
 def _tiles_of(own: int, walk: Walk) -> tuple[int, int]:
     """The size of tiles that end where chunks do, and how many there are."""
     own = min(own, walk.chunk)
-    return own, triton.cdiv(walk.length, own)
+    return own, ceil_div(walk.length, own)
 
 
 def read_gradient(
@@ -795,7 +796,7 @@ def read_gradient(
     value_width = states.values.shape[3]
     own, _, warps, stages = tiles_for("gradient", value_width, x.dtype)
     own, tiles = _tiles_of(own, walk)
-    group, parts = heads // walk.keys, triton.cdiv(width, 64)
+    group, parts = heads // walk.keys, ceil_div(width, 64)
     out = x.new_empty(heads, length, width, dtype=torch.float32)
     dots = x.new_empty(parts, heads, length, dtype=torch.float32)
     _gradient[(tiles * heads, parts)](
@@ -821,7 +822,7 @@ def minus_delta(out: Tensor, grad: Tensor) -> Tensor:
     """−out · grad, (B, T, H, E) -> (B H, T)."""
     batch, length, heads, width = out.shape
     result = out.new_empty(batch * heads, length, dtype=torch.float32)
-    tiles = triton.cdiv(length, 64)
+    tiles = ceil_div(length, 64)
     _delta[(tiles * batch * heads,)](
         out, grad, result, *out.stride()[:3], *grad.stride()[:3], length, tiles, heads,
         E=width, BE=padded(width), BT=64,

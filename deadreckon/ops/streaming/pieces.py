@@ -1,0 +1,120 @@
+"""One piece of new tokens over the past, in PyTorch: what all ways to stream share.
+
+    past.segments           past.waiting   new tokens
+    [ keys in their own  ]  [ as they came | queries, keys ]
+      end's frame, P
+
+One climb over the tokens that wait and the new ones; then the new queries go back over the segments, youngest first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from deadreckon.ops.blockwise.climb import Climb, by_head, gates_by_head, leaf_tokens
+from deadreckon.ops.blockwise.precision import lengths, work
+from deadreckon.ops.blockwise.runs import Gate
+from deadreckon.ops.blockwise.scores import EvenPower
+from deadreckon.ops.factors import Householder, Score
+from deadreckon.ops.streaming.fold import unit_of
+from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.segments import Fields
+
+
+def fields_by_head(k: Tensor, v: Tensor, steps: Householder | None, log_gate: Tensor | None) -> Fields:
+    """What is kept of tokens (B, L, H, ...), as (N, L, ...): keys, values, and steps in the working dtype."""
+    heads = k.shape[2]
+    fields: Fields = {name: by_head(x, heads).squeeze(2) for name, x in (("k", k), ("v", v))}
+    if log_gate is not None:
+        fields["gates"] = gates_by_head(log_gate, heads)
+    if steps is not None:
+        fields["w"], fields["beta"] = (
+            by_head(x.to(work(k.dtype)).contiguous(), heads).squeeze(2) for x in (steps.w, steps.beta)
+        )
+    return fields
+
+
+def queries_by_head(q: Tensor, heads: int, score: Score) -> Tensor:
+    """(B, L, Hq, D) -> (N, L, G, D), in the working precision where half of it gains nothing."""
+    return by_head(q.to(work(q.dtype)) if q.device.type == "cpu" or score != "softmax" else q, heads)
+
+
+def from_heads(x: Tensor, batch: int) -> Tensor:
+    """(N, L, G, E) -> (B, L, Hq, E)."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+
+
+def in_units(queries: Tensor, keys: Tensor, past: Past) -> Tensor:
+    """Queries (N, L, G, D) whose powers stay in range, with keys (N, L, D) that stay as they came; scale is 1."""
+    past.longest = unit_of(keys.to(queries.dtype), past.longest)
+    return queries / lengths(queries) / past.longest.unsqueeze(-1)
+
+
+def climb_over(queries: Tensor, fields: Fields, score: Score, scale: float) -> Climb:
+    """The route tree of these tokens, padded to whole leaves."""
+    total = queries.shape[1]
+    leaf = leaf_tokens(total, "w" in fields, fields.get("gates"), score, queries)
+
+    def whole(name: str) -> Tensor | None:
+        x = fields.get(name)
+        return None if x is None else pad(x, (0, 0) * (x.dim() - 2) + (0, -total % leaf))
+
+    q = pad(queries, (0, 0, 0, 0, 0, -total % leaf))
+    k, v = whole("k"), whole("v")
+    assert k is not None
+    assert v is not None
+    return Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)
+
+
+def attend_piece(
+    queries: Tensor, fields: Fields, score: Score, scale: float, past: Past
+) -> tuple[Tensor, Climb, Fields]:
+    """Attention of new tokens over themselves and the past, which stays as it is.
+
+    Returns:
+        The output (N, L, G, E), and the climb and fields of the tokens that wait and the new ones.
+    """
+    length = queries.shape[1]
+    if past.waiting is not None:  # their keys are needed again, their outputs are not
+        fields = {name: torch.cat([past.waiting[name], x], dim=1) for name, x in fields.items()}
+        queries = pad(queries, (0, 0, 0, 0, past.waiting.length, 0))
+    total = queries.shape[1]
+    climb = climb_over(queries, fields, score, scale)
+    new = slice(total - length, total)
+    out, row = (x[:, new] for x in climb.ascend(to_top=True))
+    look_back(climb, climb.queries[:, new], None if climb.sums is None else climb.sums[:, new], out, row, past)
+    return climb.score.finish(out, row), climb, fields
+
+
+def look_back(climb: Climb, queries: Tensor, sums: Tensor | None, out: Tensor, row: Tensor, past: Past) -> None:
+    """Adds the segments, from the youngest to the oldest, to the rows (N, L, G) of new tokens.
+
+    Their queries (N, L, G, D) are in the frame of the piece's first token, the sums (N, L, 1 | G) of gates count from
+    there.
+    """
+    if climb.stock == "cudnn":  # which would plan anew for every length of the past
+        climb.stock = "flash"
+    queries, out, row = (x.unsqueeze(1) for x in (queries, out, row))
+    shift = None if sums is None else sums.unsqueeze(1)
+    for segment in reversed(past.segments):
+        keys, values = (segment[name].unsqueeze(1) for name in ("k", "v"))
+        if climb.stock is None:
+            keys, values = keys.to(queries.dtype), values.to(queries.dtype)
+        gate, gates = None, segment.gates()
+        if shift is not None and gates is not None:
+            bias, total = (x.unsqueeze(1) for x in gates)
+            gate, shift = Gate(shift, bias), shift + total
+        climb.add_block(queries, keys, values, gate, out, row)
+        if segment.product is not None:
+            crossed = queries.flatten(2, 3) @ segment.product.mT.unsqueeze(1)
+            queries = crossed.unflatten(2, queries.shape[2:4])
+    if past.folded is not None:
+        assert isinstance(climb.score, EvenPower)
+        assert past.longest is not None
+        unit_queries = queries.squeeze(1) * past.longest.unsqueeze(-1)
+        shift = None if shift is None else shift.squeeze(1)
+        added = past.folded.read(unit_queries, shift, past.longest, climb.score.p)
+        out += added[..., :-1].unsqueeze(1)
+        row += added[..., -1].unsqueeze(1)

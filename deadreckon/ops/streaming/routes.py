@@ -1,0 +1,149 @@
+"""Streaming along Householder steps: tokens wait, then whole leaves of them are closed to segments.
+
+A segment holds keys in the frame of its own end, and the product of its steps. Queries of a new piece are carried back
+to the piece's start, look at the nearest segment, cross it (one D × D product), look at the next. Two neighbours become
+one when the older is no longer than the younger, as the digits of a binary counter carry: so a key is rewritten
+O(log T) times, in the working precision, and a query crosses O(log T) products. Between carries segments do not change,
+and continuations of one prefix share them.
+
+The last tokens, one leaf of them and less than another, wait as they came: their leaves are computed again with each
+piece, and `crop` can undo a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from deadreckon.ops.blockwise.climb import Climb, by_head
+from deadreckon.ops.blockwise.precision import work
+from deadreckon.ops.blockwise.runs import LEAF
+from deadreckon.ops.factors import Householder, Power, Score
+from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.pieces import (
+    attend_piece,
+    climb_over,
+    fields_by_head,
+    from_heads,
+    in_units,
+    look_back,
+    queries_by_head,
+)
+from deadreckon.ops.streaming.segments import Fields, Segment, joined
+
+if TYPE_CHECKING:
+    from deadreckon.ops.triton.householder.prefill import Ascended
+
+Ascend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, int, bool], "Ascended"]
+"""Of q, k, v, w, beta, log_gate, scale, how many tokens to close, and whether queries go further back."""
+
+
+def attend_routes(
+    q: Tensor, k: Tensor, v: Tensor, steps: Householder, log_gate: Tensor | None, score: Score, scale: float, past: Past
+) -> Tensor:
+    """A piece by PyTorch, with any score: the tokens that will be closed first, then those that will wait."""
+    (batch, length, heads, _), dtype = k.shape, q.dtype
+    fields, queries = fields_by_head(k, v, steps, log_gate), queries_by_head(q, heads, score)
+    if isinstance(score, Power):
+        queries, scale = in_units(queries, fields["k"], past), 1.0
+    waiting = 0 if past.waiting is None else past.waiting.length
+    closed = tokens_to_close(waiting + length)
+    if 0 < closed <= waiting:  # these need no new tokens
+        close_waiting(past, closed)
+    cut = max(0, closed - waiting)
+    outputs = []
+    for tokens in (slice(0, cut), slice(cut, length)):
+        if tokens.start < tokens.stop:
+            piece = {name: x[:, tokens] for name, x in fields.items()}
+            output, climb, kept = attend_piece(queries[:, tokens], piece, score, scale, past)
+            outputs.append(from_heads(output, batch).to(dtype))
+            past.waiting = past.decoder = None
+            if tokens.stop == cut:
+                close(past, climb, kept)
+            else:
+                past.waiting = Segment(kept)
+    return torch.cat(outputs, dim=1)
+
+
+def attend_routes_fused(
+    q: Tensor, k: Tensor, v: Tensor, steps: Householder, log_gate: Tensor | None, scale: float, past: Past,
+    ascend: Ascend,
+) -> Tensor:  # fmt: skip
+    """A piece by kernels, with softmax: tokens that wait and new ones are one tree, as in `attend`."""
+    (batch, length, heads, _), dtype = k.shape, q.dtype
+    w, beta, waiting = steps.w, steps.beta, past.waiting
+    if waiting is not None:  # their keys are needed again, their outputs are not
+
+        def after(name: str, x: Tensor) -> Tensor:
+            before = waiting[name].unflatten(0, (batch, heads)).transpose(1, 2)  # (N, S, ...) -> (B, S, H, ...)
+            return torch.cat([before.reshape(batch, -1, *x.shape[2:]), x], dim=1)
+
+        k, v, w, beta = after("k", k), after("v", v), after("w", w), after("beta", beta)
+        log_gate = None if log_gate is None else after("gates", log_gate)
+        q = pad(q, (0, 0, 0, 0, waiting.length, 0))
+    total = q.shape[1]
+    new, closed = slice(total - length, total), tokens_to_close(total)
+    tree = ascend(q, k, v, w, beta, log_gate, scale, closed, bool(past.segments))
+    output = tree.out[:, new]
+    if tree.queries is not None:
+        first = fields_by_head(k[:, :LEAF], v[:, :LEAF], None, None)
+        climb = climb_over(by_head(q[:, :LEAF], heads), first, "softmax", scale)
+        out, row = by_head(output, heads).float(), tree.lse[:, new]
+        sums = None if tree.sums is None else tree.sums[..., new].mT
+        look_back(climb, tree.queries[:, new].float(), sums, out, row, past)
+        output = from_heads(out, batch).to(dtype)
+    gates = None if log_gate is None else log_gate[:, closed:]
+    rest = fields_by_head(k[:, closed:], v[:, closed:], Householder(w[:, closed:], beta[:, closed:]), gates)
+    past.waiting = Segment({name: x.clone(memory_format=torch.contiguous_format) for name, x in rest.items()})
+    past.decoder = None
+    if tree.product is not None:
+        values = by_head(v[:, :closed], heads).squeeze(2)
+        _add_segment(past, tree.keys, values, tree.product, None if tree.sums is None else tree.sums[..., :closed])
+    return output
+
+
+def tokens_to_close(tokens: int) -> int:
+    """How many of so many become a segment, whole leaves of them: once there are two leaves, one always waits."""
+    return max(0, tokens // LEAF - 1) * LEAF
+
+
+def close_waiting(past: Past, tokens: int) -> None:
+    """Makes a segment of the oldest that wait, whole leaves of them."""
+    assert past.waiting is not None
+    oldest = {name: x[:, :tokens] for name, x in past.waiting.fields().items()}
+    rest = {name: x[:, tokens:] for name, x in past.waiting.fields().items()}
+    close(past, climb_alone(oldest), oldest)
+    past.waiting = Segment(rest) if rest["k"].shape[1] else None
+
+
+def climb_alone(fields: Fields) -> Climb:
+    """Takes tokens up to the top without queries of their own: their keys to the last frame, and all their steps."""
+    keys, group = fields["k"], fields["gates"].shape[2] if "gates" in fields else 1
+    climb = climb_over(keys.new_zeros(*keys.shape[:2], group, keys.shape[2]), fields, "softmax", 1.0)
+    climb.ascend(to_top=True)
+    return climb
+
+
+def close(past: Past, climb: Climb, fields: Fields) -> None:
+    """Adds tokens as a segment, after a climb to the top."""
+    assert climb.products is not None
+    total = fields["k"].shape[1]
+    keys = climb.keys[:, :total].to(fields["k"].dtype)
+    sums = None if climb.sums is None else climb.sums[:, :total].mT
+    _add_segment(past, keys, fields["v"], climb.products[:, 0], sums)
+
+
+def _add_segment(past: Past, keys: Tensor, values: Tensor, product: Tensor, sums: Tensor | None) -> None:
+    """Keys (N, S, D) are in their last frame; product of all steps; sums of log gates (N, 1 | G, S)."""
+    bias = total = None
+    if sums is not None:
+        total = sums[..., -1:].contiguous()
+        bias = (total - sums).to(work(keys.dtype)).contiguous()  # near the end, where it matters, exact
+    past.segments.append(Segment({"k": keys.contiguous(), "v": values.contiguous()}, product, bias, total))
+    while len(past.segments) > 1 and past.segments[-2].length <= past.segments[-1].length:
+        younger, older = past.segments.pop(), past.segments.pop()
+        past.segments.append(joined(older, younger))

@@ -1,0 +1,105 @@
+"""Segments: neighbouring tokens of the past, by head, as the KV cache holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Fields = dict[str, Tensor]
+Change = Callable[[Tensor], Tensor]
+
+
+class Segment:
+    """Some neighbouring tokens, (N, S, ...) of each field, in storage with room for more; N = B · H.
+
+    Closed segments hold keys and values. Where their end still moves, gates are there as running sums, (N, S, 1 | G);
+    with Householder steps, which do not end later, as the sums from each token to the end, `bias` (N, 1 | G, S), and
+    of all, `total` (N, 1 | G, 1), beside the product of the steps (N, D, D).
+
+    What a segment holds never changes. One that is longer may use the same storage, beyond the end of this one.
+    """
+
+    def __init__(
+        self, fields: Fields, product: Tensor | None = None, bias: Tensor | None = None, total: Tensor | None = None
+    ) -> None:
+        self.storage = fields
+        self.length = next(iter(fields.values())).shape[1]
+        self.product, self.bias, self.total = product, bias, total
+        self.shared = False  # with another continuation, which might write to the same room
+        self.has_room = False  # storage may be somebody else's, until it has grown
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.storage[name][:, : self.length]
+
+    def fields(self) -> Fields:
+        """Without the room."""
+        return {name: self[name] for name in self.storage}
+
+    @property
+    def sums(self) -> Tensor | None:
+        return self["sums"] if "sums" in self.storage else None
+
+    def gates(self) -> tuple[Tensor, Tensor] | None:
+        """The sums of log gates from each token to the end, (N, S, 1 | G), and of all, (N, 1, 1 | G)."""
+        if self.sums is not None:
+            return self.sums[:, -1:] - self.sums, self.sums[:, -1:]
+        return None if self.bias is None or self.total is None else (self.bias.mT, self.total.mT)
+
+    def extended(self, fields: Fields) -> Segment:
+        """With more tokens at the end. Full storage grows by a sixteenth, which costs as much as a lookup."""
+        assert not self.shared
+        added = next(iter(fields.values())).shape[1]
+        storage = dict(self.storage)
+        for name, new in fields.items():
+            held = storage[name]
+            if not self.has_room or self.length + added > held.shape[1]:
+                room = max(self.length + added, self.length + self.length // 16, 64)
+                storage[name] = held.new_empty(held.shape[0], room, *held.shape[2:])
+                storage[name][:, : self.length] = held[:, : self.length]
+            storage[name][:, self.length : self.length + added] = new
+        longer = Segment(storage)
+        longer.length, longer.has_room = self.length + added, True
+        return longer
+
+    def of_length(self, tokens: int) -> Segment:
+        """With fewer tokens at the end, or with some more that were written to the storage."""
+        assert self.product is None
+        other = Segment(self.storage)
+        other.length, other.shared, other.has_room = tokens, self.shared, self.has_room
+        return other
+
+    def without_first(self, tokens: int) -> Segment:
+        """Without its first tokens, in storage of its own."""
+        fields = {name: self[name][:, tokens:].clone() for name in self.storage}
+        if self.sums is not None:
+            fields["sums"] -= self.sums[:, tokens - 1 : tokens]
+        return Segment(fields)
+
+    def map(self, change: Change) -> Segment:
+        """A segment of its own, every tensor changed along its first dimension."""
+        fields = {name: change(x) for name, x in self.fields().items()}
+        return Segment(fields, *(None if x is None else change(x) for x in (self.product, self.bias, self.total)))
+
+    def tensors(self) -> list[Tensor]:
+        """Everything held."""
+        return [*self.storage.values(), *(x for x in (self.product, self.bias, self.total) if x is not None)]
+
+    def bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.tensors())
+
+
+def joined(older: Segment, younger: Segment) -> Segment:
+    """One segment from two neighbours: the older keys cross the younger's steps."""
+    assert older.product is not None
+    assert younger.product is not None
+    keys = (older["k"].to(younger.product.dtype) @ younger.product).to(older["k"].dtype)
+    fields = {"k": torch.cat([keys, younger["k"]], dim=1), "v": torch.cat([older["v"], younger["v"]], dim=1)}
+    bias = total = None
+    if older.bias is not None and younger.bias is not None:
+        assert older.total is not None
+        assert younger.total is not None
+        bias = torch.cat([(older.bias + younger.total).to(older.bias.dtype), younger.bias], dim=2)
+        total = older.total + younger.total
+    return Segment(fields, older.product @ younger.product, bias, total)

@@ -1,0 +1,77 @@
+"""What all pieces of one sequence have in common, so that a piece that does not belong to its past is refused."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deadreckon.ops.factors import Factors, Power, Rotation
+
+
+class Signature(NamedTuple):
+    """Sizes, dtype, device and factors of a piece; a past records those of its first. Cheap: every token has one."""
+
+    batch: int
+    query_heads: int
+    heads: int
+    width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+    transport: tuple[str, int, bool] | None  # its kind and, of rotations, their heads and whether values turn
+    gate_heads: int | None
+    score: str | int  # its name, or the power
+    scale: float
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float) -> Signature:
+        """Of arguments that are checked, with gates as (B, T, heads)."""
+        batch, _, query_heads, width = q.shape
+        transport, log_gate, score = factors
+        kind: tuple[str, int, bool] | None = None
+        if isinstance(transport, Rotation):
+            kind = ("Rotation", transport.angles.shape[2], transport.values)
+        elif transport is not None:
+            kind = ("Householder", 0, False)
+        return cls(
+            batch, query_heads, k.shape[2], width, v.shape[3], q.dtype, q.device, kind,
+            None if log_gate is None else log_gate.shape[2], score.p if isinstance(score, Power) else score, scale,
+        )  # fmt: skip
+
+    def check(self, piece: Signature) -> None:
+        """Raises a ValueError that names the first argument in which a piece differs from the pieces before."""
+        if self == piece:
+            return
+        for field, argument in _ARGUMENTS.items():
+            expected, came = (_said(field, getattr(signature, field)) for signature in (self, piece))
+            if expected != came:
+                raise ValueError(f"{argument} {expected}, like the pieces before it in `past`, got {came}")
+
+
+_ARGUMENTS = {
+    "batch": "q: expected B =",
+    "query_heads": "q: expected Hq =",
+    "heads": "k: expected H =",
+    "width": "q: expected D =",
+    "value_width": "v: expected E =",
+    "dtype": "q: expected dtype",
+    "device": "q: expected device",
+    "transport": "transport: expected",
+    "gate_heads": "log_gate: expected",
+    "score": "score: expected",
+    "scale": "scale: expected",
+}
+"""Field -> the argument of `attend_next` that it is about, and how a message about it begins."""
+
+
+def _said(field: str, value: object) -> str:
+    """A field's value, for messages."""
+    if field == "transport" and isinstance(value, tuple) and value[0] == "Rotation":
+        return f"Rotation of {value[1]} heads, values={value[2]}"
+    if field == "transport" and isinstance(value, tuple):
+        return "Householder"
+    if field == "gate_heads" and value is not None:
+        return f"gates of {value} heads"
+    return f"Power({value})" if field == "score" and isinstance(value, int) else str(value)
