@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import deadreckon as dr
-from deadreckon.encodings.cursors import Cursors, Recurrence, waves
+from deadreckon.encodings.cursors import Cursors, waves
+from deadreckon.encodings.recurrence import Recurrence
 
 
 @pytest.mark.parametrize(("dtype", "channels"), [(torch.float32, 32), (torch.float64, 48)])

@@ -314,7 +314,7 @@ def test_little_is_kept(impl: Any) -> None:
         del result
     given = table.nbytes + sum(x.nbytes for x in case.values() if x is not None) + 64 * 4  # with where mass begins
     assert kept["filter"] <= size + given
-    assert kept["superpose"] <= size // 8 + given
+    assert kept["superpose"] <= size // 8 + size // 64 + given  # a state before each chunk, and the last
     assert kept["definition"] > 3 * size
 
 

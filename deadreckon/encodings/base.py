@@ -26,6 +26,13 @@ class Sizes:
     layer: int = 0
     layers: int = 1
 
+    @property
+    def even_head_dim(self) -> int:
+        """head_dim, for encodings that rotate: channels turn in pairs."""
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: rotations turn pairs of channels, expected an even one, got {self.head_dim}")
+        return self.head_dim
+
 
 @dataclass(frozen=True, eq=False)
 class Context:

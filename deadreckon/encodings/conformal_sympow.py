@@ -27,7 +27,7 @@ class ConformalSympow(Encoding):
 
     def __init__(self, sizes: Sizes, p: int = 2) -> None:
         super().__init__()
-        self.head_dim, self.longest, self.score = sizes.head_dim, sizes.max_length, Power(p)
+        self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads, bias=False)
         self.pace = Projection(sizes.d_model, 1, bias=False)
 

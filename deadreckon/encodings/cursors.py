@@ -14,16 +14,18 @@ so long that they hardly differ. For d = 340 there are 32 for 64 positions, 80 f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deadreckon.encodings.base import GOING_BACK, Context, Drawn, Projection, Sizes, at_least_single
+from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.filters.histogram import histogram_filter, superpose
+from deadreckon.ops.tracing import operator, traced, without_autocast
 
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys
 
@@ -45,10 +47,18 @@ def waves(positions: int, width: int, base: float, device: torch.device, dtype: 
     return (u[:, :rank] * s[:rank] @ cosines.T).to(device, dtype)
 
 
-@cache
-def _uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same, which compilers do not look into. They are imported here at the earliest."""
-    return torch.compiler.disable(function)
+def _table(like: Tensor, positions: int, width: int, base: float) -> Tensor:
+    """`waves` as an operator, on the device and in the dtype of a tensor."""
+    return waves(positions, width, base, like.device, like.dtype).clone()
+
+
+def _table_room(like: Tensor, positions: int, width: int, base: float) -> Tensor:
+    with _disable_current_modes():  # how many waves there are has to be computed
+        channels = waves(positions, width, base, torch.device("cpu"), like.dtype).shape[1]
+    return like.new_empty(positions, channels)
+
+
+table_of_waves = operator("deadreckon::waves", _table, _table_room)
 
 
 class Gates(NamedTuple):
@@ -93,53 +103,6 @@ class Reading(NamedTuple):
     histograms: Streams  # (…, P)
 
 
-class Recurrence(Drawn, nn.GRU):
-    """A GRU whose hidden-to-hidden matrix W (3 · hidden, hidden) begins, and is kept near, WᵀW = I.
-
-    Args:
-        norm: of W, Frobenius, if it is held at that, times a factor that is learnt; then nothing keeps it orthogonal.
-        start: whether the state before the first token is learnt, from zero, or is zero.
-    """
-
-    weight_hh_l0: nn.Parameter
-    bias_ih_l0: nn.Parameter
-    bias_hh_l0: nn.Parameter
-
-    def __init__(self, inputs: int, hidden: int, norm: float | None = None, start: bool = False) -> None:
-        super().__init__(inputs, hidden, batch_first=True)
-        self.norm = norm
-        if norm is not None:
-            self.loudness = nn.Parameter(torch.ones(()))
-        self.start = nn.Parameter(torch.zeros(hidden)) if start else None
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        nn.init.orthogonal_(self.weight_hh_l0)
-        nn.init.zeros_(self.bias_ih_l0)
-        nn.init.zeros_(self.bias_hh_l0)
-        for name, value in (("loudness", 1.0), ("start", 0.0)):  # neither is there yet when GRUs are first reset
-            if getattr(self, name, None) is not None:
-                nn.init.constant_(getattr(self, name), value)
-
-    def strain(self) -> Tensor:
-        """‖WᵀW − I‖², Frobenius, of that matrix."""
-        w = at_least_single(self.weight_hh_l0)
-        return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
-
-    def first(self, x: Tensor) -> Tensor:
-        """The hidden state before a sequence begins (hidden,), for tokens x."""
-        return x.new_zeros(self.hidden_size) if self.start is None else self.start.to(x.dtype)
-
-    def forward(self, x: Tensor, before: Tensor) -> Tensor:  # type: ignore[override]
-        """Hidden states (B, T, hidden) after each token of x, given that before the first (B, hidden); x's dtype."""
-        from_input, from_hidden, *biases = (w.to(x.dtype) for w in self.all_weights[0])
-        if self.norm is not None:
-            from_hidden = from_hidden * (self.norm * self.loudness.to(x.dtype) / from_hidden.norm())
-        train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
-        weights, before = [from_input, from_hidden, *biases], before.unsqueeze(0).contiguous()  # cuDNN takes no other
-        return torch.gru(x, before, weights, True, 1, 0.0, train, False, True)[0]
-
-
 class Cursors(Drawn, nn.Module):
     """The cursors of so many layers, moved by one recurrent network.
 
@@ -182,9 +145,9 @@ class Cursors(Drawn, nn.Module):
 
     def forward(self, x: Tensor, context: Context, dtype: torch.dtype) -> list[Streams]:
         """Superpositions (B, T, heads, C, r) for each layer, in a dtype: histograms are never of half precision."""
-        with torch.autocast(x.device.type, enabled=False):
-            x, context, real = _unpacked(at_least_single(x), context)
-            table = _uncompiled(waves)(self.positions, self.width, self.base, x.device, x.dtype).to(dtype)
+        with without_autocast(x):
+            x, context, tokens = _unpacked(at_least_single(x), context)
+            table = table_of_waves(x.detach(), self.positions, self.width, self.base).to(dtype)
             filters = self._filters(x, context)
             if context.recent is None:
                 found = [gates.superpositions(table, before)[0] for gates, before in filters]
@@ -194,7 +157,7 @@ class Cursors(Drawn, nn.Module):
                 _remember(context.recent, "histogram", torch.cat([h for _, h in kept], dim=2))
             places = context.positions.clamp(0, self.positions - 1)
             streams = self._sort(torch.cat(found, dim=2), table[places].expand(len(x), -1, -1))
-            return Streams(*(_packed(e, real) for e in streams)).of_layers()
+            return Streams(*(_packed(e, tokens) for e in streams)).of_layers()
 
     @torch.no_grad()
     def read(self, x: Tensor, context: Context) -> Reading:
@@ -325,16 +288,22 @@ def _remember(recent: dict[str, Tensor], name: str, x: Tensor) -> None:
     recent[name] = kept[:, -GOING_BACK - 1 :].clone()  # not a view that holds all the rest
 
 
-def _unpacked(x: Tensor, context: Context) -> tuple[Tensor, Context, Tensor | None]:
-    """Packed documents as rows, with their context, and which places are real (N, longest)."""
+def _unpacked(x: Tensor, context: Context) -> tuple[Tensor, Context, tuple[Tensor, Tensor] | None]:
+    """Packed documents as rows, with their context, and the row and column (T,) of each token.
+
+    A tracer does not know how long the longest is: rows are then as long as all together.
+    """
     if context.cu_seqlens is None:
         return x, context, None
-    lengths = context.cu_seqlens.to(x.device, torch.int64).diff()
-    order = torch.arange(int(lengths.max()), device=x.device)
-    real = order < lengths.unsqueeze(1)
-    rows = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
-    return rows, Context(order.unsqueeze(0)), real
+    starts, lengths = (y.to(x.device, torch.int64) for y in (context.cu_seqlens[:-1], context.cu_seqlens.diff()))
+    order = torch.arange(x.shape[1] if traced(x) else int(lengths.max()), device=x.device)
+    real = order < lengths.unsqueeze(1)  # (N, longest)
+    rows = x[0, (starts.unsqueeze(1) + order).clamp(max=x.shape[1] - 1)]
+    columns = context.positions[0]
+    tokens = torch.arange(x.shape[1], device=x.device)
+    documents = torch.searchsorted(starts, tokens, right=True) - 1  # of empty ones, the next that is not
+    return torch.where(real.unsqueeze(-1), rows, 0), Context(order.unsqueeze(0)), (documents, columns)
 
 
-def _packed(x: Tensor, real: Tensor | None) -> Tensor:
-    return x if real is None else x[real].unsqueeze(0)
+def _packed(x: Tensor, places: tuple[Tensor, Tensor] | None) -> Tensor:
+    return x if places is None else x[places].unsqueeze(0)

@@ -23,8 +23,8 @@ class LearnedRotation(Encoding):
         super().__init__()
         if sizes.vocab_size is None:
             raise ValueError("learned-rotation: expected vocab_size, a table of angles needs it; got None")
-        self.head_dim, self.base = sizes.head_dim, base
-        self.table = nn.Parameter(torch.empty(sizes.vocab_size, sizes.head_dim // 2))
+        self.head_dim, self.base = sizes.even_head_dim, base
+        self.table = nn.Parameter(torch.empty(sizes.vocab_size, self.head_dim // 2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from deadreckon.encodings.base import Context, Encoding, Sizes, at_least_single
-from deadreckon.encodings.cursors import Cursors, Recurrence
+from deadreckon.encodings.cursors import Cursors
+from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.ops.factors import Factors
 
 

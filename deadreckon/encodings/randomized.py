@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, Sizes, rope_angles
 from deadreckon.ops.factors import Factors
+from deadreckon.ops.tracing import traced
 
 
 class Randomized(Encoding):
@@ -32,10 +33,14 @@ class Randomized(Encoding):
     def embed(self, x: Tensor, context: Context) -> Tensor:
         if context.recent is not None:
             raise ValueError("randomized: positions are drawn afresh for each forward pass; expected no state or cache")
-        longest = x.shape[1] if context.cu_seqlens is None else int(context.positions.max()) + 1
-        if longest > self.limit:
-            raise ValueError(f"randomized: a sequence of {longest} tokens needs as many positions, got {self.limit}")
-        drawn = torch.randperm(self.limit, device=x.device)[:longest].sort().values
+        longest = x.shape[1] if context.cu_seqlens is None else context.positions.max() + 1
+        if not (isinstance(longest, Tensor) and traced(longest)) and longest > self.limit:
+            raise ValueError(
+                f"randomized: a sequence of {int(longest)} tokens needs as many positions, got {self.limit}"
+            )
+        drawn = torch.randperm(self.limit, device=x.device)
+        # The first ones, sorted; `longest` may be a number that only the device knows.
+        drawn = drawn.masked_fill(torch.arange(self.limit, device=x.device) >= longest, self.limit).sort().values
         phase = drawn[context.positions].unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)
         return x + (self.gain * torch.cat([phase.sin(), phase.cos()], dim=-1)).to(x.dtype)
 

@@ -16,7 +16,7 @@ class RoPEValues(Encoding):
 
     def __init__(self, sizes: Sizes, base: float = 10000.0) -> None:
         super().__init__()
-        self.head_dim, self.base = sizes.head_dim, base
+        self.head_dim, self.base = sizes.even_head_dim, base
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         angles = rope_angles(self.head_dim, self.base, x.device)

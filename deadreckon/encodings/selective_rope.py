@@ -35,7 +35,7 @@ class SelectiveRoPE(Encoding):
     def __init__(self, sizes: Sizes, rank: int = 16, base: float = 500000.0) -> None:
         super().__init__()
         self.sizes, self.base = sizes, base
-        pairs = sizes.n_kv_heads * (sizes.head_dim // 2)
+        pairs = sizes.n_kv_heads * (sizes.even_head_dim // 2)
         self.down = Projection(sizes.d_model, rank, bias=False)
         self.up = Projection(rank, pairs, bias=False)
         self.convolution = ShortConvolution(pairs, width=4)

@@ -27,7 +27,7 @@ class Sympow(Encoding):
 
     def __init__(self, sizes: Sizes, p: int = 2) -> None:
         super().__init__()
-        self.head_dim, self.longest, self.score = sizes.head_dim, sizes.max_length, Power(p)
+        self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         angles = 2 * math.pi * rope_angles(self.head_dim, self.longest, x.device)

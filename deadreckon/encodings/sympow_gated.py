@@ -25,7 +25,7 @@ class SympowGated(Encoding):
 
     def __init__(self, sizes: Sizes, p: int = 2) -> None:
         super().__init__()
-        self.head_dim, self.longest, self.score = sizes.head_dim, sizes.max_length, Power(p)
+        self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Factors:

@@ -10,11 +10,10 @@ step of a call computes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """reset (B, T, C), move (B, T, C, 3), gamma (C,), copy (B, T, C, P + 1)."""
@@ -244,29 +243,3 @@ def filter_back(
     back(*inputs, initial, eps, 0, out.shape[1], out, grad, carry, of_reset, of_move, by_cursor, of_copy)
     found = [of_reset, of_move, by_cursor.sum(0).to(inputs[2].dtype), carry.to(initial.dtype)]
     return found if of_copy is None else [*found, of_copy]
-
-
-class _Filter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, eps: float
-    ) -> Tensor:
-        out = reset.new_empty(*reset.shape, initial.shape[-1])
-        advance(reset, move, gamma, copy, initial, eps, 0, reset.shape[1], out, None)
-        ctx.eps = eps
-        ctx.save_for_backward(reset, move, gamma, copy, initial, out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, initial, out = ctx.saved_tensors
-        found = filter_back(retreat, tuple(inputs), initial, ctx.eps, out, grad)
-        return (*found, None) if len(found) == 5 else (*found, None, None)
-
-
-def filter_blockwise(
-    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, eps: float
-) -> Tensor:
-    """See :func:`deadreckon.histogram_filter`; initial (B, C, P)."""
-    return _Filter.apply(reset, move, gamma, initial, copy, eps)

@@ -11,13 +11,17 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from deadreckon.filters.chunked import filter_blockwise, work_type
+from deadreckon.filters.chunked import advance, retreat, work_type
+from deadreckon.filters.operators import filter_operator, superposition_operator
 from deadreckon.filters.reference import filter_reference
-from deadreckon.filters.superposition import superpose_blockwise
 from deadreckon.ops.checks import check_tensor, shape_of
+from deadreckon.ops.tracing import without_autocast
 
 Implementation = Literal["auto", "reference", "blockwise", "native", "triton"]
 HAS_TRITON = find_spec("triton") is not None
+
+filter_blockwise = filter_operator("deadreckon::histogram_filter_blockwise", advance, retreat)
+superpose_blockwise = superposition_operator("deadreckon::superpose_blockwise", advance, retreat)
 
 
 def histogram_filter(
@@ -61,8 +65,8 @@ def histogram_filter(
     """
     _check_gates(reset, move, gamma, positions, copy, initial, eps)
     state = _state(reset, positions, initial)
-    chosen, _ = _pick(impl, reset, positions)
-    with torch.autocast(reset.device.type, enabled=False):
+    chosen, _ = _pick(impl, positions, reset, move, gamma, copy, state)
+    with without_autocast(reset):
         return chosen(reset, move, gamma, copy, state, float(eps))
 
 
@@ -110,8 +114,8 @@ def superpose(
     positions = table.shape[0]
     _check_gates(reset, move, gamma, positions, copy, initial, eps)
     state = _state(reset, positions, initial)
-    _, chosen = _pick(impl, reset, positions)
-    with torch.autocast(reset.device.type, enabled=False):
+    _, chosen = _pick(impl, positions, reset, move, gamma, copy, state)
+    with without_autocast(reset):
         e, last = chosen(reset, move, gamma, copy, state, table, float(eps))
     return (e, last) if final else e
 
@@ -123,10 +127,14 @@ def _superpose_reference(
     return h.to(table.dtype) @ table, h[:, -1].to(work_type(reset))
 
 
-def _pick(impl: object, reset: Tensor, positions: int) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
+def _pick(
+    impl: object, positions: int, reset: Tensor, *others: Tensor | None
+) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
     """A filter and a superposition."""
     if impl == "reference":
         return filter_reference, _superpose_reference
+    if not torch.compiler.is_compiling() and any(map(_transformed, (reset, *others))):
+        raise ValueError(f"impl: torch.func.grad, vmap and the like need 'reference', got {impl!r}")
     if impl == "triton" or (impl == "auto" and reset.is_cuda):
         reason = _reason_against_kernels(reset, positions)
         if reason is None:
@@ -146,6 +154,11 @@ def _pick(impl: object, reset: Tensor, positions: int) -> tuple[Callable[..., Te
     if impl in ("auto", "blockwise"):
         return filter_blockwise, superpose_blockwise
     raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise', 'native' or 'triton', got {impl!r}")
+
+
+def _transformed(x: Tensor | None) -> bool:
+    """Whether x is inside a transform of torch.func."""
+    return x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _reason_against_kernels(reset: Tensor, positions: int) -> str | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deadreckon.filters.chunked import Inputs, filter_back
 from deadreckon.filters.superposition import room, superpose_back, superpose_forth
+from deadreckon.ops.tracing import operator, room_like
 
 
 def _packed(reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None) -> Inputs:
@@ -23,10 +24,6 @@ def _packed(reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None) -> 
 
 def _room(reset: Tensor, initial: Tensor) -> Tensor:
     return reset.new_empty(*reset.shape, initial.shape[2])
-
-
-def _gradients_for(*inputs: Tensor | None) -> list[Tensor]:
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs if x is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -41,18 +38,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def filter_operator(name: str, forth: Callable[..., None], back: Callable[..., None]) -> Callable[..., Tensor]:
     """Histograms (B, T, C, P) in the dtype of reset, from reset, move, gamma, copy, initial and eps."""
 
-    @torch.library.custom_op(name, mutates_args=())
     def forward(reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, eps: float) -> Tensor:
         out = _room(reset, initial)
         with torch.cuda.device_of(reset):
             forth(*_packed(reset, move, gamma, copy), initial, eps, 0, reset.shape[1], out, None)
         return out
 
-    @forward.register_fake
-    def _(reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, eps: float) -> Tensor:
-        return _room(reset, initial)
-
-    @torch.library.custom_op(f"{name}_backward", mutates_args=())
     def backward(
         grad: Tensor, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, out: Tensor,
         eps: float,
@@ -61,21 +52,18 @@ def filter_operator(name: str, forth: Callable[..., None], back: Callable[..., N
         with torch.cuda.device_of(reset):
             return filter_back(back, _packed(reset, move, gamma, copy), initial, eps, out, grad.contiguous())
 
-    @backward.register_fake
-    def _(
-        grad: Tensor, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, out: Tensor,
-        eps: float,
-    ) -> list[Tensor]:  # fmt: skip
-        return _gradients_for(reset, move, gamma, initial, copy)
-
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = backward(grad, *ctx.saved_tensors, ctx.eps)
+        found = going_back(grad, *ctx.saved_tensors, ctx.eps)
         return (*found, None) if len(found) == 5 else (*found, None, None)
 
-    forward.register_autograd(gradients, setup_context=_save)
+    going_back = operator(f"{name}_backward", backward, lambda grad, *inputs: room_like(*inputs[:5]))
+    run = operator(
+        name, forward, lambda reset, move, gamma, initial, *_: _room(reset, initial), gradients=gradients, save=_save
+    )
 
     def call(reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, eps: float) -> Tensor:
-        return forward(reset, move, gamma, initial, copy, eps)
+        out: Tensor = run(reset, move, gamma, initial, copy, eps)
+        return out
 
     return call
 
@@ -85,21 +73,13 @@ def superposition_operator(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Superpositions (B, T, C, d) and the last histograms (B, C, P), from the same and a table before eps."""
 
-    @torch.library.custom_op(name, mutates_args=())
     def forward(
         reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, table: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """With states (chunks, B, C, P)."""
+        """With states (chunks + 1, B, C, P)."""
         with torch.cuda.device_of(reset):
             return superpose_forth(forth, _packed(reset, move, gamma, copy), initial, table, eps)
 
-    @forward.register_fake
-    def _(
-        reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, table: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return room(reset, initial, table)
-
-    @torch.library.custom_op(f"{name}_backward", mutates_args=())
     def backward(
         grad: Tensor, grad_final: Tensor, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor,
         copy: Tensor | None, table: Tensor, states: Tensor, eps: float,
@@ -109,23 +89,20 @@ def superposition_operator(
         with torch.cuda.device_of(reset):
             return superpose_back(forth, back, inputs, initial, table, eps, states, grad, grad_final)
 
-    @backward.register_fake
-    def _(
-        grad: Tensor, grad_final: Tensor, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor,
-        copy: Tensor | None, table: Tensor, states: Tensor, eps: float,
-    ) -> list[Tensor]:  # fmt: skip
-        return _gradients_for(reset, move, gamma, initial, copy)
-
     def gradients(ctx: Any, grad: Tensor, grad_final: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        found = backward(grad, grad_final, *ctx.saved_tensors, ctx.eps)
+        found = going_back(grad, grad_final, *ctx.saved_tensors, ctx.eps)
         return (*found, None, None) if len(found) == 5 else (*found, None, None, None)
 
-    forward.register_autograd(gradients, setup_context=_save)
+    going_back = operator(f"{name}_backward", backward, lambda grad, final, *inputs: room_like(*inputs[:5]))
+    run = operator(
+        name, forward, lambda reset, move, gamma, initial, copy, table, eps: room(reset, initial, table),
+        gradients=gradients, save=_save,
+    )  # fmt: skip
 
     def call(
         reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, table: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        e, final, _ = forward(reset, move, gamma, initial, copy, table, eps)
+        e, final, _ = run(reset, move, gamma, initial, copy, table, eps)
         return e, final
 
     return call

@@ -8,25 +8,27 @@ here or in the kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from deadreckon.filters.chunked import Inputs, advance, gradient_room, retreat, work_type
+from deadreckon.filters.chunked import Inputs, gradient_room, work_type
 
 
 def chunk(length: int) -> int:
-    """Tokens of a chunk: about √(T/2), so that states and what a chunk takes are as much, and little."""
-    return 8 if length <= 128 else 16 if length <= 512 else 32 if length <= 2048 else 64
+    """Tokens of a chunk: about √(T/2), so that states and what a chunk takes are as much, and little.
+
+    8 up to 128 tokens, and twice as many beyond each of 128, 512 and 2048. No branch: the length may be a symbol.
+    """
+    return 8 * math.prod(1 + torch.sym_min((length - 1) // edge, 1) for edge in (128, 512, 2048))
 
 
 def room(reset: Tensor, initial: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For superpositions (B, T, C, d), the last histograms (B, C, P), and states (chunks, B, C, P)."""
+    """For superpositions (B, T, C, d), the last histograms (B, C, P), and states (chunks + 1, B, C, P)."""
     size, dtype = chunk(reset.shape[1]), work_type(reset)
-    states = initial.new_empty((reset.shape[1] + size - 1) // size, *initial.shape, dtype=dtype)
+    states = initial.new_empty((reset.shape[1] - 1) // size + 2, *initial.shape, dtype=dtype)
     return table.new_empty(*reset.shape, table.shape[1]), initial.new_empty(initial.shape, dtype=dtype), states
 
 
@@ -62,10 +64,9 @@ def superpose_forth(
     buffer = Buffer(reset, table.shape[0], table.dtype)
     for number, (first, steps) in enumerate(_chunks(length)):
         h = buffer.of(steps)
-        next_state = final if first + steps == length else states[number + 1]
-        forth(*inputs, states[number], eps, first, steps, h, next_state)
+        forth(*inputs, states[number], eps, first, steps, h, states[number + 1])
         torch.bmm(h.flatten(1, 2), tables, out=rows[:, first * cursors : (first + steps) * cursors])
-    return e, final, states
+    return e, final.copy_(states[-1]), states
 
 
 def superpose_back(
@@ -89,30 +90,3 @@ def superpose_back(
         )  # fmt: skip
     found = [of_reset, of_move, by_cursor.sum(0).to(inputs[2].dtype), carry.to(initial.dtype)]
     return found if of_copy is None else [*found, of_copy]
-
-
-class _Superpose(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, table: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        e, final, states = superpose_forth(advance, (reset, move, gamma, copy), initial, table, eps)
-        ctx.eps = eps
-        ctx.save_for_backward(reset, move, gamma, copy, initial, table, states)
-        return e, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        reset, move, gamma, copy, initial, table, states = ctx.saved_tensors
-        inputs = reset, move, gamma, copy
-        found = superpose_back(advance, retreat, inputs, initial, table, ctx.eps, states, grad, grad_final)
-        return (*found, None, None) if len(found) == 5 else (*found, None, None, None)
-
-
-def superpose_blockwise(
-    reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, table: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See :func:`deadreckon.superpose`: superpositions (B, T, C, d) and the last histograms (B, C, P)."""
-    return _Superpose.apply(reset, move, gamma, initial, copy, table, eps)

@@ -19,6 +19,7 @@ from deadreckon.encodings.base import Context, Drawn, Encoding
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
 from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.state import LayerState
+from deadreckon.ops.tracing import traced
 
 
 @strict
@@ -178,9 +179,15 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
             return self._continue(x, input_ids, attention_mask, cache)
         real = _padding(attention_mask, x)
-        if real is not None:
-            if cu_seqlens is not None:
-                raise ValueError("cu_seqlens: packed sequences have no padding; expected no attention_mask beside it")
+        order: Tensor | None = None
+        if real is not None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens: packed sequences have no padding; expected no attention_mask beside it")
+        if real is not None and traced(real):
+            # A tracer does not know how many tokens are real: padding goes to the end, where nothing looks from.
+            order = (~real).int().argsort(dim=1, stable=True)
+            x = x.gather(1, order.unsqueeze(-1).expand_as(x))
+            input_ids = None if input_ids is None else input_ids.gather(1, order)
+        elif real is not None:
             # Padded rows become packed documents: nothing that computes ever meets padding.
             lengths = real.sum(1)
             cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -191,7 +198,9 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         for layer in self.layers:
             x = layer(x, context)
         x = self.norm(x)
-        if real is not None:
+        if real is not None and order is not None:
+            x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
+        elif real is not None:
             x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
         return BaseModelOutputWithPast(last_hidden_state=x)
 
@@ -260,7 +269,7 @@ def _left_padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None
 
 
 def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Which tokens are real, (B, T), or None where all are."""
+    """Which tokens are real, (B, T), or None where all are known to be."""
     if attention_mask is None:
         return None
     if attention_mask.shape != x.shape[:2]:
@@ -269,6 +278,8 @@ def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
             f"got {tuple(attention_mask.shape)}"
         )
     real = attention_mask.bool()
+    if traced(real):
+        return real
     if not bool(real.any()):
         raise ValueError("attention_mask: expected a token that is not padding, got zeros alone")
     return None if bool(real.all()) else real

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from importlib.util import find_spec
-from itertools import pairwise
 from numbers import Real
 from typing import Literal
 
@@ -13,11 +12,13 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.attend import attend_blockwise
+from deadreckon.ops.blockwise.documents import boundaries, separated
 from deadreckon.ops.checks import check_tensor, shape_of
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.ops.reference import attend_reference
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, Kernels, attend_stream
+from deadreckon.ops.tracing import traced, without_autocast
 
 Implementation = Literal["auto", "reference", "blockwise", "triton"]
 
@@ -79,10 +80,10 @@ def attend(
     documents = check_documents(cu_seqlens, q)
     scale = _check_scale(scale, q)
     factors = Factors(transport, gates, score)
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
     # Autocast would run the sums of phases, gates and frames in half precision.
-    with torch.autocast(q.device.type, enabled=False):
-        if impl == "reference":
-            return attend_reference(q, k, v, factors, scale, documents)
+    with without_autocast(q):
         if impl == "triton" or (impl == "auto" and q.is_cuda):
             reason = _reason_against_kernels(q, v, factors, packed=cu_seqlens is not None)
             if reason is None:
@@ -91,9 +92,10 @@ def attend(
                 return attend_fused(q, k, v, factors, scale, cu_seqlens)
             if impl == "triton":
                 raise ValueError(f"impl: 'triton' needs {reason}")
-        if impl in ("auto", "blockwise"):
-            return attend_blockwise(q, k, v, factors, scale, documents)
-    raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
+        if cu_seqlens is not None and documents is None:
+            factors = factors._replace(log_gate=separated(gates, cu_seqlens, k))
+        attend_plainly = attend_reference if impl == "reference" else attend_blockwise
+        return attend_plainly(q, k, v, factors, scale, documents)
 
 
 def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
@@ -289,12 +291,15 @@ def _check_score(score: object, transport: Transport | None) -> None:
         raise ValueError(f"score: expected 'softmax', 'stick-breaking' or Power(p), got {score!r}")
 
 
-_checked: tuple[weakref.ref[Tensor], int, list[int]] | None = None
-"""The boundaries that were looked at last, their version and what they are: layers of a model share theirs."""
+_checked: tuple[weakref.ref[Tensor], int, int, list[int]] | None = None
+"""The boundaries that were checked last, their version, T and values: the layers of a model share one tensor."""
 
 
 def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
-    """Returns the boundaries as Python integers. Where they are on a GPU, it is waited for, once for each tensor."""
+    """Returns the boundaries as Python integers; None also where they are traced, to be checked by what uses them.
+
+    Where they are on a GPU, it is waited for, once for each tensor.
+    """
     global _checked
     if cu_seqlens is None:
         return None
@@ -305,13 +310,9 @@ def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
         raise ValueError(f"cu_seqlens: expected shape (N + 1,) with N of 1 or more, got {shape_of(cu_seqlens)}")
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
-    if _checked is None or _checked[0]() is not cu_seqlens or _checked[1] != cu_seqlens._version:
-        _checked = weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist()
-    bounds = _checked[2]
-    if bounds[0] != 0 or bounds[-1] != q.shape[1]:
-        raise ValueError(f"cu_seqlens: expected it to run from 0 to T = {q.shape[1]}, got {bounds[0]} to {bounds[-1]}")
-    if any(later < earlier for earlier, later in pairwise(bounds)):
-        raise ValueError(
-            f"cu_seqlens: expected sorted boundaries, got {bounds if len(bounds) < 12 else 'unsorted ones'}"
-        )
-    return bounds
+    if traced(cu_seqlens) or traced(q):
+        return None
+    if _checked is None or _checked[0]() is not cu_seqlens or _checked[1:3] != (cu_seqlens._version, q.shape[1]):
+        bounds = boundaries(cu_seqlens, q.shape[1])
+        _checked = weakref.ref(cu_seqlens), cu_seqlens._version, q.shape[1], bounds
+    return _checked[3]

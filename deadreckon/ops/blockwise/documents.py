@@ -1,5 +1,6 @@
 """Packed documents become batches: those of similar length are laid side by side, padded at the end, where causal
-attention never looks from."""
+attention never looks from. Under a tracer, which cannot know the lengths, gates at their first tokens keep them apart.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +12,42 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.factors import Factors, Householder, Rotation
+from deadreckon.ops.tracing import operator
+
+CLOSED = -1e4  # a log gate that nothing passes
+
+
+def boundaries(cu_seqlens: Tensor, length: int) -> list[int]:
+    """cu_seqlens (N + 1,) as integers, if they are boundaries of documents in a row of so many tokens."""
+    bounds: list[int] = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != length:
+        raise ValueError(f"cu_seqlens: expected it to run from 0 to T = {length}, got {bounds[0]} to {bounds[-1]}")
+    if any(later < earlier for earlier, later in pairwise(bounds)):
+        raise ValueError(
+            f"cu_seqlens: expected sorted boundaries, got {bounds if len(bounds) < 12 else 'unsorted ones'}"
+        )
+    return bounds
+
+
+def _first_tokens(cu_seqlens: Tensor, length: int) -> Tensor:
+    """(T,) whether a document begins there. The boundaries are checked when it runs."""
+    firsts = [start for start in boundaries(cu_seqlens, length) if start < length]
+    marks = torch.zeros(length, dtype=torch.bool, device=cu_seqlens.device)
+    return marks.index_fill_(0, torch.tensor(firsts, device=marks.device), True)
+
+
+first_tokens = operator(
+    "deadreckon::first_tokens",
+    _first_tokens,
+    lambda cu_seqlens, length: cu_seqlens.new_empty(length, dtype=torch.bool),
+)
+
+
+def separated(log_gate: Tensor | None, cu_seqlens: Tensor, k: Tensor) -> Tensor:
+    """Gates (1, T, H or Hq) that let nothing pass from one document to the next: all else may run through them."""
+    gate = k.new_zeros(k.shape[:3], dtype=torch.float32) if log_gate is None else log_gate
+    first = first_tokens(cu_seqlens, k.shape[1]).to(k.device)
+    return gate.masked_fill(first.unsqueeze(-1), CLOSED)
 
 
 def buckets(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:

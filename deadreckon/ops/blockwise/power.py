@@ -15,7 +15,8 @@ their gates differ. It holds multiplicities, not their roots. The last column ad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from deadreckon.ops.blockwise.finite import contained
 from deadreckon.ops.blockwise.precision import exact, faded, in_range, work
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import dimension, monomial_gradients, monomials, multiplicities, symmetric_power
-from deadreckon.ops.blockwise.tree import attend_tree
+from deadreckon.ops.blockwise.tree import climb_down, climb_up, first_derivatives_only
 from deadreckon.ops.factors import Form, Power
+from deadreckon.ops.tracing import operator, room_like, without_autocast
 
 RECENT = 8  # tokens that the recurrent form has not folded into its state
 HELD = 1 << 22  # numbers of φ that are held at a time
@@ -50,13 +52,17 @@ def chunk_tokens(width: int, p: int) -> int:
     return -(-max(dimension(width, p) // 2, 4 * LEAF) // LEAF) * LEAF
 
 
+def chunked_from(width: int, p: int, device: torch.device) -> int:
+    """How many tokens it takes for the chunked form to be faster."""
+    even = BREAK_EVEN.get((device.type, p), 4.0) * dimension(width, p)
+    return math.ceil(max(even, FEWEST.get(device.type, 768)))
+
+
 def form_for(score: Power, q: Tensor) -> Form:
     """The form to compute q (B, T, Hq, D) in: the one it says or, where the choice is ours, the faster."""
     if score.form != "auto":
         return score.form
-    device = q.device.type
-    even = BREAK_EVEN.get((device, score.p), 4.0) * dimension(q.shape[3], score.p)
-    return "chunked" if q.shape[1] >= max(even, FEWEST.get(device, 768)) else "attention"
+    return "chunked" if q.shape[1] >= chunked_from(q.shape[3], score.p, q.device) else "attention"
 
 
 def state_dtype(dtype: torch.dtype, p: int, device: torch.device) -> torch.dtype:
@@ -157,20 +163,19 @@ def attend_power(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score
 
     There is no scale: weights are divided by their sum.
     """
-    batch, length, query_heads, width = q.shape
-    heads, chunk = k.shape[2], chunk_tokens(width, score.p)
-    form = form_for(score, q)
-    if form == "attention" or (form == "chunked" and length <= chunk):
-        return attend_tree(q, k, v, None, log_gate, score, 1.0)
+    batch, length, query_heads, _ = q.shape
+    heads = k.shape[2]
     rows, keys, values = (by_head(x.to(work(q.dtype)), heads) for x in (q, k, v))
     rows, keys = in_range(rows, keys.squeeze(2))
     gates = None if log_gate is None else gates_by_head(log_gate, heads)
-    if form == "recurrent":
+    if score.form == "recurrent":
         output = recurrent(rows, keys, values.squeeze(2), gates, score.p)
     else:
-        chunks = -(-length // chunk)
-        chunk = -(-length // (chunks * LEAF)) * LEAF
-        output = chunked(rows, keys, values.squeeze(2), gates, score.p, chunk)
+        inputs = rows, keys, values.squeeze(2), gates
+        # A tracer may not know the length, and so not how many states there are.
+        keep = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        keep = keep and any(x is not None and x.requires_grad for x in inputs)
+        output = power_forward(*inputs, score.p, score.form, keep)[0]
     output = output.unflatten(0, (batch, heads)).transpose(1, 2)  # (B, T, H, G, E)
     return output.reshape(batch, length, query_heads, -1).to(q.dtype)
 
@@ -214,24 +219,21 @@ def _over_recent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, p: int) -> Tens
     return weights @ window(with_ones(v)).mT
 
 
-def chunked(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, chunk: int) -> Tensor:
-    """A chunk at a time, q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G); chunks are whole leaves."""
-    length = q.shape[1]
-
-    def whole(x: Tensor) -> Tensor:  # T padded to whole chunks
-        return pad(x, (0, 0) * (x.dim() - 2) + (0, -length % chunk))
-
-    (k, v, gates), poison = contained((k, v, gates))  # type: ignore[assignment]
-    gates = None if gates is None else whole(gates)
-    output = _Chunked.apply(whole(q), whole(k), whole(v), gates, p, chunk)[:, :length]
-    return output if poison is None else output + poison[:, :, None, None].to(output.dtype)
-
-
 class _Chunks:
-    """Chunks of (N, T, ...): their routes inside as one climb over all chunks, and what their states need of gates."""
+    """Chunks of (N, T, ...): their routes inside as one climb over all chunks, and what their states need of gates.
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, chunk: int) -> None:
-        self.p, self.count, self.chunk = p, q.shape[1] // chunk, chunk
+    T is padded to whole chunks, all of one size, which are whole leaves.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> None:
+        self.length = q.shape[1]
+        (k, v, gates), self.poison = contained((k, v, gates))  # type: ignore[assignment]
+        count = -(-self.length // chunk_tokens(q.shape[3], p))
+        chunk = -(-self.length // (count * LEAF)) * LEAF
+        self.padding = -self.length % chunk
+        q, k, v = (self.whole(x) for x in (q, k, v))
+        gates = None if gates is None else self.whole(gates)
+        self.p, self.count = p, q.shape[1] // chunk
         inside = (None if x is None else x.reshape(-1, chunk, *x.shape[2:]) for x in (q, k, v, gates))
         q, k, v, gates = inside  # type: ignore[assignment]
         self.climb = Climb(q, k, v, None, None, gates, Power(p), 1.0, LEAF)
@@ -244,6 +246,14 @@ class _Chunks:
             sums = self.split(self.climb.sums)  # within a chunk, in float64
             self.from_start, self.to_end = (faded(x, self.dtype) for x in (sums, sums[:, :, -1:] - sums))
         self.across = self.from_start[:, :, -1]  # (N, chunks, kinds)
+
+    def whole(self, x: Tensor, value: float = 0.0) -> Tensor:
+        """(N, T, ...), padded."""
+        return pad(x, (0, 0) * (x.dim() - 2) + (0, self.padding), value=value)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(N · chunks, chunk, ...) -> (N, T, ...), without the padding."""
+        return self.split(x).flatten(1, 2)[:, : self.length].contiguous()
 
     def split(self, x: Tensor) -> Tensor:
         """(N · chunks, chunk, ...) -> (N, chunks, chunk, ...)."""
@@ -264,45 +274,8 @@ class _Chunks:
             yield n + 1, state
 
 
-class _Chunked(torch.autograd.Function):
-    """The chunked form with its gradients. One state a chunk is kept; φ is computed again."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, chunk: int) -> Tensor:
-        chunks = _Chunks(q, k, v, gates, p, chunk)
-        out, row = chunks.climb.ascend()
-        outs, rows = chunks.split(out), chunks.split(row)
-        states, heard = [], []
-        for n, state in chunks.states():
-            found = read(state, chunks[n][0], p)
-            heard.append(found[..., -1] != 0)
-            found *= chunks.from_start[:, n].unsqueeze(3)
-            outs[:, n] += found[..., :-1]
-            rows[:, n] += found[..., -1]
-            states.append(state)
-        out = chunks.climb.score.finish(out, row)
-        ctx.save_for_backward(q, k, v, gates, out, row, torch.stack(heard), *states)
-        ctx.settings = (p, chunk)
-        return out.view(*q.shape[:3], -1).to(q.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("attend: second derivatives need impl='reference'; this one computes first derivatives")
-        q, k, v, gates, out, row, heard, *states = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            chunks = _Chunks(q, k, v, gates, *ctx.settings)
-            grad = grad.reshape(out.shape)
-            grad_q, grad_k, grad_v, _, _, grad_gates = chunks.climb.descend(grad.contiguous(), out, row.clone())
-            inside = (grad_q, grad_k, grad_v, grad_gates)
-            across = _state_gradients(chunks, grad, out, row, heard, states)
-            both = (None if x is None else (x + y.view_as(x)) for x, y in zip(inside, across, strict=True))
-            found = (x if x is None else x.view_as(y) for x, y in zip(both, (q, k, v, gates), strict=True))
-            return (*found, None, None)
-
-
 def _state_gradients(
-    chunks: _Chunks, grad: Tensor, out: Tensor, row: Tensor, heard: Tensor, states: list[Tensor]
+    chunks: _Chunks, grad: Tensor, out: Tensor, row: Tensor, heard: Tensor, states: Sequence[Tensor] | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What q, k, v and gates receive through states, from the last chunk to the first."""
     p, kinds = chunks.p, chunks.across.shape[2]
@@ -320,10 +293,107 @@ def _state_gradients(
             if n:
                 grad_gates[:, n] += (grad_state * states[n - 1]).sum((1, 3)).unsqueeze(1)
         if n:
-            asked = rows[:, n] * heard[n - 1].unsqueeze(-1)
+            asked = rows[:, n] * heard[:, n].unsqueeze(-1)
             grad_q[:, n] = read_gradients(states[n - 1], q, p, asked, grad_state)
             # What is read is homogeneous of degree p in q: so d log-weights add up to q · dq / p.
             by_query = (q * grad_q[:, n]).sum(-1, dtype=grad_gates.dtype) / p
             by_query = by_query if kinds > 1 else by_query.sum(-1, keepdim=True)
             grad_gates[:, n] += by_query.flip(1).cumsum(1).flip(1)
     return grad_q, grad_k, grad_v, grad_gates
+
+
+# The operator ---------------------------------------------------------------------------------------------------------
+
+
+def _state_count(length: int, width: int, p: int, form: str, device: torch.device) -> int:
+    """How many states go from chunk to chunk: none, where powers are computed as attention."""
+    if form == "attention" or (form == "auto" and length < chunked_from(width, p, device)):
+        return 0
+    return (length - 1) // chunk_tokens(width, p)
+
+
+def _room(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, form: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """For what the operator returns."""
+    precise = exact(q.device)
+    out = q.new_empty(*q.shape[:3], v.shape[2])
+    row = q.new_empty(q.shape[:3], dtype=precise)
+    count = _state_count(q.shape[1], q.shape[3], p, form, q.device) if keep else 0
+    state = (q.shape[0], dimension(q.shape[3], p), 1 if gates is None else gates.shape[2], v.shape[2] + 1)
+    states = q.new_empty(count, *state, dtype=state_dtype(q.dtype, p, q.device))
+    return out, torch.empty_like(out, dtype=precise), row, torch.empty_like(row, dtype=torch.bool), states
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, form: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G): the output (N, T, G, E), and for the way back
+    the same more precisely, the rows' sums, which queries a state had an answer for, and states, if they are kept."""
+    *_, heard, states = _room(q, k, v, gates, p, form, keep)
+    if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
+        return *climb_up(q, k, v, None, None, gates, "power", p, 1.0), heard.zero_(), states
+    chunks = _Chunks(q, k, v, gates, p)
+    out, row = chunks.climb.ascend()
+    outs, rows = chunks.split(out), chunks.split(row)
+    answers = torch.zeros_like(row, dtype=torch.bool)
+    for n, state in chunks.states():
+        found = read(state, chunks[n][0], p)
+        chunks.split(answers)[:, n] = found[..., -1] != 0
+        found *= chunks.from_start[:, n].unsqueeze(3)
+        outs[:, n] += found[..., :-1]
+        rows[:, n] += found[..., -1]
+        if keep:
+            states[n - 1] = state
+    out = chunks.climb.score.finish(out, row)
+    out, row, answers = (chunks.cut(x) for x in (out, row, answers))
+    if chunks.poison is not None:
+        out += chunks.poison[:, :, None, None]
+    return out.to(q.dtype, copy=True), out, row, answers, states
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, given: Tensor, out: Tensor, row: Tensor,
+    heard: Tensor, states: Tensor, p: int, form: str,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v and, if there are any, gates. φ is computed again."""
+    if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
+        return climb_down(grad, q, k, v, None, None, gates, given, out, row, "power", p, 1.0)
+    with without_autocast(q):
+        chunks = _Chunks(q, k, v, gates, p)
+        size = chunks.tensors[0].shape[2]
+        grad, out, heard = (chunks.whole(x).unflatten(1, (-1, size)) for x in (grad, out, heard))
+        row = chunks.whole(row, chunks.climb.score.unseen).unflatten(1, (-1, size))
+        grad, out, rows = (x.flatten(0, 1) for x in (grad, out, row))
+        inside = chunks.climb.descend(grad.contiguous(), out, rows.clone())
+        kept = states if len(states) else [state for _, state in chunks.states()]
+        across = _state_gradients(chunks, grad, out, rows, heard, kept)
+        pairs = zip([*inside[:3], inside[5]], across, strict=True)  # of q, k, v and gates
+        return [chunks.cut(x + y.view_as(x)) for x, y in pairs if x is not None]
+
+
+def _gradient_room(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, given: Tensor, out: Tensor, row: Tensor,
+    heard: Tensor, states: Tensor, p: int, form: str,
+) -> list[Tensor]:  # fmt: skip
+    return room_like(q, k, v, gates)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, p, form, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.settings = p, form
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
+    first_derivatives_only()
+    grad_q, grad_k, grad_v, *grad_gates = power_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return grad_q, grad_k, grad_v, *(grad_gates or [None]), None, None, None
+
+
+power_backward = operator("deadreckon::even_power_backward", _backward, _gradient_room)
+power_forward = operator("deadreckon::even_power", _forward, _room, gradients=_gradients, save=_save)

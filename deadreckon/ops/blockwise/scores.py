@@ -25,6 +25,7 @@ class Tiled(Protocol):
     normalised: bool  # whether rows are divided by their sum
     careful: bool  # whether leaves and outputs need more than the working precision
     sees_itself: bool  # whether a token is among the keys of its own query
+    unseen: float  # a row's statistic that makes all weights zero, for padding on the way back
 
     def start(self, rows: Tensor) -> Tensor:
         """The statistic before any tile, shaped like rows (N, T, G)."""
@@ -52,6 +53,7 @@ class Softmax:
     normalised = True
     careful = False
     sees_itself = True
+    unseen = float("inf")
 
     def start(self, rows: Tensor) -> Tensor:
         return torch.full_like(rows, -torch.inf)
@@ -89,6 +91,7 @@ class EvenPower:
     normalised = True
     careful = True
     sees_itself = True
+    unseen = float("inf")
 
     def __init__(self, p: int) -> None:
         self.p = p
@@ -126,6 +129,7 @@ class StickBreaking:
     normalised = False
     careful = False
     sees_itself = False
+    unseen = -float("inf")
 
     def start(self, rows: Tensor) -> Tensor:
         return torch.zeros_like(rows, dtype=exact(rows.device))

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deadreckon.ops.tracing import operator, room_like
+
 FEW = 16  # tokens for which the slices are short
 
 
@@ -27,10 +29,14 @@ def dimension(width: int, p: int) -> int:
     return comb(width + p - 1, p)
 
 
-def symmetric_power(x: Tensor, p: int) -> Tensor:
-    """φ(x): (..., D) -> (..., C(D + p − 1, p)). Differentiable."""
-    powers = _Monomials.apply(x.reshape(-1, x.shape[-1]).mT.contiguous(), p).mT
-    return powers.reshape(*x.shape[:-1], -1) * multiplicities(x.shape[-1], p).sqrt().to(x)
+def _symmetric_power(x: Tensor, p: int) -> Tensor:
+    """φ(x): (..., D) -> (..., C(D + p − 1, p)). Differentiable, once."""
+    powers = monomials(x.reshape(-1, x.shape[-1]).mT.contiguous(), p).mT
+    return powers.reshape(*x.shape[:-1], -1) * _roots(x, p)
+
+
+def _roots(x: Tensor, p: int) -> Tensor:
+    return multiplicities(x.shape[-1], p).sqrt().to(x)
 
 
 @cache
@@ -101,14 +107,25 @@ def monomial_gradients(x: Tensor, p: int, grad: Tensor) -> Tensor:
     return grad_x.add_(grad)
 
 
-class _Monomials(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: int) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.p = p
-        return monomials(x, p)
+def _backward(x: Tensor, p: int, grad: Tensor) -> Tensor:
+    """The gradient of x, given that of φ(x)."""
+    columns = x.reshape(-1, x.shape[-1]).mT.contiguous()
+    grad = (grad * _roots(x, p)).reshape(-1, grad.shape[-1]).mT
+    return monomial_gradients(columns, p, grad).mT.reshape(x.shape)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return monomial_gradients(x, ctx.p, grad), None
+
+def _save(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    x, ctx.p = inputs
+    ctx.save_for_backward(x)
+
+
+symmetric_power_backward = operator(
+    "deadreckon::symmetric_power_backward", _backward, lambda x, p, grad: room_like(x)[0]
+)
+symmetric_power = operator(
+    "deadreckon::symmetric_power",
+    _symmetric_power,
+    lambda x, p: x.new_empty(*x.shape[:-1], dimension(x.shape[-1], p)),
+    gradients=lambda ctx, grad: (symmetric_power_backward(*ctx.saved_tensors, ctx.p, grad), None),
+    save=_save,
+)

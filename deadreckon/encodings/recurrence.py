@@ -1,0 +1,112 @@
+"""The recurrent network that moves PRISM's cursors: a GRU.
+
+    r, z = σ(W x_t + b + U h_{t−1} + c),   n = tanh(W x_t + b + r ⊙ (U h_{t−1} + c)),   h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
+
+each with its third of the rows of W, U, b and c. On a CPU PyTorch computes it token by token, which a compiler would
+unroll, for one length alone: compiled, it is one operator, `unrolled`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deadreckon.encodings.base import Drawn, at_least_single
+from deadreckon.ops.tracing import operator, room_like
+
+
+def _forward(x: Tensor, before: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Hidden states (B, T, hidden) of x (B, T, inputs), given that before the first token (B, hidden)."""
+    return torch.gru(x, before.unsqueeze(0), [w, u, b, c], True, 1, 0.0, False, False, True)[0].contiguous()
+
+
+def _room(x: Tensor, before: Tensor, *_: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:2], before.shape[1])
+
+
+def _backward(
+    grad: Tensor, x: Tensor, before: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor, hidden: Tensor
+) -> list[Tensor]:
+    """Gradients of all but hidden. Only d h waits for the token after it: gates are computed again, all at once."""
+    past = torch.cat([before.unsqueeze(1), hidden[:, :-1]], dim=1)
+    from_input, from_past = torch.nn.functional.linear(x, w, b), torch.nn.functional.linear(past, u, c)
+    (r_x, z_x, n_x), (r_h, z_h, n_h) = from_input.chunk(3, -1), from_past.chunk(3, -1)
+    r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
+    n = (n_x + r * n_h).tanh()
+    # What d h_t is multiplied by for d of the sums in r, z and n, of the latter what comes from the past.
+    of_n = (1 - z) * (1 - n * n)
+    slopes = torch.cat([of_n * n_h * r * (1 - r), (past - n) * z * (1 - z), of_n * r], dim=-1)
+    by_past, arrived, carry = torch.empty_like(slopes), torch.empty_like(hidden), torch.zeros_like(before)
+    for t in range(x.shape[1] - 1, -1, -1):
+        arrived[:, t] = carry + grad[:, t]
+        by_past[:, t] = arrived[:, t].repeat(1, 3) * slopes[:, t]
+        carry = torch.addmm(arrived[:, t] * z[:, t], by_past[:, t], u)
+    by_input = torch.cat([by_past[..., : 2 * before.shape[1]], arrived * of_n], dim=-1)
+    found = [by_input @ w, carry]
+    found += [rows.flatten(0, 1).mT @ y.flatten(0, 1) for rows, y in ((by_input, x), (by_past, past))]
+    return found + [rows.sum((0, 1)) for rows in (by_input, by_past)]
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+unrolled_backward = operator("deadreckon::gru_backward", _backward, lambda grad, *inputs: room_like(*inputs[:6]))
+unrolled = operator(
+    "deadreckon::gru",
+    _forward,
+    _room,
+    gradients=lambda ctx, grad: tuple(unrolled_backward(grad, *ctx.saved_tensors)),
+    save=_save,
+)
+
+
+class Recurrence(Drawn, nn.RNNBase):  # not nn.GRU, which compilers refuse by name
+    """A GRU whose hidden-to-hidden matrix W (3 · hidden, hidden) begins, and is kept near, WᵀW = I.
+
+    Args:
+        norm: of W, Frobenius, if it is held at that, times a factor that is learnt; then nothing keeps it orthogonal.
+        start: whether the state before the first token is learnt, from zero, or is zero.
+    """
+
+    weight_hh_l0: nn.Parameter
+    bias_ih_l0: nn.Parameter
+    bias_hh_l0: nn.Parameter
+
+    def __init__(self, inputs: int, hidden: int, norm: float | None = None, start: bool = False) -> None:
+        super().__init__("GRU", inputs, hidden, batch_first=True)
+        self.norm = norm
+        if norm is not None:
+            self.loudness = nn.Parameter(torch.ones(()))
+        self.start = nn.Parameter(torch.zeros(hidden)) if start else None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.orthogonal_(self.weight_hh_l0)
+        nn.init.zeros_(self.bias_ih_l0)
+        nn.init.zeros_(self.bias_hh_l0)
+        for name, value in (("loudness", 1.0), ("start", 0.0)):  # neither is there yet when GRUs are first reset
+            if getattr(self, name, None) is not None:
+                nn.init.constant_(getattr(self, name), value)
+
+    def strain(self) -> Tensor:
+        """‖WᵀW − I‖², Frobenius, of that matrix."""
+        w = at_least_single(self.weight_hh_l0)
+        return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
+
+    def first(self, x: Tensor) -> Tensor:
+        """The hidden state before a sequence begins (hidden,), for tokens x."""
+        return x.new_zeros(self.hidden_size) if self.start is None else self.start.to(x.dtype)
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:
+        """Hidden states (B, T, hidden) after each token of x, given that before the first (B, hidden); x's dtype."""
+        from_input, from_hidden, *biases = (w.to(x.dtype) for w in self.all_weights[0])
+        if self.norm is not None:
+            from_hidden = from_hidden * (self.norm * self.loudness.to(x.dtype) / from_hidden.norm())
+        train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
+        weights, before = [from_input, from_hidden, *biases], before.unsqueeze(0).contiguous()  # cuDNN takes no other
+        if torch.compiler.is_compiling() and not x.is_cuda:
+            return unrolled(x, before.squeeze(0), *weights)
+        return torch.gru(x, before, weights, True, 1, 0.0, train, False, True)[0]

@@ -1,0 +1,56 @@
+"""What tracers need: `torch.compile`, `torch.export`, FakeTensorMode and tensors on the meta device.
+
+Whatever looks at data, loops over tokens or writes in place is an operator of torch, which tracers do not look into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def operator(
+    name: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    gradients: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
+    """An operator ``namespace::name`` from a function with annotations, which must not change or return its inputs.
+
+    As ``torch.library.custom_op``, whose first call however imports the compiler, which takes a second or more.
+
+    Args:
+        fake: as the implementation, of tensors without data: returns empty ones, contiguous.
+        gradients: (ctx, gradients of outputs) -> gradients of inputs; itself made of operators that can be traced.
+        save: (ctx, inputs, output) -> None, what it needs.
+    """
+    schema = torch.library.infer_schema(implementation, mutates_args=())
+    torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(name, "default", implementation)
+    torch.library.register_fake(name, fake)
+    if gradients is not None:
+        torch.library.register_autograd(name, gradients, setup_context=save)
+    namespace, _, local = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), local).default
+
+
+def room_like(*inputs: Tensor | None) -> list[Tensor]:
+    """Room for a gradient of each that there is, contiguous."""
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs if x is not None]
+
+
+def traced(x: Tensor) -> bool:
+    """Whether x has no data to look at: it is being traced, or on the meta device."""
+    return torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A region where operations on x's device keep their dtype. The meta device has no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
