@@ -67,8 +67,9 @@ def attend(
 
     Returns:
         (B, T, Hq, E), in the dtype of q. A NaN or infinity at token t reaches outputs from t on, never one before t or
-        of another document. The exception is softmax without gates and Householder steps, not packed: there PyTorch's
-        own kernel lets a value that is not finite reach earlier outputs of the same tile.
+        of another document. The exception are values of unpacked rows without Householder steps: on Triton kernels
+        one that is not finite reaches up to 127 outputs before its own, those of the same tile; so does it with plain
+        softmax, on any device, where the kernel is PyTorch's own and the tile as large as that chooses.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.

@@ -51,7 +51,7 @@ def in_range(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q / power_of_two(lengths(q.detach())), k / power_of_two(lengths(k.detach()).amax(1, keepdim=True))
 
 
-def usual_scale(q: Tensor, scale: float, score: Score) -> tuple[Tensor, float]:
+def usual_scale(q: Tensor, scale: float, score: Score = "softmax") -> tuple[Tensor, float]:
     """q and a scale that is positive and not extreme, with the same product.
 
     Stock kernels mask before they scale, and gates are carried in units of the scale. Powers are divided by their sum,

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import ceil_div, poison_of, power_of_two, zeroed
+from deadreckon.ops.triton.tiles import ceil_div, power_of_two
 
 LOG2E = 1.4426950408889634
 STRIP = 2048  # keys, if there are eight heads or more; a query and head keeps 8 bytes for each tile of a strip
@@ -213,9 +213,6 @@ def _forward_along(
         b_k = _rows(p_k, base, order, s_kt, m_key, D, BD)
         b_z = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
         b_v = _rows(p_v, base, order, s_vt, m_key, E, BE)
-        if MASKED:
-            b_poison = poison_of(b_v)  # for the rows that see it, and no others
-            b_v, b_z = zeroed(b_v, b_poison), b_z + b_poison[None, :]
         b_w, _, _, _, _, b_left = _break(b_z, b_left, key[None, :] < row[:, None], MASKED, BM, BN, FAST)
         b_acc = tl.dot(b_w.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     return b_acc, b_left

@@ -34,9 +34,7 @@ from deadreckon.ops.triton.tiles import (
     mul_exact,
     mul_single,
     padded,
-    poison_of,
     store_rows,
-    zeroed,
 )
 
 
@@ -451,9 +449,6 @@ def _forward(
             b_k = load_columns(p_k, key, D, channel, m_key, D, BD)
             b_w = _power(mul(b_q, b_k, DTYPE), P)
             b_v = load_rows(p_v, key, s_vt, value, m_key, E, BE)
-            if MASKED:
-                b_poison = poison_of(b_v)  # for the rows that see it, and no others
-                b_v, b_w = zeroed(b_v, b_poison), b_w + b_poison[None, :]
             if GATED:
                 b_gate = _gates_along(p_left, p_edge, j, key, m_key, reference)
                 b_w *= _faded(b_own, -b_gate, MASKED)
