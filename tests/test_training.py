@@ -120,6 +120,14 @@ def test_mean_of_best() -> None:
     assert mean_of_best("exact", [0.2, 0.4]) == pytest.approx(0.3)
 
 
+def test_the_mean_of_the_best_three_is_reported(tmp_path: Path) -> None:
+    """For each length on its own, whatever the last evaluation was."""
+    run = Run.create(tmp_path, small("path", 0, "reporting=best-three", 'evaluators=["exact"]'))
+    for step, exact in enumerate((0.2, 0.9, 0.5, 0.7, 0.1)):
+        run.add_evaluation(step, [Score("dense", length, 0.5, exact / length, 1.0, 4) for length in (1, 2)])
+    assert [run.reported()["dense", length].exact for length in (1, 2)] == pytest.approx([0.7, 0.35])
+
+
 def test_exact_match_is_greedy_decoding() -> None:
     """A model that does not know the order of digits gets some rows right."""
     recipe = Recipe(encoding="nope", steps=120, batch_size=64, length=3, seed=2)
