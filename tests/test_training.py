@@ -67,17 +67,21 @@ def test_training_follows_the_schedule() -> None:
         assert rates == pytest.approx([recipe.learning_rate_at(step, peak) for peak in (0.01, 0.03)])
 
 
-def test_the_best_checkpoint_is_that_of_the_best_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("evaluator", "step"), [("error", 12), ("exact", 18)])
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(
+    evaluator: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first of them, where several are as good."""
-    errors = {6: 0.5, 12: 0.2, 18: 0.4, 24: 0.2}
+    shares = {6: 0.5, 12: 0.2, 18: 0.7, 24: 0.2}
 
     def validate(run: Run, training: Training) -> Score:
-        return Score("as trained", 16, errors[training.done], 0.0, 1.0, 4)
+        return Score("as trained", 16, shares[training.done], shares[training.done], 1.0, 4)
 
     monkeypatch.setattr(sys.modules["deadreckon.lab.training.trainer"], "validate", validate)
-    run = train_run(small("nope", 0, "test_lengths=[8]"), tmp_path, console=quiet())
-    assert json.loads((tmp_path / "best" / "score.json").read_text())["step"] == 12
-    assert run.progress().best == 0.2
+    recipe = small("nope", 0, "test_lengths=[8]", f'evaluators=["{evaluator}"]')
+    run = train_run(recipe, tmp_path, console=quiet())
+    assert json.loads((tmp_path / "best" / "score.json").read_text())["step"] == step
+    assert run.progress().best == shares[step]
 
 
 class Peeks(torch.nn.Module):
