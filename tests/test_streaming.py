@@ -298,6 +298,10 @@ def test_a_cache_goes_on_where_it_was() -> None:
         model(more, past_key_values=cache).logits,
         model(torch.cat([ids, more], dim=1)).logits[:, 90:], rtol=1e-4, atol=1e-4,
     )  # fmt: skip
+    cache.reorder_cache(torch.tensor([1, 0]))  # as a beam search does
+    whole = torch.cat([ids.flip(0), more.flip(0), more[:, :1]], dim=1)
+    last = model(more[:, :1], past_key_values=cache).logits
+    torch.testing.assert_close(last, model(whole).logits[:, 93:], rtol=1e-4, atol=1e-4)
     cache.reset()
     assert cache.get_seq_length() == 0
 
