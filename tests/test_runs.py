@@ -210,6 +210,9 @@ def test_folders_are_replaced_as_a_whole(tmp_path: Path) -> None:
     place.rename(tmp_path / "place.new")  # as if killed between the two renamings
     recover(place)
     assert (place / "file").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "first.new").mkdir()  # as if killed while the very first one was written
+    recover(tmp_path / "first")
+    assert list(tmp_path.iterdir()) == [place]
 
 
 def test_a_run_keeps_all_about_it(tmp_path: Path) -> None:
