@@ -286,6 +286,21 @@ def test_crop_keeps_its_word(name: str) -> None:
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-11)
 
 
+def test_an_interrupted_piece_leaves_its_past_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a layer, which has a draft of its own: phases have moved on by then, the KV cache has not."""
+    past = dr.Past()
+    dr.attend_next(**piece(transport=rotation()), past=past)
+    before = dict(vars(past))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deadreckon.ops.streaming.stream.extend_cache", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dr.attend_next(**piece(transport=rotation()), past=past)
+    assert all(vars(past)[name] is value for name, value in before.items())
+
+
 @pytest.mark.parametrize("name", ["path", "rope"])
 def test_what_crop_cannot_undo_is_said(name: str) -> None:
     """Tokens that were undone count: 200 + 5 − 5 + 2 can go back to 205 − 64."""
