@@ -375,3 +375,25 @@ def test_kernels_compile_for_hopper() -> None:
     assert {"_leaf_backward", "_gather", "_key_gradients", "_turn_by_phase", "_filter_backward"} <= set(
         done.stdout.split()
     )
+
+
+@pytest.mark.parametrize("strength", [5.0, 100.0, 1000.0])
+def test_extreme_gates_in_half_precision(strength: float) -> None:
+    """At most twice the error of the definition in the same precision, where gates leave little or nothing."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 130, 1, 32, generator=generator, dtype=torch.float64) for _ in range(4))
+    log_gate = -strength * torch.rand(1, 130, 1, generator=generator, dtype=torch.float64)
+
+    def errors(impl: str) -> list[float]:
+        leaves = [x.to(DEVICE, torch.float16).requires_grad_() for x in (q, k, v)]
+        leaves.append(log_gate.to(DEVICE, torch.float32).requires_grad_())
+        output = dr.attend(*leaves[:3], log_gate=leaves[3], impl=impl)
+        results = output, *torch.autograd.grad(output, leaves, grad.to(DEVICE, torch.float16))
+        return [float((x.cpu().double() - y).norm()) for x, y in zip(results, exact, strict=True)]
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, log_gate)]
+    output = dr.attend(*leaves[:3], log_gate=leaves[3], impl="reference")
+    exact = output.detach(), *torch.autograd.grad(output, leaves, grad)
+    allowed = errors("reference")
+    for impl in ("blockwise", "triton"):
+        assert all(x <= 2 * y + 1e-6 for x, y in zip(errors(impl), allowed, strict=True)), impl

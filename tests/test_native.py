@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,3 +184,29 @@ def test_a_cache_folder_that_cannot_be_written(forgetful: pytest.MonkeyPatch, tm
     forgetful.delenv("XDG_CACHE_HOME")
     forgetful.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert library.load(source).number() == 7
+
+
+FORK = """
+import os, signal, torch
+import deadreckon as dr
+
+def run():
+    reset, move = torch.rand(8, 64, 8, requires_grad=True), torch.rand(8, 64, 8, 3).softmax(-1)
+    dr.histogram_filter(reset, move, torch.full((8,), 2.0), positions=256, impl="native").square().sum().backward()
+
+torch.set_num_threads(2)
+run()
+child = os.fork()
+if not child:
+    signal.alarm(30)  # ends a child that hangs
+    run()
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_children_filter_too() -> None:
+    """As workers of a DataLoader are: without threads of their own, they must not wait for those of their parent."""
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "0"

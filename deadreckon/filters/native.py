@@ -6,6 +6,7 @@ operations would each fetch it anew. Threads have rows of their own, so that the
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,11 @@ PARTS = 4  # for each thread, so that none waits long for another
 SOURCE = Path(__file__).with_name("histogram.c")
 
 
+def _one_thread() -> None:
+    """A forked child has none of its parent's threads, and PyTorch would wait for them for ever."""
+    torch.set_num_threads(1)
+
+
 @cache
 def _library(dtype: torch.dtype) -> CDLL | LibraryError:
     real, integer, kind = ("float", "int32_t", c_float) if dtype == torch.float32 else ("double", "int64_t", c_double)
@@ -37,6 +43,8 @@ def _library(dtype: torch.dtype) -> CDLL | LibraryError:
     for function, others in (library.advance, 3), (library.retreat, 8):
         function.argtypes = [*[c_void_p] * 5, kind, *[c_int64] * 2, *[c_void_p] * others, *[c_int64] * 8]
         function.restype = None
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_one_thread)
     return library
 
 
