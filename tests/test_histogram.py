@@ -119,6 +119,24 @@ def test_gradients_of_every_input(impl: Any, copy: bool, monkeypatch: pytest.Mon
     assert torch.autograd.gradcheck(run_superposed, tensors)
 
 
+@pytest.mark.parametrize("impl", ["blockwise", NATIVE])
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_first_histogram_of_any_total(impl: Any, copy: bool) -> None:
+    """Resets and jumps bring as much as there was."""
+    case = draw(2, 3, 2, 5, copy=copy)
+    case["initial"] = case["initial"] * 3
+    names, tensors = ordered(leaves(case))
+    found, expected = (
+        dr.histogram_filter(**dict(zip(names, tensors, strict=True)), positions=5, eps=1e-3, impl=way)
+        for way in (impl, "reference")
+    )
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad(h, tensors, grad) for h in (found, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def entropy(h: Tensor) -> Tensor:
     return -(h * h.clamp_min(1e-300).log()).sum(-1)
 
