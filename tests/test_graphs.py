@@ -118,6 +118,29 @@ def test_layers_export_for_any_length(name: str) -> None:
         torch.testing.assert_close(*found)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", dr.ENCODINGS)
+def test_layers_compile_and_export_on_a_gpu(name: str) -> None:
+    """As on a CPU, with heads that the kernels take."""
+    options = {"positions": 16, "width": 8, "hidden": 8} if name == "prism" else None
+    net = (
+        dr.AttentionLayer(32, 2, name, 1, vocab_size=VOCABULARY, max_length=64, encoding_options=options).cuda().eval()
+    )
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True)
+    x, ids = torch.randn(1, 300, 32, device="cuda"), tokens(300, 1).cuda()
+    length = torch.export.Dim("length", min=2, max=2000)
+    program = torch.export.export(
+        net, (x[:, :24],), {"token_ids": ids[:, :24]}, dynamic_shapes={"x": {1: length}, "token_ids": {1: length}}
+    ).module()
+    for count in (24, 150):
+        outputs = []
+        for run in (program, compiled, net):
+            torch.manual_seed(3)
+            outputs.append(run(x[:, :count], token_ids=ids[:, :count]))
+        torch.testing.assert_close(outputs[0], outputs[2])
+        torch.testing.assert_close(outputs[1], outputs[2])
+
+
 @pytest.mark.parametrize("name", dr.ENCODINGS)
 def test_models_without_data(name: str) -> None:
     net = model(name).to("meta")
