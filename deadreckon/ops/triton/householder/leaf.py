@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.triton.gated.flash import Documents, Sums
+from deadreckon.ops.triton.gated.launch import Documents, Sums
 from deadreckon.ops.triton.householder.frames import Back, Frames, Place
 from deadreckon.ops.triton.tiles import (
     DTYPES,

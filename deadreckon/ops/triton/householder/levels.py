@@ -14,7 +14,9 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import Run
 from deadreckon.ops.blockwise.stock import Backend, backend_for, dense_backward, dense_forward
-from deadreckon.ops.triton.gated.flash import Documents, Pairs, Reach, Sums, flash_backward, flash_forward
+from deadreckon.ops.triton.gated.backward import flash_backward
+from deadreckon.ops.triton.gated.forward import flash_forward
+from deadreckon.ops.triton.gated.launch import Documents, Pairs, Reach, Sums
 from deadreckon.ops.triton.householder.cross import Side, cross, cross_back, multiply, multiply_back, place
 from deadreckon.ops.triton.householder.frames import Back, Frames, Place, buffer
 from deadreckon.ops.triton.householder.merge import Part

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.flash import Documents
+from deadreckon.ops.triton.gated.launch import Documents
 from deadreckon.ops.triton.householder.frames import Place
 from deadreckon.ops.triton.householder.leaf import in_fours
 from deadreckon.ops.triton.tiles import ceil_div, padded, place_of

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF, Run, levels
 from deadreckon.ops.triton.gated.delta import prepare
-from deadreckon.ops.triton.gated.flash import Reach, Sums, documents_of
 from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, growth_of, pruned, reach_of, room_for_reach
+from deadreckon.ops.triton.gated.launch import Reach, Sums, documents_of
 from deadreckon.ops.triton.householder.frames import Back, Frames, Place, Saved, buffer
 from deadreckon.ops.triton.householder.leaf import Leaves
 from deadreckon.ops.triton.householder.levels import Levels, Routes
