@@ -33,7 +33,7 @@ from deadreckon.ops.triton.power.operator import attend_power
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 SHARED = 232448  # bytes of a multiprocessor
-found: dict[str, int] = {}
+shared: dict[str, int] = {}
 
 
 def signature(value: Any, path: tuple[int, ...], special: bool, constants: dict, attributes: dict) -> Any:
@@ -65,12 +65,12 @@ def compile_only(self: JITFunction, *arguments: Any, grid: Any = None, warmup: b
                 values[parameter.name], (i,), not parameter.do_not_specialize, constants, attributes
             )
     key = f"{self.fn.__name__} {types} {constants} {options}"
-    if key not in found:
+    if key not in shared:
         source = ASTSource(self, types, constants, attributes)
         kernel = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=options)
-        found[key] = kernel.metadata.shared
+        shared[key] = kernel.metadata.shared
         more = f" {spills(kernel.asm['ptx'])} {options}" if "--spills" in sys.argv else ""
-        print(f"{self.fn.__name__} {found[key]}{more}", flush=True)
+        print(f"{self.fn.__name__} {shared[key]}{more}", flush=True)
 
 
 def spills(ptx: str) -> str:
@@ -79,8 +79,8 @@ def spills(ptx: str) -> str:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         words = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
-        told = subprocess.run(words, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", told), re.search(r"(\d+) bytes spill stores", told)
+        report = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", report), re.search(r"(\d+) bytes spill stores", report)
     assert registers is not None
     assert spilled is not None
     return f"{registers[1]} registers, {spilled[1]} bytes spilled"
@@ -148,6 +148,6 @@ call_power(torch.bfloat16, 2100, 1, 128, 2, False)
 call_power(torch.bfloat16, 4100, 1, 32, 4, True)
 call_power(torch.float32, 2100, 1, 128, 2, True)
 call_power(torch.bfloat16, 600, 2, 64, 4, True, "attention")
-worst = max(found.values())
+worst = max(shared.values())
 if worst > SHARED:
     sys.exit(f"a kernel takes {worst} bytes of shared memory; there are {SHARED}")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import deadreckon.ops.triton.power.operator
-from deadreckon.ops.triton.power import kernels as power
-from deadreckon.ops.triton.power.kernels import Tiles
+from deadreckon.ops.triton.power import chunks as power
+from deadreckon.ops.triton.power import write
 from deadreckon.ops.triton.power.operator import PowerState, attend_power, power_backward, power_forward
+from deadreckon.ops.triton.tiles import Tiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -170,16 +171,16 @@ def test_shut_gates(attend) -> None:
 @pytest.mark.parametrize("segments", [1, 2, 3])
 def test_segments(monkeypatch: pytest.MonkeyPatch, segments: int) -> None:
     """Chunks are gathered one after another, or in parts that are put together."""
-    monkeypatch.setattr(power, "PROGRAMS", segments)
-    monkeypatch.setitem(power.SINGLE, "accumulate", {64: Tiles(1, 64, 4, 1)})
+    monkeypatch.setattr(write, "PROGRAMS", segments)
+    monkeypatch.setitem(power.SINGLE, "write", {64: Tiling(1, 64, 4, 1)})
     check(draw(1, 300, 1, 1, 8, 8))
 
 
 def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several pairs of blocks a program, not all of which there are; tiles of other shapes."""
-    monkeypatch.setitem(power.SINGLE, "accumulate", {64: Tiles(4, 32, 4, 1)})
+    monkeypatch.setitem(power.SINGLE, "write", {64: Tiling(4, 32, 4, 1)})
     for which in ("read", "gradient", "forward", "queries", "keys"):
-        monkeypatch.setitem(power.SINGLE, which, {64: Tiles(128, 64, 4, 1)})
+        monkeypatch.setitem(power.SINGLE, which, {64: Tiling(128, 64, 4, 1)})
     check(draw(1, 290, 1, 1, 16, 16))
 
 
@@ -304,7 +305,7 @@ def test_float16() -> None:
 )
 def test_halves(monkeypatch: pytest.MonkeyPatch, p: int, gate: float | None, attend) -> None:
     """float16 stands in for bfloat16, which the interpreter lacks: at most twice as far off as the definition in it."""
-    monkeypatch.setattr(deadreckon.ops.triton.power.operator, "_working", lambda dtype: dtype)
+    monkeypatch.setattr(deadreckon.ops.triton.power.operator, "_working_dtype", lambda dtype: dtype)
     tensors = [x.half() for x in draw(1, 200, 1, 1, 8 if p == 4 else 16, 8, gate)]
     expected = gradients(by_definition, [x.double() for x in tensors], p)
     found = distances(gradients(attend, tensors, p), expected)

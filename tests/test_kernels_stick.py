@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.ops.triton import stick
-from deadreckon.ops.triton.stick import Tiles, stick_breaking
+from deadreckon.ops.triton.stick import backward, launch
+from deadreckon.ops.triton.stick.operator import stick_breaking, stick_breaking_forward
+from deadreckon.ops.triton.tiles import Tiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -123,18 +124,19 @@ def test_saturated_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "group"),
+    ("queries", "keys", "tokens", "group"),
     [
-        (Tiles(64, 64, 1, 4, 1), Tiles(64, 64, 1, 4, 1), 1),
-        (Tiles(64, 32, 2, 4, 1), Tiles(64, 128, 1, 4, 1), 2),
-        (Tiles(128, 32, 1, 4, 1), Tiles(32, 64, 2, 4, 1), 1),
+        (Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1), 64, 1),
+        (Tiling(64, 32, 4, 1), Tiling(64, 128, 4, 1), 64, 2),
+        (Tiling(128, 32, 4, 1), Tiling(32, 64, 4, 1), 128, 1),
     ],
 )
-def test_strips(monkeypatch: pytest.MonkeyPatch, queries: Tiles, keys: Tiles, group: int) -> None:
+def test_strips(monkeypatch: pytest.MonkeyPatch, queries: Tiling, keys: Tiling, tokens: int, group: int) -> None:
     """Three strips; tiles of all shapes; in half of the rows nothing is left soon."""
-    monkeypatch.setattr(stick, "_strip", lambda heads: 128)
-    monkeypatch.setitem(stick.SINGLE, "queries", {64: queries})
-    monkeypatch.setitem(stick.SINGLE, "keys", {64: keys})
+    monkeypatch.setattr(backward, "strip_for", lambda heads: 128)
+    monkeypatch.setattr(launch, "CHECK", tokens)
+    monkeypatch.setitem(launch.SINGLE, "queries", {64: queries})
+    monkeypatch.setitem(launch.SINGLE, "keys", {64: keys})
     q, k, v, grad = draw(1, 270, 1, group, 16, 16)
     shifted(q, k, -5.0)
     q[:, 150:250, 0, 0] = -1
@@ -142,8 +144,9 @@ def test_strips(monkeypatch: pytest.MonkeyPatch, queries: Tiles, keys: Tiles, gr
 
 
 def test_what_nothing_is_left_for_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "CHECK", 32)
     for which in ("forward", "queries"):
-        monkeypatch.setitem(stick.SINGLE, which, {64: Tiles(64, 32, 1, 4, 1)})
+        monkeypatch.setitem(launch.SINGLE, which, {64: Tiling(64, 32, 4, 1)})
     q, k, v, grad = draw(1, 192, 1, 1, 16, 16)
     shifted(q, k, 6.0)
     k[:, :64], v[:, :64] = torch.nan, torch.nan
@@ -177,9 +180,9 @@ def test_operators() -> None:
     q, k, v, grad = draw(1, 20, 1, 2, 16, 8, torch.float16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.deadreckon.stick_breaking_forward, (*leaves, 0.25))
-    out, rest = stick.stick_breaking_forward(q, k, v, 0.25)
+    out, rest = stick_breaking_forward(q, k, v, 0.25)
     assert out.shape == rest.shape and not rest.requires_grad
-    assert stick.stick_breaking_forward(q.float(), k.float(), v.float(), 0.25)[1].shape == (0,)
+    assert stick_breaking_forward(q.float(), k.float(), v.float(), 0.25)[1].shape == (0,)
     detached = [x.detach() for x in (grad, q, k, v, out, rest)]
     torch.library.opcheck(torch.ops.deadreckon.stick_breaking_backward, (*detached, 0.25))
 

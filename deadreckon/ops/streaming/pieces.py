@@ -83,12 +83,12 @@ def attend_piece(
     total = queries.shape[1]
     climb = climb_over(queries, fields, score, scale)
     new = slice(total - length, total)
-    out, row = (x[:, new] for x in climb.ascend(to_top=True))
-    look_back(climb, climb.queries[:, new], None if climb.sums is None else climb.sums[:, new], out, row, past)
-    return climb.score.finish(out, row), climb, fields
+    out, statistic = (x[:, new] for x in climb.ascend(to_top=True))
+    look_back(climb, climb.queries[:, new], None if climb.sums is None else climb.sums[:, new], out, statistic, past)
+    return climb.score.finish(out, statistic), climb, fields
 
 
-def look_back(climb: Climb, queries: Tensor, sums: Tensor | None, out: Tensor, row: Tensor, past: Past) -> None:
+def look_back(climb: Climb, queries: Tensor, sums: Tensor | None, out: Tensor, statistic: Tensor, past: Past) -> None:
     """Adds the segments, from the youngest to the oldest, to the rows (N, L, G) of new tokens.
 
     Their queries (N, L, G, D) are in the frame of the piece's first token, the sums (N, L, 1 | G) of gates count from
@@ -96,7 +96,7 @@ def look_back(climb: Climb, queries: Tensor, sums: Tensor | None, out: Tensor, r
     """
     if climb.stock == "cudnn":  # which would plan anew for every length of the past
         climb.stock = "flash"
-    queries, out, row = (x.unsqueeze(1) for x in (queries, out, row))
+    queries, out, statistic = (x.unsqueeze(1) for x in (queries, out, statistic))
     shift = None if sums is None else sums.unsqueeze(1)
     for segment in reversed(past.segments):
         keys, values = (segment[name].unsqueeze(1) for name in ("k", "v"))
@@ -106,7 +106,7 @@ def look_back(climb: Climb, queries: Tensor, sums: Tensor | None, out: Tensor, r
         if shift is not None and gates is not None:
             bias, total = (x.unsqueeze(1) for x in gates)
             gate, shift = Gate(shift, bias), shift + total
-        climb.add_block(queries, keys, values, gate, out, row)
+        climb.add_block(queries, keys, values, gate, out, statistic)
         if segment.product is not None:
             crossed = queries.flatten(2, 3) @ segment.product.mT.unsqueeze(1)
             queries = crossed.unflatten(2, queries.shape[2:4])
@@ -117,4 +117,4 @@ def look_back(climb: Climb, queries: Tensor, sums: Tensor | None, out: Tensor, r
         shift = None if shift is None else shift.squeeze(1)
         added = past.folded.read(unit_queries, shift, past.longest, climb.score.p)
         out += added[..., :-1].unsqueeze(1)
-        row += added[..., -1].unsqueeze(1)
+        statistic += added[..., -1].unsqueeze(1)

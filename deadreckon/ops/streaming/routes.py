@@ -92,9 +92,9 @@ def attend_routes_fused(
     if tree.queries is not None:
         first = fields_by_head(k[:, :LEAF], v[:, :LEAF], None, None)
         climb = climb_over(by_head(q[:, :LEAF], heads), first, "softmax", scale)
-        out, row = by_head(output, heads).float(), tree.lse[:, new]
+        out, lse = by_head(output, heads).float(), tree.lse[:, new]
         sums = None if tree.sums is None else tree.sums[..., new].mT
-        look_back(climb, tree.queries[:, new].float(), sums, out, row, past)
+        look_back(climb, tree.queries[:, new].float(), sums, out, lse, past)
         output = from_heads(out, batch).to(dtype)
     gates = None if log_gate is None else log_gate[:, closed:]
     rest = fields_by_head(k[:, closed:], v[:, closed:], Householder(w[:, closed:], beta[:, closed:]), gates)

@@ -27,7 +27,7 @@ from deadreckon.ops.triton.householder.operator import attend_householder
 from deadreckon.ops.triton.operators import dense
 from deadreckon.ops.triton.power.operator import WIDEST, attend_power
 from deadreckon.ops.triton.rotation import turn, turn_back
-from deadreckon.ops.triton.stick import stick_breaking
+from deadreckon.ops.triton.stick.operator import stick_breaking
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,4 +1,4 @@
-"""What the operators share: room for their results, what they save, what gates leave out, and their gradient."""
+"""What the operators share: empty tensors for results and gradients, and what they save for the backward pass."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from deadreckon.ops.blockwise.runs import LEAF
 
 
 def results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for an output (B, T, Hq, E) and a log-sum-exp (B·H, T padded to leaves, G)."""
+    """Empty tensors for an output (B, T, Hq, E) and a log-sum-exp (B·H, T padded to leaves, G)."""
     batch, length, heads, _ = k.shape
     out = q.new_empty(batch, length, q.shape[2], v.shape[3])
     return out, q.new_empty(batch * heads, -(-length // LEAF) * LEAF, q.shape[2] // heads, dtype=torch.float32)
 
 
 def gradients_for(*inputs: Tensor) -> list[Tensor]:
-    """Room for a gradient of each, contiguous."""
+    """An empty contiguous tensor for the gradient of each input."""
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
 
 
 def dense(x: Tensor) -> Tensor:
-    """x with its channels side by side."""
+    """x, or a copy if its last stride is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Inputs and all outputs, of which the first has a gradient, and the others not even one of zeros."""
+    """Saves inputs and outputs. Only output 0 is differentiable; missing gradients are not materialised."""
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(*output[1:])

@@ -160,11 +160,11 @@ def _turn_by_steps(
 
 @triton.jit
 def _turn_by_phase(
-    p_phase, p_given, p_gradient, p_total,
+    p_phase, p_grad_phase, p_gradient, p_total,
     p_x0, s_0b, s_0t, s_0h, p_y0, p_z0, p_x1, s_1b, s_1t, s_1h, p_y1, p_z1, p_x2, s_2b, s_2t, s_2h, p_y2, p_z2,
     T, BATCH, ROWS, TURNS, TILES, PARTS, GROUP_0, GROUP_1, GROUP_2,
     D: tl.constexpr, COUNT: tl.constexpr, SIGN: tl.constexpr,
-    CROSS: tl.constexpr, GIVEN: tl.constexpr, TOTALS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    CROSS: tl.constexpr, PHASE_USED: tl.constexpr, TOTALS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """y is x turned by SIGN · phase. If y is a gradient and z its tensor: the gradient of the phase, per turn."""
     i_tile, i_r, i_part, i_b, token, channel, mask = _place(T, TURNS, PARTS, D, BT, BD)
@@ -189,9 +189,9 @@ def _turn_by_phase(
         )  # fmt: skip
     if CROSS:
         b_gradient = b_cross * (-SIGN * TURN)
-        if GIVEN:
-            m_given = mask & (i_part == 0) & (i_b < ROWS)
-            b_gradient += tl.load(p_given + phase, mask=m_given, other=0.0)
+        if PHASE_USED:
+            m_grad = mask & (i_part == 0) & (i_b < ROWS)
+            b_gradient += tl.load(p_grad_phase + phase, mask=m_grad, other=0.0)
         i_place = i_part * BATCH + i_b
         place = ((i_place * T + token[:, None]) * TURNS + i_r) * (D // 2) + channel[None, :]
         tl.store(p_gradient + place, b_gradient, mask=mask)
@@ -212,7 +212,7 @@ def _step_gradient(p_gradient, p_after, p_angle, T, TURNS, TILES, D: tl.constexp
     tl.store(p_angle + place, (tl.cumsum(b_gradient, 0) + b_after[None, :]) * PER_RADIAN, mask=mask)
 
 
-class _Tiles(NamedTuple):
+class _Grid(NamedTuple):
     """How a launch is cut."""
 
     BT: int  # tokens of a tile
@@ -221,12 +221,12 @@ class _Tiles(NamedTuple):
     parts: int  # programs that share the heads of one angle
 
 
-def _tiles(phase: Tensor, tensors: Sequence[Tensor]) -> _Tiles:
+def _grid(phase: Tensor, tensors: Sequence[Tensor]) -> _Grid:
     _, T, turns, pairs = phase.shape
     BD = power_of_two(pairs)
     BT = TILE // BD
     group = max((x.shape[2] // turns for x in tensors), default=1)
-    return _Tiles(BT, BD, ceil_div(T, BT), ceil_div(group, HEADS))
+    return _Grid(BT, BD, ceil_div(T, BT), ceil_div(group, HEADS))
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -246,18 +246,18 @@ def _turn(q: Tensor, k: Tensor, v: Tensor | None, angles: Tensor) -> tuple[Tenso
     values = k if v is None else _aligned(v)
     (B, T, _, D), (rows, _, turns, pairs) = q.shape, angles.shape
     q_turned, k_turned, v_turned, phase = _turn_fake(q, k, v, angles)
-    tiles = _tiles(angles, (q, k))
-    before = torch.empty(rows, tiles.along, turns, pairs, dtype=torch.int64, device=q.device)
+    grid = _grid(angles, (q, k))
+    before = torch.empty(rows, grid.along, turns, pairs, dtype=torch.int64, device=q.device)
     with torch.cuda.device_of(q):
-        _step_totals[(tiles.along * turns, rows)](
-            angles, *angles.stride()[:3], before, T, turns, tiles.along, D=D, BT=tiles.BT, BD=tiles.BD, num_warps=WARPS
+        _step_totals[(grid.along * turns, rows)](
+            angles, *angles.stride()[:3], before, T, turns, grid.along, D=D, BT=grid.BT, BD=grid.BD, num_warps=WARPS
         )
         _sum_before(before, reverse=False)
-        _turn_by_steps[(tiles.along * turns * tiles.parts, B)](
+        _turn_by_steps[(grid.along * turns * grid.parts, B)](
             angles, *angles.stride()[:3], before, phase,
             q, *q.stride()[:3], q_turned, k, *k.stride()[:3], k_turned, values, *values.stride()[:3], v_turned,
-            T, rows, turns, tiles.along, tiles.parts, q.shape[2] // turns, k.shape[2] // turns,
-            D=D, VALUES=v is not None, BT=tiles.BT, BD=tiles.BD, num_warps=WARPS,
+            T, rows, turns, grid.along, grid.parts, q.shape[2] // turns, k.shape[2] // turns,
+            D=D, VALUES=v is not None, BT=grid.BT, BD=grid.BD, num_warps=WARPS,
         )  # fmt: skip
     return q_turned, k_turned, v_turned, phase
 
@@ -269,20 +269,25 @@ def _turn_fake(q: Tensor, k: Tensor, v: Tensor | None, angles: Tensor) -> tuple[
 
 
 def _by_phase(
-    tensors: Sequence[Tensor], phase: Tensor, sign: int, inputs: Sequence[Tensor], given: Tensor | None, totals: bool
+    tensors: Sequence[Tensor],
+    phase: Tensor,
+    sign: int,
+    inputs: Sequence[Tensor],
+    grad_phase: Tensor | None,
+    totals: bool,
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
     """Tensors turned by sign · phase; if that makes them gradients of `inputs`, the phase's gradient and its totals.
 
-    To the phase's gradient is added the one that was given.
+    `grad_phase`, from where else the phase was used, is added to its gradient.
     """
     tensors, phase = [_aligned(x) for x in tensors], phase.contiguous()
     outputs = [x.new_empty(x.shape) for x in tensors]
     rows, T, turns, pairs = phase.shape
     B = tensors[0].shape[0] if tensors else rows
-    tiles = _tiles(phase, tensors)
-    cross = len(inputs) > 0 or given is not None
-    gradient = phase.new_empty(tiles.parts, B, T, turns, pairs) if cross else None
-    total = phase.new_empty(tiles.parts, B, tiles.along, turns, pairs, dtype=torch.float64) if totals else None
+    grid = _grid(phase, tensors)
+    cross = len(inputs) > 0 or grad_phase is not None
+    gradient = phase.new_empty(grid.parts, B, T, turns, pairs) if cross else None
+    total = phase.new_empty(grid.parts, B, grid.along, turns, pairs, dtype=torch.float64) if totals else None
     arguments: list[Any] = []
     for i in range(3):
         if i < len(tensors):
@@ -292,11 +297,11 @@ def _by_phase(
             arguments += [phase, 0, 0, 0, phase, phase]
     groups = [x.shape[2] // turns for x in tensors]
     with torch.cuda.device_of(phase):
-        _turn_by_phase[(tiles.along * turns * tiles.parts, B)](
-            phase, phase if given is None else given.contiguous(), gradient, total, *arguments,
-            T, B, rows, turns, tiles.along, tiles.parts, *groups, *[1] * (3 - len(groups)),
-            D=2 * pairs, COUNT=len(tensors), SIGN=sign, CROSS=cross, GIVEN=given is not None, TOTALS=totals,
-            BT=tiles.BT, BD=tiles.BD, num_warps=WARPS,
+        _turn_by_phase[(grid.along * turns * grid.parts, B)](
+            phase, phase if grad_phase is None else grad_phase.contiguous(), gradient, total, *arguments,
+            T, B, rows, turns, grid.along, grid.parts, *groups, *[1] * (3 - len(groups)),
+            D=2 * pairs, COUNT=len(tensors), SIGN=sign, CROSS=cross, PHASE_USED=grad_phase is not None, TOTALS=totals,
+            BT=grid.BT, BD=grid.BD, num_warps=WARPS,
         )  # fmt: skip
     return outputs, _over_sharers(gradient, rows), _over_sharers(total, rows)
 
@@ -312,28 +317,28 @@ def _over_sharers(gradient: Tensor | None, rows: int) -> Tensor | None:
 
 @torch.library.custom_op("deadreckon::turn_backward", mutates_args=())
 def _turn_backward(
-    gradients: Sequence[Tensor], inputs: Sequence[Tensor], given: Tensor | None, phase: Tensor, steps: bool
+    gradients: Sequence[Tensor], inputs: Sequence[Tensor], grad_phase: Tensor | None, phase: Tensor, steps: bool
 ) -> list[Tensor]:
     """Gradients of what was turned, in their order, and last, if asked for, of the steps."""
-    outputs, gradient, after = _by_phase(gradients, phase, -1, inputs if steps else [], given, steps)
+    outputs, gradient, after = _by_phase(gradients, phase, -1, inputs if steps else [], grad_phase, steps)
     if not steps:
         return outputs
     assert gradient is not None
     assert after is not None
     rows, T, turns, pairs = phase.shape
-    tiles = _tiles(phase, gradients)
+    grid = _grid(phase, gradients)
     angles = torch.empty_like(gradient)
     with torch.cuda.device_of(phase):
         _sum_before(after, reverse=True)
-        _step_gradient[(tiles.along * turns, rows)](
-            gradient, after, angles, T, turns, tiles.along, D=2 * pairs, BT=tiles.BT, BD=tiles.BD, num_warps=WARPS
+        _step_gradient[(grid.along * turns, rows)](
+            gradient, after, angles, T, turns, grid.along, D=2 * pairs, BT=grid.BT, BD=grid.BD, num_warps=WARPS
         )
     return [*outputs, angles]
 
 
 @_turn_backward.register_fake
 def _(
-    gradients: Sequence[Tensor], inputs: Sequence[Tensor], given: Tensor | None, phase: Tensor, steps: bool
+    gradients: Sequence[Tensor], inputs: Sequence[Tensor], grad_phase: Tensor | None, phase: Tensor, steps: bool
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in (*gradients, *([phase] if steps else []))]
 
@@ -349,13 +354,13 @@ def _turn_grad(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]
     phase, *inputs = ctx.saved_tensors
     steps = ctx.needs_input_grad[3]
     used = [i for i, x in enumerate(gradients[: ctx.count]) if x is not None]
-    given = gradients[3] if steps else None
+    grad_phase = gradients[3] if steps else None
     result: list[Tensor | None] = [None] * 4
-    if used or given is not None:
-        some = torch.ops.deadreckon.turn_backward(
-            [gradients[i] for i in used], [inputs[i] for i in used] if steps else [], given, phase, steps
+    if used or grad_phase is not None:
+        turned_back = torch.ops.deadreckon.turn_backward(
+            [gradients[i] for i in used], [inputs[i] for i in used] if steps else [], grad_phase, phase, steps
         )
-        for i, x in zip([*used, 3] if steps else used, some, strict=True):
+        for i, x in zip([*used, 3] if steps else used, turned_back, strict=True):
             result[i] = x
     return tuple(result)
 
@@ -375,7 +380,7 @@ def _(o: Tensor, phase: Tensor) -> Tensor:
 
 @torch.library.custom_op("deadreckon::turn_back_backward", mutates_args=())
 def _turn_back_backward(gradient: Tensor, o: Tensor | None, phase: Tensor) -> list[Tensor]:
-    """The gradient of o and, if o is given, that of the phase."""
+    """The gradient of o and, if there is an o, that of the phase."""
     outputs, phase_gradient, _ = _by_phase([gradient], phase, 1, [] if o is None else [o], None, False)
     return outputs if phase_gradient is None else [*outputs, phase_gradient]
 

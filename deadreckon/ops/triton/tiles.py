@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,6 +12,20 @@ import triton.language as tl
 LOG2E = 1.4426950408889634
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Tiling(NamedTuple):
+    """How a kernel is cut into programs, and how Triton compiles it."""
+
+    tile: int  # tokens of each program
+    step: int  # tokens of each step of its loop
+    warps: int
+    stages: int  # of the loop's software pipeline
+    registers: int | None = None  # at most, for each thread
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 def ceil_div(number: int, size: int) -> int:

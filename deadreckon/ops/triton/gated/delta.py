@@ -1,4 +1,4 @@
-"""What a backward pass needs of its rows: δ = o · do, and the log-sum-exp with the row's gates."""
+"""What a backward pass needs of each row: δ = o · do, and the shift −lse with the row's gates."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.flash import Sums
+from deadreckon.ops.triton.gated.launch import Sums
 from deadreckon.ops.triton.tiles import padded, place_of
 
 
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS", "GATES"])
 def _prepare(
-    p_out, p_grad, p_lse, p_left, p_out_to, p_grad_to, p_delta, p_row,
+    p_out, p_grad, p_lse, p_left, p_out_to, p_grad_to, p_delta, p_row_shift,
     s_ob, s_ot, s_oh, s_gb, s_gt, s_gh, s_x, s_l, first, T, TILES, HEADS, GROUP, GATES,
     E: tl.constexpr, BE: tl.constexpr, GATED: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """Output and its gradient, (B, T, Hq, E) -> (N, T, G, E); δ = o · do; and −lse (in base 2) with the row's gates."""
+    """Output and its gradient, (B, T, Hq, E) -> (N, T, G, E); δ = o · do; −lse (base 2) with the row's gates."""
     i_g, i_tile, i_n = place_of(GROUP, TILES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
     i_hq = i_h * GROUP + i_g
@@ -34,11 +34,11 @@ def _prepare(
         tl.store(p_grad_to + to, b_g, mask=inside)
     at = i_n * s_l + token * GROUP + i_g
     tl.store(p_delta + at, tl.sum(b_o.to(tl.float32) * b_g.to(tl.float32), 1))
-    b_row = -tl.load(p_lse + at) * 1.4426950408889634
+    b_row_shift = -tl.load(p_lse + at) * 1.4426950408889634
     if GATED:
         p_left += (i_b * GATES + i_hq // (HEADS * GROUP // GATES)) * TILES * 64
-        b_row -= tl.load(p_left + token)
-    tl.store(p_row + at, b_row)
+        b_row_shift -= tl.load(p_left + token)
+    tl.store(p_row_shift + at, b_row_shift)
 
 
 def prepare(
@@ -50,18 +50,18 @@ def prepare(
     first: int,
     copies: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """For going back: δ and the rows' own terms, like lse (n, T, G); copies of out and grad (B, T, Hq, E) by head.
+    """δ and row shifts, like lse (n, T, G), for n key heads from `first` on of all B·H.
 
-    The heads are key heads `first` … of B·H.
+    out and grad are (B, T, Hq, E). With `copies` (n, T, G, E), both are also copied there, head-major.
     """
-    delta, row = torch.empty_like(lse), torch.empty_like(lse)
+    delta, row_shift = torch.empty_like(lse), torch.empty_like(lse)
     count, tokens, group = lse.shape
     width = out.shape[3]
     gates = 1 if sums is None else sums.left.shape[1] * heads
     _prepare[(count * tokens // 64 * group,)](
-        out, grad, lse, lse if sums is None else sums.left, *(copies or (out, out)), delta, row,
+        out, grad, lse, lse if sums is None else sums.left, *(copies or (out, out)), delta, row_shift,
         *out.stride()[:3], *grad.stride()[:3], 0 if copies is None else copies[0].stride(0), lse.stride(0), first,
         out.shape[1], tokens // 64, heads, group, gates,
         E=width, BE=padded(width), GATED=sums is not None, COPY=copies is not None,
     )  # fmt: skip
-    return delta, row
+    return delta, row_shift

@@ -1,4 +1,9 @@
-"""Sums of log gates for the kernels, and what they leave in reach."""
+"""Log gates: running sums for the kernels, which keys they leave in reach, and the gradient.
+
+c_i − c_j is added to the logit of query i and key j, c the running sum of log gates. As one number c would lose the
+digits of near pairs to far ones. So it is kept as its value at the end of each 64 tokens (`edge`, float64) and what is
+left from each token to there (`left`, float32): a tile of attention needs one scalar and one vector of these.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.flash import EDGE, Reach, Sums
+from deadreckon.ops.triton.gated.launch import EDGE, Reach, Sums
 from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded
 
 PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach

@@ -1,4 +1,18 @@
-"""Softmax attention with forget gates, as one operator and one for its backward pass."""
+"""Softmax attention with forget gates, as one operator and one for its backward pass.
+
+    o_i = Σ_j softmax_j(scale · q_i·k_j + c_i − c_j) v_j,   j ≤ i,   c the running sum of log gates
+
+Forward: (1) sums of log gates, in two parts that keep the digits of near pairs; (2) from these and the longest q and k,
+the keys that gates leave in reach, exactly to the output's precision (`gates.py`); (3) flash attention over the keys in
+reach (`forward.py`). Packed documents are masks: tiles that lie in one document take none.
+
+Backward: (1) sums again; (2) δ = o · do and each row's shift, −lse with its gates (`delta.py`); (3) dq by rows, dk and
+dv by columns, and the gradients of log-weights summed by query and by key (`backward.py`); (4) from these sums the
+gates' gradient. Nothing uses atomics.
+
+The kernels take views (B, H, G, n, rows, channels) of any strides, so that token-major and head-major tensors both do;
+n is 1 here. With n > 1, pairs of blocks of the route tree are dense (`householder/levels.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deadreckon.ops.triton.gated.backward import flash_backward
 from deadreckon.ops.triton.gated.delta import prepare
-from deadreckon.ops.triton.gated.flash import EDGE, Documents, Reach, documents_of, flash_backward, flash_forward
+from deadreckon.ops.triton.gated.forward import flash_forward
 from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, pruned, reach_of, reach_within, room_for_reach
+from deadreckon.ops.triton.gated.launch import EDGE, Documents, Reach, documents_of
 from deadreckon.ops.triton.operators import dense, gradients_for, results, save
 from deadreckon.ops.triton.tiles import LOG2E
 
@@ -27,9 +43,9 @@ def gated_forward(
     with torch.cuda.device_of(q):
         sums = reach = None
         if log_gate is not None:
-            sums = gate_sums(log_gate, heads)
-            reach = reach_of(q, k, log_gate, sums.edge, scale) if pruned(k) else None
-        flash_forward(
+            sums = gate_sums(log_gate, heads)  # 1
+            reach = reach_of(q, k, log_gate, sums.edge, scale) if pruned(k) else None  # 2
+        flash_forward(  # 3
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
             reach=reach, documents=_documents(cu_seqlens, q),
         )  # fmt: skip
@@ -74,16 +90,17 @@ def gated_backward(
     room = torch.empty_like if log_gate is None else torch.zeros_like
     by_query, by_key = room(lse), room(lse)
     with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, heads)
-        delta, own = prepare(out, grad, lse, sums, heads, 0, None)
-        flash_backward(
+        sums = None if log_gate is None else gate_sums(log_gate, heads)  # 1
+        delta, row_shift = prepare(out, grad, lse, sums, heads, 0, None)  # 2
+        flash_backward(  # 3
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
-            _statistic(own, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v), _statistic(by_query, k),
-            by_key, reach=Reach(first, last) if first.numel() else None, documents=_documents(cu_seqlens, q),
+            _statistic(row_shift, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v),
+            _statistic(by_query, k), by_key, reach=Reach(first, last) if first.numel() else None,
+            documents=_documents(cu_seqlens, q),
         )  # fmt: skip
     if log_gate is None:
         return [grad_q, grad_k, grad_v]
-    return [grad_q, grad_k, grad_v, gate_gradient(by_query, by_key, log_gate, heads)]
+    return [grad_q, grad_k, grad_v, gate_gradient(by_query, by_key, log_gate, heads)]  # 4
 
 
 @gated_backward.register_fake
@@ -95,8 +112,8 @@ def _(
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    found = gated_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*found, *(None,) * (6 - len(found)))
+    gradients = gated_backward(grad, *ctx.saved_tensors, ctx.scale)
+    return (*gradients, *(None,) * (6 - len(gradients)))
 
 
 gated_forward.register_autograd(_gradients, setup_context=save)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.flash import Documents
+from deadreckon.ops.triton.gated.launch import Documents
 from deadreckon.ops.triton.tiles import (
     DTYPES,
     ceil_div,

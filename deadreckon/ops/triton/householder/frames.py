@@ -56,11 +56,11 @@ class Saved(NamedTuple):
 
 
 class Back(NamedTuple):
-    """What the backward pass knows of each row, and what it adds up for gates."""
+    """What the backward pass knows of each row, and the gradients of log-weights that it sums up for gates."""
 
     grad: Tensor  # (n, T, G, E): of the output
     delta: Tensor  # (n, T, G): output · its gradient
-    own: Tensor  # (n, T, G): −lse in base 2, with the row's gates
+    row_shift: Tensor  # (n, T, G): −lse in base 2, with the row's gates
     by_query: Tensor  # (n, T, G)
     by_key: Tensor  # (n, T, G)
 

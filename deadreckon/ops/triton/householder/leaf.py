@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.triton.gated.flash import Documents, Sums
+from deadreckon.ops.triton.gated.launch import Documents, Sums
 from deadreckon.ops.triton.householder.frames import Back, Frames, Place
 from deadreckon.ops.triton.tiles import (
     DTYPES,
@@ -168,7 +168,7 @@ def sum_runs(
 
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_backward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_inverse, p_do, p_delta, p_own, p_by_query, p_by_key,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_inverse, p_do, p_delta, p_row_shift, p_by_query, p_by_key,
     p_frame_dq, p_frame_dk, p_dp, runs, places, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
     s_fq, s_fk, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
@@ -209,11 +209,11 @@ def _leaf_backward(
             b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
         b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_aj, b_c, DTYPE)) * scale2
         at = i_n * s_fl + token * GROUP + g
-        b_own = tl.load(p_own + at)
+        b_row_shift = tl.load(p_row_shift + at)
         if GATED:
             p_gate = p_left + (i_b * GATES + (i_h * GROUP + g) // (HEADS * GROUP // GATES)) * LEAVES * 64
-            b_s += tl.load(p_gate + token)[None, :]  # those of the row are in its own term
-        b_e = tl.where(visible, tl.exp2(b_s + b_own[:, None]), 0.0)
+            b_s += tl.load(p_gate + token)[None, :]  # those of the row are in its shift
+        b_e = tl.where(visible, tl.exp2(b_s + b_row_shift[:, None]), 0.0)
         b_do = load_rows(p_do + i_n * s_fo + g * E, token, GROUP * E, value_channel, m_token, E, BE)
         b_dv += mul(tl.trans(b_e.to(DTYPE)), b_do, DTYPE)
         b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
@@ -284,7 +284,7 @@ def in_fours(parts: list[tuple[Any, Place]]) -> tuple[tuple[Any, ...], tuple[Pla
 
 
 class Leaves(NamedTuple):
-    """The inputs of some leaves: all tokens of `taken` key heads from `first` on, of all B·H."""
+    """The inputs of all leaves of `taken` key heads, from `first` on of all B·H."""
 
     q: Tensor  # (B, T, Hq, D)
     k: Tensor  # (B, T, H, D)
@@ -327,26 +327,26 @@ class Leaves(NamedTuple):
 
     def forward(self, frames: Frames | None, inverse: Tensor | None, out: Tensor, lse: Tensor) -> None:
         """Writes frames, outputs (n, T, G, E) and their log-sum-exp (n, T, G), and inverses if they are kept."""
-        some = self.q
-        into = (some, some, some, some) if frames is None else frames
+        unused = self.q
+        into = (unused, unused, unused, unused) if frames is None else frames
         steps = (0, 0, 0) if frames is None else tuple(x.stride(0) for x in frames[:3])
         _leaf_forward[(self.taken * self.leaves,)](
-            *self._inputs(), *into, some if inverse is None else inverse, out, lse, self.scale * LOG2E,
+            *self._inputs(), *into, unused if inverse is None else inverse, out, lse, self.scale * LOG2E,
             *self._strides(), *steps, out.stride(0), lse.stride(0), *self._sizes(), **self._flags(),
             FRAMES=frames is not None, KEEP=inverse is not None, num_warps=4, num_stages=1, **_registers(self.q),
         )  # fmt: skip
 
     def backward(
         self, inverse: Tensor, back: Back, grad_q: Tensor | None, grad_k: Tensor | None, grad_products: Tensor | None,
-        parts: list[tuple[Tensor, Place]], found: tuple[Tensor, ...],
+        parts: list[tuple[Tensor, Place]], gradients: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
-        """Writes dq, dk, dv, dw, dbeta (found) from the gradients of outputs, frames and products.
+        """Writes dq, dk, dv, dw, dbeta (`gradients`) from the gradients of outputs, frames and products.
 
         parts: dv of runs, which add up to dv with that of the leaves.
         """
         runs, places = in_fours(parts)
         _leaf_backward[(self.taken * self.leaves,)](
-            *self._inputs(), inverse, *back, grad_q, grad_k, grad_products, runs, places, *found,
+            *self._inputs(), inverse, *back, grad_q, grad_k, grad_products, runs, places, *gradients,
             self.scale, self.scale * LOG2E, *self._strides(), 0 if grad_q is None else grad_q.stride(0),
             0 if grad_k is None else grad_k.stride(0), back.grad.stride(0), back.delta.stride(0), *self._sizes(),
             **self._flags(), FRAMES=grad_q is not None, RUNS=len(runs), num_warps=4, num_stages=1,

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import Run
 from deadreckon.ops.blockwise.stock import Backend, backend_for, dense_backward, dense_forward
-from deadreckon.ops.triton.gated.flash import Documents, Pairs, Reach, Sums, flash_backward, flash_forward
+from deadreckon.ops.triton.gated.backward import flash_backward
+from deadreckon.ops.triton.gated.forward import flash_forward
+from deadreckon.ops.triton.gated.launch import Documents, Pairs, Reach, Sums
 from deadreckon.ops.triton.householder.cross import Side, cross, cross_back, multiply, multiply_back, place
 from deadreckon.ops.triton.householder.frames import Back, Frames, Place, buffer
 from deadreckon.ops.triton.householder.merge import Part
@@ -30,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """What lies on the routes of some heads besides Householder steps, and who sees whom."""
+    """What lies on the routes of n key heads besides Householder steps, and who sees whom."""
 
     sums: Sums | None  # of log gates
     reach: Reach | None  # what gates leave in reach
@@ -44,7 +46,7 @@ def stock_for(q: Tensor, v: Tensor) -> Backend | None:
 
 
 class Levels:
-    """All levels over the blocks of some heads; `frames` (queries and keys) rise in place."""
+    """All levels over the blocks of n key heads; `frames` (queries and keys) rise in place."""
 
     def __init__(self, runs: list[list[Run]], frames: Frames, routes: Routes) -> None:
         self.runs, self.frames, self.routes = runs, frames, routes
@@ -143,16 +145,20 @@ class Levels:
         v = run.halves(self.frames.values)[0]
         if self.stock and not torch.are_deterministic_algorithms_enabled():  # cuDNN adds up dq in any order
             grad, out, lse = (run.halves(x)[1].flatten(2, 3) for x in (rows.back.grad, rows.out, rows.lse))
-            found = dense_backward(self.stock, grad, q.flatten(2, 3), k, v, out, lse, self.routes.scale, steady=True)
-            grad_q, grad_k, grad_v = (x.contiguous() for x in found)
+            gradients = dense_backward(
+                self.stock, grad, q.flatten(2, 3), k, v, out, lse, self.routes.scale, steady=True
+            )
+            grad_q, grad_k, grad_v = (x.contiguous() for x in gradients)
             return grad_q.view(q.shape), grad_k, grad_v
         sums, reach, documents, scale = self.routes
         back = rows.back
-        grad, delta, own, by_query = (run.halves(x)[1] for x in (back.grad, back.delta, back.own, back.by_query))
+        grad, delta, row_shift, by_query = (
+            run.halves(x)[1] for x in (back.grad, back.delta, back.row_shift, back.by_query)
+        )
         grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         flash_backward(
             _grouped(q), k.unsqueeze(1), v.unsqueeze(1), sums, scale, _grouped(grad), _grouped(delta),
-            _grouped(own), _grouped(grad_q), grad_k.unsqueeze(1), grad_v.unsqueeze(1), _grouped(by_query),
+            _grouped(row_shift), _grouped(grad_q), grad_k.unsqueeze(1), grad_v.unsqueeze(1), _grouped(by_query),
             back.by_key, Pairs(*run), reach, documents,
         )  # fmt: skip
         return grad_q, grad_k, grad_v

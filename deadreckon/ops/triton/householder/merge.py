@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.flash import Documents
+from deadreckon.ops.triton.gated.launch import Documents
 from deadreckon.ops.triton.householder.frames import Place
 from deadreckon.ops.triton.householder.leaf import in_fours
 from deadreckon.ops.triton.tiles import ceil_div, padded, place_of
@@ -14,7 +14,7 @@ from deadreckon.ops.triton.tiles import ceil_div, padded, place_of
 
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS"])
 def _merge(
-    p_out, p_lse, runs, places, p_start, p_to, p_row, s_out, s_lse, first, T, TILES, HEADS, GROUP,
+    p_out, p_lse, runs, places, p_start, p_to, p_lse_to, s_out, s_lse, first, T, TILES, HEADS, GROUP,
     E: tl.constexpr, BE: tl.constexpr, RUNS: tl.constexpr, LAST: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -27,7 +27,7 @@ def _merge(
     inside = (channel < E)[None, :] & (row >= 0)[:, None]
     p_out += i_n * s_out
     p_lse += i_n * s_lse + token * GROUP + i_g
-    b_row = tl.load(p_lse)
+    b_lse = tl.load(p_lse)
     if PACKED:
         b_start = tl.load(p_start + token)
     b_out = tl.load(p_out + at, mask=inside, other=0.0).to(tl.float32)
@@ -42,16 +42,16 @@ def _merge(
             m_run = m_run & (b_start < start + i_pair * (left + right) + left)
         i_row = ((i_n * count + i_pair) * right + (place - left) + row) * GROUP + i_g
         # A mask rather than a branch: the loads of all runs are under way at once.
-        b_lse = tl.load(p_lse_x + i_row, mask=m_run, other=float("-inf"))
+        b_run_lse = tl.load(p_lse_x + i_row, mask=m_run, other=float("-inf"))
         b_x = tl.load(p_x + i_row[:, None] * E + channel[None, :], mask=inside & m_run[:, None], other=0.0).to(
             tl.float32
         )
-        high = tl.maximum(b_row, b_lse)
-        keep, add = tl.exp(b_row - high), tl.exp(b_lse - high)
+        high = tl.maximum(b_lse, b_run_lse)
+        keep, add = tl.exp(b_lse - high), tl.exp(b_run_lse - high)
         total = keep + add
         b_out = (b_out * keep[:, None] + b_x * add[:, None]) / total[:, None]
-        b_row = high + tl.log(total)
-    tl.store(p_row + i_n * s_lse + token * GROUP + i_g, b_row)
+        b_lse = high + tl.log(total)
+    tl.store(p_lse_to + i_n * s_lse + token * GROUP + i_g, b_lse)
     if LAST:
         i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
         p_to += (i_b * T * HEADS + i_h) * GROUP * E + i_g * E
@@ -66,24 +66,25 @@ Part = tuple[tuple[Tensor, Tensor], Place]
 TOGETHER = 16  # parts merged in one pass
 
 
-def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, row: Tensor, first: int,
+def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, lse_to: Tensor, first: int,
     documents: Documents | None = None,
 ) -> None:  # fmt: skip
-    """Blocks' out (n, T, G, E) and lse (n, T, G) with the parts of all levels -> to (B, T, Hq, E) and row, like lse.
+    """Blocks' out (n, T, G, E) and lse (n, T, G) with the parts of all levels -> to (B, T, Hq, E) and lse_to (n, T, G).
 
     Out and lse may be written to on the way. The heads are key heads `first` … of B·H; T is padded to whole leaves, in
     `to` it is not.
     """
-    count, tokens, group, width = out.shape[0], row.shape[1], out.shape[2], out.shape[3]
+    count, tokens, group, width = out.shape[0], lse_to.shape[1], out.shape[2], out.shape[3]
     passes = max(1, ceil_div(len(parts), TOGETHER))
-    rows = (lse, row) if passes % 2 else (row, lse)  # a pass never writes what it reads: its threads are not in step
+    # A pass never writes what it reads: its threads are not in step.
+    buffers = (lse, lse_to) if passes % 2 else (lse_to, lse)
     if passes % 2 == 0:
-        row.copy_(lse)
+        lse_to.copy_(lse)
     for number in range(passes):
-        some, places = in_fours(parts[number * TOGETHER : (number + 1) * TOGETHER])
+        runs, places = in_fours(parts[number * TOGETHER : (number + 1) * TOGETHER])
         _merge[(count * tokens // 64 * group,)](
-            out, rows[number % 2], some, places, to if documents is None else documents.start, to,
-            rows[(number + 1) % 2], out.stride(0), row.stride(0), first,
-            to.shape[1], tokens // 64, to.shape[2] // group, group, E=width, BE=padded(width), RUNS=len(some),
+            out, buffers[number % 2], runs, places, to if documents is None else documents.start, to,
+            buffers[(number + 1) % 2], out.stride(0), lse_to.stride(0), first,
+            to.shape[1], tokens // 64, to.shape[2] // group, group, E=width, BE=padded(width), RUNS=len(runs),
             LAST=number + 1 == passes, PACKED=documents is not None,
         )  # fmt: skip

@@ -11,8 +11,8 @@ between is the query's way back to m, times the key's way on to m. In *frames* t
     levels     |  block (keys)     |  block (queries)  |                pairs of blocks: dense attention right × left,
                |     pair (keys)             |     pair (queries)   |   cross each other's product, and up a level
 
-Forward, for some key heads at a time: (1) leaves, (2) the walk inside blocks, which also takes queries to the block's
-start and keys to its end, (3) levels of dense attention, (4) merge: all parts of a row by their log-sum-exp.
+Forward, for a slice of key heads at a time: (1) leaves, (2) the walk inside blocks, which also takes queries to the
+block's start and keys to its end, (3) levels of dense attention, (4) merge: all parts of a row by their log-sum-exp.
 
 Backward, the other way around, with the log-sum-exp of *whole* rows, so that every part has its exact gradient as in
 ring attention: levels from the top down, the walk once more and back, leaves. Frames of leaves are saved, all else is
@@ -34,8 +34,8 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF, Run, levels
 from deadreckon.ops.triton.gated.delta import prepare
-from deadreckon.ops.triton.gated.flash import Reach, Sums, documents_of
 from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, growth_of, pruned, reach_of, room_for_reach
+from deadreckon.ops.triton.gated.launch import Reach, Sums, documents_of
 from deadreckon.ops.triton.householder.frames import Back, Frames, Place, Saved, buffer
 from deadreckon.ops.triton.householder.leaf import Leaves
 from deadreckon.ops.triton.householder.levels import Levels, Routes
@@ -48,7 +48,7 @@ ROWS = 1 << 21  # rows of queries that are worked on at a time: what is kept bet
 
 
 class Heads(NamedTuple):
-    """Some key heads: what every stage takes of them."""
+    """A slice of n key heads: what every stage takes of them."""
 
     leaves: Leaves
     routes: Routes
@@ -104,9 +104,9 @@ def _backward(
     leaves, frames, inverse = heads.leaves, heads.frames, heads.inverse
     assert inverse is not None
     by_head = heads.buffer(leaves.group, out.shape[3]), heads.buffer(leaves.group, out.shape[3])
-    delta, own = prepare(out, grad, lse, leaves.sums, leaves.k.shape[2], leaves.first, by_head)
+    delta, row_shift = prepare(out, grad, lse, leaves.sums, leaves.k.shape[2], leaves.first, by_head)
     room = torch.empty_like if leaves.sums is None else torch.zeros_like  # kernels add to it
-    back = Back(by_head[1], delta, own, room(lse), room(lse))
+    back = Back(by_head[1], delta, row_shift, room(lse), room(lse))
     values: list[tuple[Tensor, Place]] = []  # parts of dv, by where their keys are
     grad_q = grad_k = grad_products = None
     if frames is not None:
@@ -130,26 +130,26 @@ def _backward(
     return back.by_query, back.by_key
 
 
-def _some_heads(
+def _head_slices(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, routes: Routes, lse: Tensor, saved: Saved | None
 ) -> Iterator[tuple[slice, Heads]]:
-    """All key heads of lse (B·H, T padded, G), some at a time, as equal as can be."""
+    """Slices of the key heads of lse (B·H, T padded, G), as equal as can be, and what the stages take of each."""
     count = lse.shape[0]
     parts = max(1, min(count, lse.numel() // ROWS))
     sums, reach, documents, scale = routes
     for first, end in pairwise(count * part // parts for part in range(parts + 1)):
-        some = slice(first, end)
+        part = slice(first, end)
         leaves = Leaves(q, k, v, w, beta, sums, documents, scale, first, end - first)
         frames = inverse = None
         if leaves.leaves > 1:
-            frames = Frames.room(q, k, v, end - first) if saved is None else Frames(*(x[some] for x in saved[:4]))
+            frames = Frames.room(q, k, v, end - first) if saved is None else Frames(*(x[part] for x in saved[:4]))
         if saved is not None:
-            inverse = saved.inverse[some]
-        own = Routes(
-            None if sums is None else Sums(*(x[some] for x in sums)),
-            None if reach is None else Reach(*(x[some] for x in reach)), documents, scale,
+            inverse = saved.inverse[part]
+        part_routes = Routes(
+            None if sums is None else Sums(*(x[part] for x in sums)),
+            None if reach is None else Reach(*(x[part] for x in reach)), documents, scale,
         )  # fmt: skip
-        yield some, Heads(leaves, own, frames, inverse, list(levels(leaves.leaves * LEAF, WALK * LEAF)))
+        yield part, Heads(leaves, part_routes, frames, inverse, list(levels(leaves.leaves * LEAF, WALK * LEAF)))
 
 
 def _routes(
@@ -180,8 +180,8 @@ def householder_forward(
     saved = Saved.room(q, k, v) if keep else None
     with torch.cuda.device_of(q):
         routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale)
-        for some, heads in _some_heads(q, k, v, w, beta, routes, lse, saved):
-            _forward(heads, out, lse[some])
+        for part, heads in _head_slices(q, k, v, w, beta, routes, lse, saved):
+            _forward(heads, out, lse[part])
     return out, lse, *(routes.reach or room_for_reach(k, None)), *(saved or Saved.nothing(q))
 
 
@@ -207,8 +207,8 @@ def householder_backward(
     sides = []
     with torch.cuda.device_of(q):
         routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale, Reach(first, last) if first.numel() else None)
-        for some, heads in _some_heads(q, k, v, w, beta, routes, lse, saved):
-            sides.append(_backward(heads, out, grad, lse[some], gradients))
+        for part, heads in _head_slices(q, k, v, w, beta, routes, lse, saved):
+            sides.append(_backward(heads, out, grad, lse[part], gradients))
     if log_gate is None:
         return list(gradients)
     by_query, by_key = (torch.cat(side) for side in zip(*sides, strict=True))
@@ -262,10 +262,10 @@ def ascend(
     products, queries, running = list[Tensor](), list[Tensor](), None
     with torch.cuda.device_of(q):
         routes = _routes(q, k, w, beta, log_gate, None, scale)
-        for some, heads in _some_heads(q, k, v, w, beta, routes, lse, None):
-            part = Closed(keys[some]) if closed else None
-            top = _forward(heads, out, lse[some], part, to_top)
-            products += [] if part is None else [part.product]
+        for part, heads in _head_slices(q, k, v, w, beta, routes, lse, None):
+            first_tokens = Closed(keys[part]) if closed else None
+            top = _forward(heads, out, lse[part], first_tokens, to_top)
+            products += [] if first_tokens is None else [first_tokens.product]
             queries += [] if top is None else [top]
     if routes.sums is not None and (closed or to_top):
         left, edge = routes.sums

@@ -25,7 +25,7 @@ class Ascended(NamedTuple):
 
 
 class Closed:
-    """The first leaves of some heads, as what comes later sees them: keys in the frame of their end, and one product.
+    """The first leaves of n key heads, as what comes later sees them: keys in the frame of their end, and one product.
 
     They are cut like the binary digits of their number: blocks of the tree, the largest first, and at last less than a
     block of leaves. What follows on a block are smaller ones, known by the time the levels have risen to it: its keys

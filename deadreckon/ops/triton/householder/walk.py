@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.triton.gated.flash import Documents, Sums
+from deadreckon.ops.triton.gated.launch import Documents, Sums
 from deadreckon.ops.triton.householder.frames import Back, Frames
 from deadreckon.ops.triton.tiles import (
     DTYPES,
@@ -81,7 +81,7 @@ def _walk_forward(
         if GATED:
             i_c = i_n * GATES + i_g % GATES
             edge = tl.load(p_edge + i_c * LEAVES + i_leaf)
-            b_own = tl.load(p_left + i_c * LEAVES * 64 + token)
+            b_row_gate = tl.load(p_left + i_c * LEAVES * 64 + token)
     if PACKED:
         b_start = tl.load(p_start + token)
         walked = _within(p_start, i_leaf, walked)
@@ -94,7 +94,7 @@ def _walk_forward(
             b_s = mul(b_q, tl.trans(load_tile(p_k, key, D, D, BD)), DTYPE) * scale2
             if GATED:
                 shift = (edge - tl.load(p_edge + i_c * LEAVES + j)).to(tl.float32)
-                b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[None, :] - b_own[:, None]
+                b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[None, :] - b_row_gate[:, None]
             if PACKED:
                 b_s = tl.where(b_start[:, None] <= key[None, :], b_s, float("-inf"))
             b_new = tl.maximum(b_max, tl.max(b_s, 1))
@@ -114,8 +114,8 @@ def _walk_forward(
 
 @triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _walk_back(
-    p_k, p_v, p_products, p_left, p_edge, p_start, p_do, p_delta, p_own, p_grad, p_passing, p_passing_grad, p_by_query,
-    scale, scale2, s_k, s_v, s_out, s_lse, s_grad, LEAVES, GROUP, GATES,
+    p_k, p_v, p_products, p_left, p_edge, p_start, p_do, p_delta, p_row_shift, p_grad, p_passing, p_passing_grad,
+    p_by_query, scale, scale2, s_k, s_v, s_out, s_lse, s_grad, LEAVES, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, ONWARD: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def _walk_back(
     p_at = i_n * s_lse + token * GROUP + i_g
     b_do = load_tile(p_do + i_n * s_out + i_g * E, token, GROUP * E, E, BE)
     b_delta = tl.load(p_delta + p_at)
-    b_own = tl.load(p_own + p_at)
+    b_row_shift = tl.load(p_row_shift + p_at)
     if GATED:
         i_c = i_n * GATES + i_g % GATES
         edge = tl.load(p_edge + i_c * LEAVES + i_leaf)
@@ -158,7 +158,7 @@ def _walk_back(
         if GATED:
             shift = (edge - tl.load(p_edge + i_c * LEAVES + j)).to(tl.float32)
             b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[None, :]
-        b_e = tl.exp2(b_s + b_own[:, None])
+        b_e = tl.exp2(b_s + b_row_shift[:, None])
         if PACKED:
             b_e = tl.where(b_start[:, None] <= key[None, :], b_e, 0.0)
         b_ds = b_e * (mul(b_do, tl.trans(load_tile(p_v, key, E, E, BE)), DTYPE) - b_delta[:, None])
@@ -172,7 +172,7 @@ def _walk_back(
 
 @triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _gather(
-    p_k, p_v, p_suffix, p_left, p_edge, p_start, p_end, p_do, p_delta, p_own, p_passing, p_passing_grad,
+    p_k, p_v, p_suffix, p_left, p_edge, p_start, p_end, p_do, p_delta, p_row_shift, p_passing, p_passing_grad,
     p_grad_k, p_grad_v, p_grad_products, p_grad_suffix, p_by_key, scale, scale2,
     s_k, s_v, s_out, s_lse, s_grad, s_grad_v, LEAVES, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr,
@@ -206,14 +206,14 @@ def _gather(
             b_q = load_tile(p_passing + i_slot * slot + g * 64 * D, row, D, D, BD)
             b_do = load_tile(p_do + i_n * s_out + g * E, token, GROUP * E, E, BE)
             p_at = i_n * s_lse + token * GROUP + g
-            b_own, b_delta = tl.load(p_own + p_at), tl.load(p_delta + p_at)
+            b_row_shift, b_delta = tl.load(p_row_shift + p_at), tl.load(p_delta + p_at)
             b_s = mul(b_k, tl.trans(b_q), DTYPE) * scale2
             if GATED:
                 i_c = i_n * GATES + g % GATES
                 p_gate = p_edge + i_c * LEAVES
                 shift = (tl.load(p_gate + i) - tl.load(p_gate + j)).to(tl.float32)
                 b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[:, None]
-            b_e = tl.exp2(b_s + b_own[None, :])
+            b_e = tl.exp2(b_s + b_row_shift[None, :])
             if PACKED:
                 b_e = tl.where(tl.load(p_start + token)[None, :] <= key[:, None], b_e, 0.0)
             b_dv += mul(b_e, b_do, DTYPE)
@@ -284,7 +284,7 @@ def _suffixes_back(
 
 
 class Walk:
-    """The walks of some heads: frames of leaves and where they lead."""
+    """The walks of n key heads, from frames of leaves to frames of blocks."""
 
     def __init__(self, frames: Frames, sums: Sums | None, documents: Documents | None, scale: float) -> None:
         self.frames, self.scale = frames, scale
@@ -302,9 +302,9 @@ class Walk:
 
     def forward(self, out: Tensor, lse: Tensor, to: Tensor | None) -> None:
         """Adds a block's keys to out (n, T, G, E) and lse (n, T, G) of leaves; puts queries at its start in `to`."""
-        some = self.frames.queries
+        unused = self.frames.queries
         _walk_forward[(self.count * self.leaves * self.group,)](
-            *self.frames, *self.gates, self.documents.start, out, lse, some if to is None else to, some,
+            *self.frames, *self.gates, self.documents.start, out, lse, unused if to is None else to, unused,
             self.scale * LOG2E, *self.steps,
             out.stride(0), lse.stride(0), 0 if to is None else to.stride(0), *self.sizes,
             **self.flags, ONWARD=to is not None, BACK=False, num_stages=2 if self.narrow["BD"] == 64 else 1,
@@ -334,13 +334,13 @@ class Walk:
         steps = (*self.steps[1:], back.grad.stride(0), back.delta.stride(0))
         flags = {**self.flags, "ONWARD": suffixes is not None}
         _walk_back[(self.count * self.leaves * self.group,)](
-            k, v, products, *self.gates, self.documents.start, back.grad, back.delta, back.own, grad_q,
+            k, v, products, *self.gates, self.documents.start, back.grad, back.delta, back.row_shift, grad_q,
             passing, passing_grad, back.by_query,
             self.scale, self.scale * LOG2E, *steps, grad_q.stride(0), *self.sizes, **flags, num_stages=1,
         )  # fmt: skip
         _gather[(self.count * self.leaves,)](
-            k, v, k if suffixes is None else suffixes, *self.gates, *self.documents, back.grad, back.delta, back.own,
-            passing, passing_grad, grad_k, grad_v, grad_products,
+            k, v, k if suffixes is None else suffixes, *self.gates, *self.documents, back.grad, back.delta,
+            back.row_shift, passing, passing_grad, grad_k, grad_v, grad_products,
             k if grad_suffixes is None else grad_suffixes, back.by_key, self.scale, self.scale * LOG2E,
             *steps, grad_k.stride(0), grad_v.stride(0), *self.sizes,
             **flags | {"num_warps": warps_for(k.shape[2])}, num_stages=3 if self.narrow["BD"] == 64 else 1,

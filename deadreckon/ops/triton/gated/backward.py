@@ -1,0 +1,259 @@
+"""Softmax attention with forget gates: the backward kernels.
+
+Logits are computed twice, by rows for dq and by columns for dk and dv, so that nothing needs atomics. With a row's
+shift (−lse with its gates: see `delta.py`) the exponential of a logit is its weight.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deadreckon.ops.triton.gated.forward import document_of
+from deadreckon.ops.triton.gated.launch import Documents, Launch, Pairs, Reach, Sums, strides
+from deadreckon.ops.triton.tiles import LOG2E, load_columns, load_rows, store_rows
+
+
+@triton.jit
+def _query_gradients_along(
+    b_dq, b_by_query, b_q, b_do, b_row_shift, b_delta, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr,
+    begin, end, origin, row, b_start,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
+    for j in range(begin, end, BN):
+        key = j + tl.arange(0, BN)
+        m_key = (key < end) | (not MASKED)
+        b_k = load_columns(p_k, key, s_kr, channel, m_key, D, BD)
+        b_v = load_columns(p_v, key, s_vr, value_channel, m_key, E, BE)
+        b_s = tl.dot(b_q, b_k, input_precision=PRECISION) * scale2
+        if GATED:
+            shift = (reference - tl.load(p_edge + (origin + j) // 64)).to(tl.float32)
+            b_s += (tl.load(p_left + origin + key, mask=m_key, other=0.0) + shift)[None, :]
+        b_p = tl.exp2(b_s + b_row_shift[:, None])
+        if MASKED:
+            visible = m_key[None, :]
+            if CAUSAL:
+                visible = visible & (key[None, :] <= row[:, None])
+            if PACKED:
+                visible = visible & (key[None, :] >= b_start[:, None])
+            b_p = tl.where(visible, b_p, 0.0)
+        b_ds = b_p * (tl.dot(b_do, b_v, input_precision=PRECISION) - b_delta[:, None])
+        if GATED:
+            b_by_query += tl.sum(b_ds, 1)
+        b_dq = tl.dot(b_ds.to(b_k.dtype), tl.trans(b_k), b_dq, input_precision=PRECISION)
+    return b_dq, b_by_query
+
+
+@triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
+def _query_gradients(
+    p_q, p_k, p_v, p_do, p_dq, p_by_query, p_delta, p_row_shift, p_left, p_edge, p_first, p_start, scale, scale2,
+    s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
+    s_ob, s_oh, s_og, s_op, s_or, s_lb, s_lh, s_lg, s_lp, s_lr, s_xb, s_xh, s_xg, s_xp, s_xr,
+    ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_tile, i_head, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
+    i_n, i_g = i_head // GROUP, i_head % GROUP
+    i_b, i_h, i_c = i_n // HEADS, i_n % HEADS, i_n * GATES + i_g % GATES
+    origin_k = start + i_pair * (left + right)
+    origin_q = origin_k + left
+    if CAUSAL:
+        first_row = (TILES - 1 - i_tile) * BM
+        whole, keys = first_row, tl.minimum(first_row + BM, ROWS)
+    else:
+        first_row = i_tile * BM
+        whole, keys = KEYS // BN * BN, KEYS
+    row = first_row + tl.arange(0, BM)
+    m_row = row < ROWS
+    i_pair = i_pair.to(tl.int64)
+    p_q += i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair * s_qp
+    p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp
+    p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
+    p_do += i_b * s_ob + i_h * s_oh + i_g * s_og + i_pair * s_op
+    b_q = load_rows(p_q, row, s_qr, tl.arange(0, BD), m_row, D, BD)
+    b_do = load_rows(p_do, row, s_or, tl.arange(0, BE), m_row, E, BE)
+    at = i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair * s_lp + row.to(tl.int64) * s_lr
+    b_delta = tl.load(p_delta + at, mask=m_row, other=0.0)
+    b_row_shift = tl.load(p_row_shift + at, mask=m_row, other=float("-inf"))
+    p_left += i_c * BLOCKS * 64
+    p_edge += i_c * BLOCKS
+    reference = 0.0
+    if GATED:
+        reference = tl.load(p_edge + (origin_q + first_row) // 64)
+        b_row_shift += (tl.load(p_edge + (origin_q + row) // 64, mask=m_row, other=0.0) - reference).to(tl.float32)
+    begin = 0
+    if PRUNED:
+        reached = tl.load(p_first + i_c * BLOCKS + (origin_q + first_row) // 64)
+        begin = tl.minimum(tl.maximum(reached - origin_k, 0), whole)
+    b_start, inner = row, begin  # keys from `inner` on are of the same document as all rows
+    if PACKED:
+        b_start, begin, inner = document_of(p_start, origin_q, origin_k, first_row, row, ROWS, begin, whole, BN)
+        if not CAUSAL:
+            if begin >= keys:  # no row sees any of these keys, and nothing reads this gradient
+                return
+    b_dq = tl.zeros([BM, BD], tl.float32)
+    b_by_query = tl.zeros([BM], tl.float32)
+    if PACKED:
+        b_dq, b_by_query = _query_gradients_along(
+            b_dq, b_by_query, b_q, b_do, b_row_shift, b_delta, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr,
+            begin, inner, origin_k, row, b_start, D, E, BD, BE, BN, False, GATED, True, True, PRECISION,
+        )  # fmt: skip
+    b_dq, b_by_query = _query_gradients_along(
+        b_dq, b_by_query, b_q, b_do, b_row_shift, b_delta, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr,
+        inner, whole, origin_k, row, b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, False, PRECISION,
+    )  # fmt: skip
+    b_dq, b_by_query = _query_gradients_along(
+        b_dq, b_by_query, b_q, b_do, b_row_shift, b_delta, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr,
+        whole, keys, origin_k, row, b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, True, PRECISION,
+    )  # fmt: skip
+    p_dq += i_b * s_xb + i_h * s_xh + i_g * s_xg + i_pair * s_xp
+    store_rows(p_dq, row, s_xr, tl.arange(0, BD), m_row, b_dq * scale, D)
+    if GATED:
+        if not CAUSAL:  # a row's sum goes over the blocks of all levels
+            b_by_query += tl.load(p_by_query + at, mask=m_row, other=0.0)
+        tl.store(p_by_query + at, b_by_query, mask=m_row)
+
+
+@triton.jit
+def _key_gradients_along(
+    b_dk, b_dv, b_by_key, b_k, b_v, b_bias, p_q, p_do, p_delta, p_row_shift, p_edge, reference, scale2,
+    s_qr, s_or, s_lr, begin, end, origin, key, b_end,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    GATED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
+    for i in range(begin, end, BM):
+        row = i + tl.arange(0, BM)
+        m_row = row < end
+        b_q = load_columns(p_q, row, s_qr, channel, m_row, D, BD)
+        b_do = load_rows(p_do, row, s_or, value_channel, m_row, E, BE)
+        b_row_shift = tl.load(p_row_shift + row.to(tl.int64) * s_lr, mask=m_row, other=float("-inf"))
+        b_delta = tl.load(p_delta + row.to(tl.int64) * s_lr, mask=m_row, other=0.0)
+        b_s = tl.dot(b_k, b_q, input_precision=PRECISION) * scale2
+        if GATED:
+            b_row_shift += (tl.load(p_edge + (origin + i) // 64) - reference).to(tl.float32)
+            b_s += b_bias[:, None]
+        b_p = tl.exp2(b_s + b_row_shift[None, :])
+        if CAUSAL:
+            b_p = tl.where(key[:, None] <= row[None, :], b_p, 0.0)
+        if PACKED:
+            b_p = tl.where(row[None, :] < b_end[:, None], b_p, 0.0)
+        b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+        b_ds = b_p * (tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION) - b_delta[None, :])
+        if GATED:
+            b_by_key += tl.sum(b_ds, 1)
+        b_dk = tl.dot(b_ds.to(b_q.dtype), tl.trans(b_q), b_dk, input_precision=PRECISION)
+    return b_dk, b_dv, b_by_key
+
+
+@triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
+def _key_gradients(
+    p_q, p_k, p_v, p_do, p_dk, p_dv, p_by_key, p_delta, p_row_shift, p_left, p_edge, p_last, p_end, scale, scale2,
+    s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
+    s_ob, s_oh, s_og, s_op, s_or, s_lb, s_lh, s_lg, s_lp, s_lr, s_xb, s_xh, s_xp, s_xr, s_yb, s_yh, s_yp, s_yr,
+    ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_tile, i_n, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
+    i_b, i_h = i_n // HEADS, i_n % HEADS
+    origin_k = start + i_pair * (left + right)
+    origin_q = origin_k + left
+    first_key = i_tile * BN
+    key = first_key + tl.arange(0, BN)
+    m_key = key < KEYS
+    i_pair = i_pair.to(tl.int64)
+    p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp
+    p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
+    b_k = load_rows(p_k, key, s_kr, tl.arange(0, BD), m_key, D, BD)
+    b_v = load_rows(p_v, key, s_vr, tl.arange(0, BE), m_key, E, BE)
+    b_dk = tl.zeros([BN, BD], tl.float32)
+    b_dv = tl.zeros([BN, BE], tl.float32)
+    whole = tl.minimum(first_key + BN, ROWS) if CAUSAL else 0
+    b_end, oldest, newest = key, 0, 0  # where the documents of these keys end, first and last of these ends
+    if PACKED:
+        last_key = tl.minimum(first_key + BN, KEYS) - 1
+        b_end = tl.load(p_end + origin_k + tl.minimum(key, last_key)) - origin_q
+        oldest = tl.load(p_end + origin_k + first_key) - origin_q
+        newest = tl.load(p_end + origin_k + last_key) - origin_q
+        if not CAUSAL:
+            if newest <= 0:
+                return
+    for g in range(GROUP):
+        i_g = tl.cast(g, tl.int64)
+        i_stat = i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair * s_lp
+        i_c = i_n * GATES + i_g % GATES
+        b_bias = tl.zeros([BN], tl.float32)
+        reference = 0.0
+        end = ROWS
+        if GATED:
+            reference = tl.load(p_edge + i_c * BLOCKS + (origin_k + first_key) // 64)
+            edge = tl.load(p_edge + i_c * BLOCKS + (origin_k + key) // 64, mask=m_key, other=0.0)
+            b_bias = tl.load(p_left + i_c * BLOCKS * 64 + origin_k + key, mask=m_key, other=0.0)
+            b_bias += (reference - edge).to(tl.float32)
+        if PRUNED:
+            i_block = (origin_k + tl.minimum(first_key + BN, KEYS) - 1) // 64
+            end = tl.maximum(tl.minimum(tl.load(p_last + i_c * BLOCKS + i_block) - origin_q, ROWS), whole)
+        inner = end  # rows before `inner` are of the same document as all keys
+        if PACKED:
+            end = tl.maximum(tl.minimum(newest, end), whole)
+            inner = tl.maximum(tl.minimum(oldest // BM * BM, end), whole)
+        b_by_key = tl.zeros([BN], tl.float32)
+        p_qg = p_q + i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair * s_qp
+        p_og = p_do + i_b * s_ob + i_h * s_oh + i_g * s_og + i_pair * s_op
+        if CAUSAL:
+            b_dk, b_dv, b_by_key = _key_gradients_along(
+                b_dk, b_dv, b_by_key, b_k, b_v, b_bias, p_qg, p_og, p_delta + i_stat, p_row_shift + i_stat,
+                p_edge + i_c * BLOCKS, reference, scale2, s_qr, s_or, s_lr, first_key, whole, origin_q, key,
+                b_end, D, E, BD, BE, BM, GATED, True, PACKED, PRECISION,
+            )  # fmt: skip
+        b_dk, b_dv, b_by_key = _key_gradients_along(
+            b_dk, b_dv, b_by_key, b_k, b_v, b_bias, p_qg, p_og, p_delta + i_stat, p_row_shift + i_stat,
+            p_edge + i_c * BLOCKS, reference, scale2, s_qr, s_or, s_lr, whole, inner, origin_q, key,
+            b_end, D, E, BD, BE, BM, GATED, False, False, PRECISION,
+        )  # fmt: skip
+        if PACKED:
+            b_dk, b_dv, b_by_key = _key_gradients_along(
+                b_dk, b_dv, b_by_key, b_k, b_v, b_bias, p_qg, p_og, p_delta + i_stat, p_row_shift + i_stat,
+                p_edge + i_c * BLOCKS, reference, scale2, s_qr, s_or, s_lr, inner, end, origin_q, key,
+                b_end, D, E, BD, BE, BM, GATED, False, True, PRECISION,
+            )  # fmt: skip
+        if GATED:
+            # Keys have their sums where they stand in the sequence, which is not where their queries do.
+            p_to = p_by_key + i_b * s_lb + i_h * s_lh + i_g * s_lg + (origin_k + key).to(tl.int64) * s_lr
+            if not CAUSAL:
+                b_by_key += tl.load(p_to, mask=m_key, other=0.0)
+            tl.store(p_to, b_by_key, mask=m_key)
+    p_dk += i_b * s_xb + i_h * s_xh + i_pair * s_xp
+    store_rows(p_dk, key, s_xr, tl.arange(0, BD), m_key, b_dk * scale, D)
+    p_dv += i_b * s_yb + i_h * s_yh + i_pair * s_yp
+    store_rows(p_dv, key, s_yr, tl.arange(0, BE), m_key, b_dv, E)
+
+
+def flash_backward(
+    q: Tensor, k: Tensor, v: Tensor, sums: Sums | None, scale: float, grad: Tensor, delta: Tensor, row_shift: Tensor,
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, by_query: Tensor, by_key: Tensor,
+    pairs: Pairs | None = None, reach: Reach | None = None, documents: Documents | None = None,
+) -> None:  # fmt: skip
+    """Writes gradients and, with gates, the gradients of log-weights summed by query and by key.
+
+    delta, row_shift and by_query are (B, H, G, n, rows) with the same strides, by_key is (B, H, G, T) with those of
+    B, H, G and rows. Pairs of blocks *add* to by_query and by_key. The lse in row_shift is that of *whole* rows, of
+    which a block may be a part: so each part has its exact gradient, as in ring attention.
+    """
+    launch = Launch(q, k, v, sums, pairs, reach, documents)
+    inputs = (*strides(q, k, v, grad), *delta.stride())
+    first, last = (delta, delta) if reach is None else reach
+    start, end = (delta, delta) if documents is None else documents
+    launch(
+        _query_gradients, "queries", q, k, v, grad, grad_q, by_query, delta, row_shift, *launch.gates, first, start,
+        scale, scale * LOG2E, *inputs, *strides(grad_q),
+    )  # fmt: skip
+    launch(
+        _key_gradients, "keys", q, k, v, grad, grad_k, grad_v, by_key, delta, row_shift, *launch.gates, last, end,
+        scale, scale * LOG2E, *inputs, *strides(grad_k, grad_v),
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""What the gated kernels take besides q, k and v, and how they are tiled and launched."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deadreckon.ops.triton.tiles import Tiling, ceil_div, padded, power_of_two
+
+EDGE = 64  # tokens that share one float64 sum of gates; steps of a loop are no larger
+
+TILINGS = {
+    "forward": {
+        64: Tiling(128, 64, 4, 3),
+        128: Tiling(128, 64, 8, 3),
+        256: Tiling(64, 32, 4, 2),
+        512: Tiling(64, 32, 4, 1),
+    },
+    "queries": {
+        64: Tiling(128, 64, 4, 3),
+        128: Tiling(128, 32, 8, 2),
+        256: Tiling(64, 32, 4, 2),
+        512: Tiling(64, 16, 4, 1),
+    },
+    "keys": {
+        64: Tiling(128, 32, 4, 3),
+        128: Tiling(128, 32, 8, 2),
+        256: Tiling(64, 32, 4, 1),
+        512: Tiling(64, 16, 4, 1),
+    },
+}
+
+
+class Sums(NamedTuple):
+    """Running sums of log gates, divided by log 2, in two parts: c_j = edge[block of j] − left[j]."""
+
+    left: Tensor  # (B·H, 1 | G, T padded) float32
+    edge: Tensor  # (B·H, 1 | G, blocks) float64
+
+
+class Reach(NamedTuple):
+    """The keys and queries that can still matter to each other through the gates, by block of 64 tokens; both rise."""
+
+    first: Tensor  # (B·H, 1 | G, blocks) int32: the first key that queries of this block or a later one may need
+    last: Tensor  # (B·H, 1 | G, blocks) int32: the end of the queries that may need keys up to this block
+
+
+class Documents(NamedTuple):
+    """Packed sequences: where the document of each token begins and ends; padding is one more document."""
+
+    start: Tensor  # (T padded,) int32
+    end: Tensor  # (T padded,) int32
+
+
+def documents_of(cu_seqlens: Tensor, length: int) -> Documents:
+    """The document of each of `length` tokens, padded to whole blocks, from cu_seqlens (N + 1,) on the same device."""
+    tokens = torch.arange(-(-length // EDGE) * EDGE, dtype=torch.int32, device=cu_seqlens.device)
+    bounds = torch.nn.functional.pad(cu_seqlens.to(torch.int32), (0, 1), value=tokens.shape[0])
+    document = torch.searchsorted(bounds, tokens, right=True, out_int32=True).clamp_(max=bounds.shape[0] - 1)
+    return Documents(bounds[document - 1], bounds[document])
+
+
+class Pairs(NamedTuple):
+    """Where blocks lie in the sequence: `pairs` times `left` keys, then `right` queries that see them, from `start`."""
+
+    start: int
+    pairs: int
+    left: int
+    right: int
+
+
+def _tiling(kernel: str, q: Tensor, v: Tensor) -> Tiling:
+    """As measured on Hopper; wide heads and single precision take smaller tiles."""
+    widest = max(padded(q.shape[-1]), padded(v.shape[-1])) * q.element_size() // 2
+    return TILINGS[kernel][64 if widest <= 64 else 128 if widest <= 128 else 256 if widest <= 256 else 512]
+
+
+class Launch:
+    """What the three kernels share: sizes, gates and flags."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, sums: Sums | None, pairs: Pairs | None, reach: Reach | None,
+        documents: Documents | None,
+    ) -> None:  # fmt: skip
+        self.batch, self.heads, self.group, self.count, self.rows, _ = q.shape
+        self.keys = k.shape[3]
+        self.q, self.v = q, v
+        self.gates = (q, q) if sums is None else (sums.left, sums.edge)
+        gate_heads, blocks = (1, 1) if sums is None else (sums.left.shape[1], sums.edge.shape[2])
+        start, _, left, right = pairs or (0, 1, 0, 0)
+        self.sizes = (self.heads, self.group, gate_heads, blocks, start, left, right)
+        self.flags = {
+            "D": q.shape[-1], "E": v.shape[-1], "BD": padded(q.shape[-1]), "BE": padded(v.shape[-1]),
+            "CAUSAL": pairs is None, "GATED": sums is not None, "PRUNED": reach is not None,
+            "PACKED": documents is not None,
+            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
+        }  # fmt: skip
+
+    def __call__(self, kernel: Any, which: str, *arguments: Any) -> None:
+        """Launches a kernel with one program per tile of keys (`which` = "keys") or of queries."""
+        tiling = _tiling(which, self.q, self.v)
+        of_keys = which == "keys"
+        tokens = self.keys if of_keys else self.rows
+        tile = min(tiling.tile, max(64, power_of_two(tokens)))
+        tiles = ceil_div(tokens, tile)
+        rows, columns = (tiling.step, tile) if of_keys else (tile, tiling.step)
+        programs = tiles * self.batch * self.heads * (1 if of_keys else self.group)
+        kernel[(programs, self.count)](
+            *arguments, self.rows, self.keys, tiles, *self.sizes,
+            **self.flags, BM=rows, BN=columns, **tiling.options,
+        )  # fmt: skip
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Strides of all dimensions but the last, which is 1."""
+    return tuple(step for x in tensors for step in x.stride()[:-1])

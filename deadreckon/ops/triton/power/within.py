@@ -1,0 +1,295 @@
+"""Attention within chunks, forward and backward.
+
+Weights are powers of q · k times what gates leave between them; there is no softmax, so tiles just add up. A tile takes
+first the keys before it, which need no mask, then its own. What was read from states is added at the end, before rows
+are divided by the sums of their weights. The backward pass computes weights twice, by rows for dq and by columns for dk
+and dv, and so needs no atomics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deadreckon.ops.triton.gated.launch import Sums
+from deadreckon.ops.triton.power.chunks import Chunks, plus, strides_by_head, tiling_for
+from deadreckon.ops.triton.tiles import DTYPES, load_columns, load_rows, mul, padded, store_rows
+
+
+@triton.jit
+def _power(b_s, POWER: tl.constexpr):
+    return b_s * b_s if POWER == 2 else (b_s * b_s) * (b_s * b_s)
+
+
+@triton.jit
+def _tile_gates(p_left, p_edge, row, m_row, reference):
+    """Sums of log gates (base 2) from a reference to each row of the program's tile."""
+    b_edge = tl.load(p_edge + row // 64, mask=m_row, other=reference)
+    return (b_edge - reference).to(tl.float32) - tl.load(p_left + row, mask=m_row, other=0.0)
+
+
+@triton.jit
+def _step_gates(p_left, p_edge, first, row, m_row, reference):
+    """The same for the rows of one step of the loop: they lie in one block of 64 tokens, and share its edge."""
+    return (tl.load(p_edge + first // 64) - reference).to(tl.float32) - tl.load(p_left + row, mask=m_row, other=0.0)
+
+
+@triton.jit
+def _faded(b_tile_gate, b_step_gate, MASKED: tl.constexpr):
+    """What gates leave from keys to queries; without a mask, to a reference between them."""
+    if MASKED:
+        # Where the mask is off, sums of gates run the other way and would overflow.
+        b_sum = b_tile_gate[:, None] + b_step_gate[None, :]
+        return tl.exp2(tl.minimum(b_sum, 64.0, propagate_nan=tl.PropagateNan.ALL))
+    else:
+        return tl.exp2(b_step_gate)[None, :]
+
+
+@triton.jit
+def _forward(
+    p_q, p_k, p_v, p_left, p_edge, p_read, p_read_sum, p_o, p_inverse, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot,
+    T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    POWER: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    i_head = (tl.program_id(0) // TILES).to(tl.int64)
+    i_tile = TILES - 1 - tl.program_id(0) % TILES  # those that take longest come first
+    i_n = i_head // GROUP
+    first_row = i_tile * BM
+    row, channel, value = first_row + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
+    m_row = row < T
+    b_q = load_rows(p_q + i_head * T * D, row, D, channel, m_row, D, BD)
+    p_k += i_n * T * D
+    p_v += (i_n // HEADS) * s_vb + (i_n % HEADS) * s_vh
+    p_left += i_n * BLOCKS * 64
+    p_edge += i_n * BLOCKS
+    b_tile_gate = tl.zeros([BM], tl.float32)
+    reference = 0.0
+    if GATED:
+        reference = tl.load(p_edge + first_row // 64 - 1, mask=first_row > 0, other=0.0)  # before the first row
+        b_tile_gate = _tile_gates(p_left, p_edge, row, m_row, reference)
+    b_acc = tl.zeros([BM, BE], tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+    for MASKED in tl.static_range(2):  # keys before the tile, then those in it
+        begin = first_row if MASKED else first_row // CHUNK * CHUNK
+        end = tl.minimum(first_row + BM, T) if MASKED else first_row
+        for j in range(begin, end, BN):
+            key = j + tl.arange(0, BN)
+            m_key = (key < end) | (not MASKED)
+            b_k = load_columns(p_k, key, D, channel, m_key, D, BD)
+            b_w = _power(mul(b_q, b_k, DTYPE), POWER)
+            b_v = load_rows(p_v, key, s_vt, value, m_key, E, BE)
+            if GATED:
+                b_step_gate = _step_gates(p_left, p_edge, j, key, m_key, reference)
+                b_w *= _faded(b_tile_gate, -b_step_gate, MASKED)
+            if MASKED:
+                b_w = tl.where(m_key[None, :] & (key[None, :] <= row[:, None]), b_w, 0.0)
+            b_w = b_w.to(DTYPE)  # the sum is of what values are multiplied by: a key that is alone has all the weight
+            b_sum += tl.sum(b_w.to(tl.float32), 1)
+            b_acc = plus(b_acc, b_w, b_v, DTYPE)
+        if GATED and not MASKED:
+            b_acc *= tl.exp2(b_tile_gate)[:, None]
+            b_sum *= tl.exp2(b_tile_gate)
+    if STATE:
+        b_acc += load_rows(p_read + i_head * T * E, row, E, value, m_row, E, BE)
+        b_sum += tl.load(p_read_sum + i_head * T + row, mask=m_row, other=0.0)
+    b_none = b_sum < 1e-36  # what is divided by less may be infinite
+    b_inverse = tl.where(b_none, 0.0, 1 / tl.where(b_none, 1.0, b_sum))
+    i_b, i_h = i_n // HEADS, i_n % HEADS * GROUP + i_head % GROUP
+    store_rows(p_o + i_b * s_ob + i_h * s_oh, row, s_ot, value, m_row, b_acc * b_inverse[:, None], E)
+    tl.store(p_inverse + i_head * T + row, b_inverse, mask=m_row)
+
+
+@triton.jit
+def _query_gradients(
+    p_q, p_k, p_v, p_do, p_left, p_edge, p_delta, p_inverse, p_unit, p_state_dq, p_dq, p_by_query,
+    s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_xb, s_xh, s_xt, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    POWER: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    i_head = (tl.program_id(0) // TILES).to(tl.int64)
+    i_tile = TILES - 1 - tl.program_id(0) % TILES  # those that take longest come first
+    i_n = i_head // GROUP
+    i_b, i_h = i_n // HEADS, i_n % HEADS * GROUP + i_head % GROUP
+    first_row = i_tile * BM
+    row, channel, value = first_row + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
+    m_row = row < T
+    b_q = load_rows(p_q + i_head * T * D, row, D, channel, m_row, D, BD)
+    b_do = load_rows(p_do + i_b * s_ob + i_h * s_oh, row, s_ot, value, m_row, E, BE).to(DTYPE)
+    b_delta = tl.load(p_delta + i_head * T + row, mask=m_row, other=0.0)
+    b_inverse = tl.load(p_inverse + i_head * T + row, mask=m_row, other=0.0)
+    p_k += i_n * T * D
+    p_v += i_b * s_vb + (i_n % HEADS) * s_vh
+    p_left += i_n * BLOCKS * 64
+    p_edge += i_n * BLOCKS
+    b_tile_gate = tl.zeros([BM], tl.float32)
+    reference = 0.0
+    if GATED:
+        reference = tl.load(p_edge + first_row // 64 - 1, mask=first_row > 0, other=0.0)
+        b_tile_gate = _tile_gates(p_left, p_edge, row, m_row, reference)
+    b_dq = tl.zeros([BM, BD], tl.float32)
+    b_by_query = tl.zeros([BM], tl.float32)
+    for MASKED in tl.static_range(2):
+        begin = first_row if MASKED else first_row // CHUNK * CHUNK
+        end = tl.minimum(first_row + BM, T) if MASKED else first_row
+        for j in range(begin, end, BN):
+            key = j + tl.arange(0, BN)
+            m_key = (key < end) | (not MASKED)
+            b_k = load_columns(p_k, key, D, channel, m_key, D, BD)
+            b_v = load_columns(p_v, key, s_vt, value, m_key, E, BE)
+            b_s = mul(b_q, b_k, DTYPE)
+            b_ds = (mul(b_do, b_v, DTYPE) + b_delta[:, None]) * (b_s if POWER == 2 else b_s * b_s * b_s)
+            if GATED:
+                b_step_gate = _step_gates(p_left, p_edge, j, key, m_key, reference)
+                b_ds *= _faded(b_tile_gate, -b_step_gate, MASKED)
+            if MASKED:
+                b_ds = tl.where(m_key[None, :] & (key[None, :] <= row[:, None]), b_ds, 0.0)
+            if GATED:
+                b_by_query += tl.sum(b_ds * b_s, 1)
+            b_dq = plus(b_dq, b_ds, tl.trans(b_k), DTYPE)
+        if GATED and not MASKED:
+            b_dq *= tl.exp2(b_tile_gate)[:, None]
+            b_by_query *= tl.exp2(b_tile_gate)
+    b_dq *= POWER * b_inverse[:, None]
+    if STATE:
+        b_dq += load_rows(p_state_dq + i_head * T * D, row, D, channel, m_row, D, BD)
+    b_unit = tl.load(p_unit + i_head * T + row, mask=m_row, other=0.0)
+    store_rows(p_dq + i_b * s_xb + i_h * s_xh, row, s_xt, channel, m_row, b_dq * b_unit[:, None], D)
+    if GATED:
+        tl.store(p_by_query + i_head * T + row, b_by_query * b_inverse, mask=m_row)
+
+
+@triton.jit
+def _key_gradients(
+    p_q, p_k, p_v, p_do, p_left, p_edge, p_delta, p_inverse, p_unit, p_state_dk, p_state_dv, p_dk, p_dv, p_by_key,
+    s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_xb, s_xh, s_xt, s_yb, s_yh, s_yt, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    POWER: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    i_tile, i_n = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    i_b, i_h = i_n // HEADS, i_n % HEADS
+    first_key = i_tile * BN
+    key, channel, value = first_key + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE)
+    m_key = key < T
+    b_k = load_rows(p_k + i_n * T * D, key, D, channel, m_key, D, BD)
+    b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, key, s_vt, value, m_key, E, BE).to(DTYPE)
+    p_left += i_n * BLOCKS * 64
+    p_edge += i_n * BLOCKS
+    b_tile_gate = tl.zeros([BN], tl.float32)
+    reference = 0.0
+    whole = tl.minimum(first_key + BN, T)
+    if GATED:
+        reference = tl.load(p_edge + (whole - 1) // 64)  # at the last key
+        b_tile_gate = -_tile_gates(p_left, p_edge, key, m_key, reference)
+    b_dk = tl.zeros([BN, BD], tl.float32)
+    b_dv = tl.zeros([BN, BE], tl.float32)
+    b_by_key = tl.zeros([BN], tl.float32)
+    for MASKED in tl.static_range(2):  # queries after the tile, then those in it
+        begin = first_key if MASKED else whole
+        end = whole if MASKED else tl.minimum(first_key // CHUNK * CHUNK + CHUNK, T)
+        for g in range(GROUP):
+            i_head = i_n * GROUP + g
+            p_qg, p_og = p_q + i_head * T * D, p_do + i_b * s_ob + (i_h * GROUP + g) * s_oh
+            for i in range(begin, end, BM):
+                row = i + tl.arange(0, BM)
+                m_row = row < end
+                b_q = load_columns(p_qg, row, D, channel, m_row, D, BD)
+                b_do = load_rows(p_og, row, s_ot, value, m_row, E, BE).to(DTYPE)
+                b_delta = tl.load(p_delta + i_head * T + row, mask=m_row, other=0.0)
+                b_factor = tl.load(p_inverse + i_head * T + row, mask=m_row, other=0.0)[None, :]
+                b_s = mul(b_k, b_q, DTYPE)  # (keys, queries)
+                b_x = b_s if POWER == 2 else b_s * b_s * b_s
+                if GATED:
+                    b_step_gate = _step_gates(p_left, p_edge, i, row, m_row, reference)
+                    b_factor *= _faded(b_tile_gate, b_step_gate, MASKED)
+                b_x *= b_factor
+                if MASKED:
+                    b_x = tl.where(key[:, None] <= row[None, :], b_x, 0.0)
+                b_dv = plus(b_dv, b_x * b_s, b_do, DTYPE)
+                b_x *= mul(b_v, tl.trans(b_do), DTYPE) + b_delta[None, :]
+                if GATED:
+                    b_by_key += tl.sum(b_x * b_s, 1)
+                b_dk = plus(b_dk, b_x, tl.trans(b_q), DTYPE)
+        if GATED and not MASKED:
+            b_dk *= tl.exp2(b_tile_gate)[:, None]
+            b_dv *= tl.exp2(b_tile_gate)[:, None]
+            b_by_key *= tl.exp2(b_tile_gate)
+    b_dk *= POWER
+    if STATE:
+        b_dk += load_rows(p_state_dk + i_n * T * D, key, D, channel, m_key, D, BD)
+        b_dv += load_rows(p_state_dv + i_n * T * E, key, E, value, m_key, E, BE)
+    b_dk *= tl.load(p_unit + i_n)
+    store_rows(p_dk + i_b * s_xb + i_h * s_xh, key, s_xt, channel, m_key, b_dk, D)
+    store_rows(p_dv + i_b * s_yb + i_h * s_yh, key, s_yt, value, m_key, b_dv, E)
+    if GATED:
+        tl.store(p_by_key + i_n * T + key, b_by_key, mask=m_key)
+
+
+def _launch(
+    kernel: Any, which: str, chunks: Chunks, q: Tensor, v: Tensor, p: int, sums: Sums | None, state: bool,
+    *arguments: Any,
+) -> None:  # fmt: skip
+    """Launches a kernel with one program per tile of keys (`which` = "keys") or of queries."""
+    tiling = tiling_for(which, max(q.shape[2], v.shape[3]), q.dtype)
+    tile, tiles = chunks.tiles(tiling)
+    of_keys = which == "keys"
+    kernel[(tiles * (chunks.key_heads if of_keys else chunks.query_heads),)](
+        *arguments, chunks.length, chunks.size, tiles, chunks.heads, chunks.group,
+        1 if sums is None else sums.edge.shape[-1],
+        D=q.shape[2], E=v.shape[3], BD=padded(q.shape[2]), BE=padded(v.shape[3]),
+        BM=tiling.step if of_keys else tile, BN=tile if of_keys else tiling.step, POWER=p, GATED=sums is not None,
+        STATE=state, DTYPE=DTYPES[q.dtype], **tiling.options,
+    )  # fmt: skip
+
+
+def _gates(sums: Sums | None, q: Tensor) -> tuple[Tensor, Tensor]:
+    return (q, q) if sums is None else (sums.left, sums.edge)
+
+
+def attend_within(
+    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, sums: Sums | None, p: int, before: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+) -> Tensor:  # fmt: skip
+    """Writes out (B, T, H G, E), with what was read from `before` the chunk; returns 1 / sum of weights, (N G, T).
+
+    q (N G, T, D) and k (N, T, D) are normalised; v is (B, T, H, E).
+    """
+    inverse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    _launch(
+        _forward, "forward", chunks, q, v, p, sums, before is not None,
+        q, k, v, *_gates(sums, q), *(before or (inverse, inverse)), out, inverse,
+        *strides_by_head(v), *strides_by_head(out),
+    )  # fmt: skip
+    return inverse
+
+
+def query_gradients_within(
+    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sums: Sums | None, p: int, delta: Tensor,
+    inverse: Tensor, unit: Tensor, before: Tensor | None, grad_q: Tensor,
+) -> Tensor:  # fmt: skip
+    """Writes dq, with its part from `before` the chunk; returns gradients of log-weights summed by query, (N G, T)."""
+    by_query = torch.empty_like(inverse)
+    _launch(
+        _query_gradients, "queries", chunks, q, v, p, sums, before is not None,
+        q, k, v, grad, *_gates(sums, q), delta, inverse, unit, inverse if before is None else before, grad_q, by_query,
+        *strides_by_head(v), *strides_by_head(grad), *strides_by_head(grad_q),
+    )  # fmt: skip
+    return by_query
+
+
+def key_gradients_within(
+    chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sums: Sums | None, p: int, delta: Tensor,
+    inverse: Tensor, unit: Tensor, after: tuple[Tensor, Tensor] | None, grad_k: Tensor, grad_v: Tensor,
+) -> Tensor:  # fmt: skip
+    """Writes dk, dv, with their part from `after` the chunk; returns gradients of log-weights summed by key, (N, T)."""
+    by_key = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device)
+    _launch(
+        _key_gradients, "keys", chunks, q, v, p, sums, after is not None,
+        q, k, v, grad, *_gates(sums, q), delta, inverse, unit, *(after or (inverse, inverse)), grad_k, grad_v, by_key,
+        *strides_by_head(v), *strides_by_head(grad), *strides_by_head(grad_k), *strides_by_head(grad_v),
+    )  # fmt: skip
+    return by_key

@@ -1,0 +1,1 @@
+"""Stick-breaking attention."""

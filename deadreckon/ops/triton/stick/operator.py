@@ -1,0 +1,103 @@
+"""Causal stick-breaking attention, as one operator and one for its backward pass.
+
+    A_ij = σ(z_ij) Π_{j<s<i} (1 − σ(z_is)),  z_ij = scale · q_i·k_j,  j < i;      o_i = Σ_j A_ij v_j
+
+Forward (`forward.py`): with e = exp z the steps are 1 − σ = 1/(1 + e), and what is left of a row's stick is their
+product, kept as such: no logarithm. Keys come from near to far. In a tile (`sticks.py`), a key needs the product of the
+steps of all nearer keys. What is left only falls. Below 2^-29, a thirtieth of float32's precision, a row is done
+(`left` becomes 0), and tiles with nothing left are skipped; an e above 2^30 is taken for 2^30, which breaks the stick
+all the same.
+
+Backward (`backward.py`): with g_ij = do_i·v_j and m_ij = A_ij g_ij,  dz_ij = m_ij − σ(z_ij) Σ_{s≤j} m_is.  The sum over
+farther keys is do_i·o_i less that over nearer ones, so this too runs from near to far, and nothing is restored by
+division. But the two must be sums of the same numbers: the weights are rounded in m as they were in o, and o is kept to
+twice the working precision, by a second tensor with what rounding took, its *rest*. What error remains is multiplied
+with Σ_j σ_ij, which is about 20 when a row is done, whatever T.
+
+dq runs along keys; dk and dv along queries, for each tile of keys from what is left of the rows, and what they still
+owe, at the tile's near edge. dq's kernel writes these two numbers. To keep memory linear in T it does so for one strip
+of keys, whose dk and dv follow at once, then for the next strip down, going on from where the rows were. No atomics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deadreckon.ops.triton.operators import gradients_for
+from deadreckon.ops.triton.stick.backward import attend_backward
+from deadreckon.ops.triton.stick.forward import attend_forward
+from deadreckon.ops.triton.stick.launch import WIDEST, rest_scale
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, or a copy if its channels lie apart or its tokens so far apart that a tile overruns 32 bits."""
+    return x if x.stride(-1) == 1 and x.stride(1) < 2**23 else x.contiguous()
+
+
+@torch.library.custom_op("deadreckon::stick_breaking_forward", mutates_args=())
+def stick_breaking_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The output (B, T, Hq, E), and for the backward pass what rounding took from it (nothing in float32)."""
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    out, rest = _forward_outputs(q, v)
+    with torch.cuda.device_of(q):
+        attend_forward(q, k, v, scale, out, rest)
+    return out, rest
+
+
+def _forward_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, torch.empty_like(out) if rest_scale(q.dtype) else q.new_empty(0)
+
+
+@stick_breaking_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _forward_outputs(q, v)
+
+
+@torch.library.custom_op("deadreckon::stick_breaking_backward", mutates_args=())
+def stick_breaking_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv: strip by strip from the last keys to the first."""
+    grad, q, k, v = _dense(grad), _dense(q), _dense(k), _dense(v)
+    grad_q, grad_k, grad_v = gradients_for(q, k, v)
+    with torch.cuda.device_of(q):
+        attend_backward(grad, q, k, v, out.contiguous(), rest, scale, grad_q, grad_k, grad_v)
+    return grad_q, grad_k, grad_v
+
+
+@stick_breaking_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rest: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v = gradients_for(q, k, v)
+    return grad_q, grad_k, grad_v
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.scale = scale
+
+
+def _gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None
+    return *stick_breaking_backward(grad, *ctx.saved_tensors, ctx.scale), None
+
+
+stick_breaking_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def stick_breaking(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E) -> o (B, T, Hq, E), Hq a multiple of H; differentiable once."""
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v: expected one of float16, bfloat16, float32, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if max(q.shape[3], v.shape[3]) > WIDEST:
+        raise ValueError(f"q, k, v: expected at most {WIDEST} channels, got {q.shape[3]} and {v.shape[3]}")
+    return stick_breaking_forward(q, k, v, scale)[0]
