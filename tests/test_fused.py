@@ -379,7 +379,10 @@ def test_kernels_compile_for_hopper() -> None:
 
 @pytest.mark.parametrize("strength", [5.0, 100.0, 1000.0])
 def test_extreme_gates_in_half_precision(strength: float) -> None:
-    """At most twice the error of the definition in the same precision, where gates leave little or nothing."""
+    """At most twice the error of the definition in the same precision, where gates leave little or nothing.
+
+    Kernels add what they round: sums of gates over 64 tokens are float32, and a logit is a difference of two of them.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(1, 130, 1, 32, generator=generator, dtype=torch.float64) for _ in range(4))
     log_gate = -strength * torch.rand(1, 130, 1, generator=generator, dtype=torch.float64)
@@ -394,6 +397,8 @@ def test_extreme_gates_in_half_precision(strength: float) -> None:
     leaves = [x.clone().requires_grad_() for x in (q, k, v, log_gate)]
     output = dr.attend(*leaves[:3], log_gate=leaves[3], impl="reference")
     exact = output.detach(), *torch.autograd.grad(output, leaves, grad)
-    allowed = errors("reference")
+    own, norms = errors("reference"), [float(x.norm()) for x in exact]
+    rounding = {"blockwise": 0.0, "triton": 2.0**-24 * float(log_gate.abs().max()) * 64}
     for impl in ("blockwise", "triton"):
-        assert all(x <= 2 * y + 1e-6 for x, y in zip(errors(impl), allowed, strict=True)), impl
+        for error, definition, norm in zip(errors(impl), own, norms, strict=True):
+            assert error <= 2 * definition + rounding[impl] * norm + 1e-6, (impl, error, definition)
