@@ -397,8 +397,8 @@ def test_extreme_gates_in_half_precision(strength: float) -> None:
     leaves = [x.clone().requires_grad_() for x in (q, k, v, log_gate)]
     output = dr.attend(*leaves[:3], log_gate=leaves[3], impl="reference")
     exact = output.detach(), *torch.autograd.grad(output, leaves, grad)
-    own, norms = errors("reference"), [float(x.norm()) for x in exact]
+    allowed = errors("reference")
     rounding = {"blockwise": 0.0, "triton": 2.0**-24 * float(log_gate.abs().max()) * 64}
     for impl in ("blockwise", "triton"):
-        for error, definition, norm in zip(errors(impl), own, norms, strict=True):
-            assert error <= 2 * definition + rounding[impl] * norm + 1e-6, (impl, error, definition)
+        for error, definition in zip(errors(impl), allowed, strict=True):  # q, k and v are of size 1
+            assert error <= 2 * definition + rounding[impl] * float(grad.norm()) + 1e-6, (impl, error, definition)

@@ -2,8 +2,8 @@
 
 c_i − c_j is added to the logit of query i and key j, c the running sum of log gates. As one number c would lose the
 digits of near pairs to far ones. So it is kept as its value at the end of each 64 tokens (`edge`, float64) and what is
-left from each token to there (`left`, float32): a tile of attention needs one scalar and one vector of these. A logit is
-then off by up to 2⁻²⁴ times what the log gates of its 64 tokens add up to: 1e-5 for gates of e⁻³ at every token.
+left from each token to there (`left`, float32): a tile of attention needs one scalar and one vector of these. A logit
+is then off by up to 2⁻²⁴ times what the log gates of its 64 tokens add up to: 1e-5 for gates of e⁻³ at every token.
 """
 
 from __future__ import annotations
