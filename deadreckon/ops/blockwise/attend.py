@@ -1,7 +1,7 @@
 """Attention in plain PyTorch: any device and dtype, memory linear in T, every transport, gate and score.
 
-Rotations are applied up front and leave nothing behind; plain softmax goes straight to PyTorch's own attention; all
-else climbs the route tree (`tree.py`), whose dense blocks run on stock kernels (`stock.py`).
+Rotations are applied to q and k up front; plain softmax goes straight to PyTorch's own attention; everything else takes
+the route tree (`tree.py`), whose dense blocks run on stock kernels (`stock.py`).
 """
 
 from __future__ import annotations

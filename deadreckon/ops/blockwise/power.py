@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deadreckon.ops.blockwise.climb import Climb, by_head, gates_by_head
+from deadreckon.ops.blockwise.backward import backward
 from deadreckon.ops.blockwise.finite import contained
+from deadreckon.ops.blockwise.forward import forward
 from deadreckon.ops.blockwise.precision import exact, faded, in_range, work
+from deadreckon.ops.blockwise.problem import Problem, by_head, gates_by_head
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import dimension, monomial_gradients, monomials, multiplicities, symmetric_power
-from deadreckon.ops.blockwise.tree import climb_down, climb_up, first_derivatives_only
+from deadreckon.ops.blockwise.tree import first_derivatives_only, tree_backward_pass, tree_forward_pass
 from deadreckon.ops.factors import Form, Power
 from deadreckon.ops.tracing import operator, room_like, without_autocast
 
@@ -220,7 +222,7 @@ def _over_recent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, p: int) -> Tens
 
 
 class _Chunks:
-    """Chunks of (N, T, ...): their routes inside as one climb over all chunks, and what their states need of gates.
+    """Chunks of (N, T, ...): attention inside all chunks as one problem, and the gates that their states need.
 
     T is padded to whole chunks, all of one size, which are whole leaves.
     """
@@ -236,14 +238,14 @@ class _Chunks:
         self.p, self.count = p, q.shape[1] // chunk
         inside = (None if x is None else x.reshape(-1, chunk, *x.shape[2:]) for x in (q, k, v, gates))
         q, k, v, gates = inside  # type: ignore[assignment]
-        self.climb = Climb(q, k, v, None, None, gates, Power(p), 1.0, LEAF)
-        self.tensors = [self.split(x) for x in (self.climb.queries, self.climb.keys, self.climb.values)]
+        self.problem = Problem.prepare(q, k, v, None, None, gates, Power(p), 1.0, LEAF)
+        self.tensors = [self.split(x) for x in (self.problem.queries, self.problem.keys, self.problem.values)]
         self.dtype = state_dtype(q.dtype, p, q.device)
-        if self.climb.sums is None:
+        if self.problem.sums is None:
             ones = torch.ones((), dtype=self.dtype, device=q.device)
             self.from_start = self.to_end = ones.expand(*self.tensors[1].shape[:3], 1)
         else:
-            sums = self.split(self.climb.sums)  # within a chunk, in float64
+            sums = self.split(self.problem.sums)  # within a chunk, in float64
             self.from_start, self.to_end = (faded(x, self.dtype) for x in (sums, sums[:, :, -1:] - sums))
         self.across = self.from_start[:, :, -1]  # (N, chunks, kinds)
 
@@ -332,9 +334,9 @@ def _forward(
     the same more precisely, the rows' sums, which queries a state had an answer for, and states, if they are kept."""
     *_, heard, states = _room(q, k, v, gates, p, form, keep)
     if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
-        return *climb_up(q, k, v, None, None, gates, "power", p, 1.0), heard.zero_(), states
+        return *tree_forward_pass(q, k, v, None, None, gates, "power", p, 1.0), heard.zero_(), states
     chunks = _Chunks(q, k, v, gates, p)
-    out, row = chunks.climb.ascend()
+    out, row = forward(chunks.problem)
     outs, rows = chunks.split(out), chunks.split(row)
     answers = torch.zeros_like(row, dtype=torch.bool)
     for n, state in chunks.states():
@@ -345,7 +347,7 @@ def _forward(
         rows[:, n] += found[..., -1]
         if keep:
             states[n - 1] = state
-    out = chunks.climb.score.finish(out, row)
+    out = chunks.problem.dense.score.finish(out, row)
     out, row, answers = (chunks.cut(x) for x in (out, row, answers))
     if chunks.poison is not None:
         out += chunks.poison[:, :, None, None]
@@ -358,17 +360,17 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and, if there are any, gates. φ is computed again."""
     if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
-        return climb_down(grad, q, k, v, None, None, gates, given, out, row, "power", p, 1.0)
+        return tree_backward_pass(grad, q, k, v, None, None, gates, given, out, row, "power", p, 1.0)
     with without_autocast(q):
         chunks = _Chunks(q, k, v, gates, p)
         size = chunks.tensors[0].shape[2]
         grad, out, heard = (chunks.whole(x).unflatten(1, (-1, size)) for x in (grad, out, heard))
-        row = chunks.whole(row, chunks.climb.score.unseen).unflatten(1, (-1, size))
+        row = chunks.whole(row, chunks.problem.dense.score.padding_statistic).unflatten(1, (-1, size))
         grad, out, rows = (x.flatten(0, 1) for x in (grad, out, row))
-        inside = chunks.climb.descend(grad.contiguous(), out, rows.clone())
+        inside = backward(chunks.problem, grad.contiguous(), out, rows)
         kept = states if len(states) else [state for _, state in chunks.states()]
         across = _state_gradients(chunks, grad, out, rows, heard, kept)
-        pairs = zip([*inside[:3], inside[5]], across, strict=True)  # of q, k, v and gates
+        pairs = zip((inside.q, inside.k, inside.v, inside.gates), across, strict=True)
         return [chunks.cut(x + y.view_as(x)) for x, y in pairs if x is not None]
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.attend import attend_blockwise
-from deadreckon.ops.blockwise.climb import Climb
+from deadreckon.ops.blockwise.forward import Top
 from deadreckon.ops.blockwise.power import chunk_tokens
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, turned
@@ -123,8 +123,8 @@ def attend_cached(
     """A later piece over the KV cache, without transport."""
     batch, _, heads, _ = k.shape
     queries, fields = queries_by_head(q, heads, score), fields_by_head(k, v, None, log_gate)
-    output, climb, fields = attend_piece(queries, fields, score, scale, past)
-    extend_cache(past, climb, fields)
+    output, top, fields = attend_piece(queries, fields, score, scale, past)
+    extend_cache(past, top, fields)
     return from_heads(output, batch).to(q.dtype)
 
 
@@ -138,20 +138,20 @@ def attend_powers(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scor
     for start in range(0, length, size):
         chunk = slice(start, start + size)
         piece = {name: x[:, chunk] for name, x in fields.items()}
-        output, climb, piece = attend_piece(queries[:, chunk], piece, score, 1.0, past)
+        output, top, piece = attend_piece(queries[:, chunk], piece, score, 1.0, past)
         outputs.append(from_heads(output, batch).to(q.dtype))
-        extend_cache(past, climb, piece)
+        extend_cache(past, top, piece)
         if folds:
             past.fold(score.p)
     return torch.cat(outputs, dim=1)
 
 
-def extend_cache(past: Past, climb: Climb, fields: Fields) -> None:
+def extend_cache(past: Past, top: Top, fields: Fields) -> None:
     """Appends tokens to the KV cache, in a segment of their own if the last one is another continuation's, too."""
     kept = {"k": fields["k"], "v": fields["v"]}
     last = past.segments[-1] if past.segments and not past.segments[-1].shared else None
-    if climb.sums is not None:
-        sums = climb.sums[:, : kept["k"].shape[1]]
+    if top.sums is not None:
+        sums = top.sums[:, : kept["k"].shape[1]]
         kept["sums"] = sums if last is None else sums + last["sums"][:, -1:]
     if last is None:
         past.segments.append(Segment(kept))
