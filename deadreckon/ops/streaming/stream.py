@@ -29,6 +29,7 @@ from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, turned
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score
+from deadreckon.ops.layout import dense
 from deadreckon.ops.streaming.decode import TokenDecoder, decode_token
 from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.pieces import attend_piece, fields_by_head, from_heads, in_units, queries_by_head
@@ -73,7 +74,7 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
     q, scale = usual_scale(q, scale, score)
     if isinstance(transport, Rotation):
         return attend_turned(q, k, v, transport, log_gate, score, scale, past, kernels)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels take them
+    q, k, v = (dense(x) for x in (q, k, v))  # as kernels take them
     if isinstance(transport, Householder):
         length, waiting = q.shape[1], 0 if past.waiting is None else past.waiting.length
         if score == "softmax" and length == 1 and waiting:
@@ -95,7 +96,7 @@ def attend_turned(
     """Turns the piece by phases that go on from those of the past. The KV cache holds keys as they are turned."""
     if past.phases is None:
         turn = kernels.turned(q, k, v, log_gate, rotation)
-        phases = turn.phase
+        phases = turn.phase[:, -LEAF - 1 :].clone()  # a view would hold the whole prefill
     else:
         turn = turned(q, k, v, log_gate, rotation, past.phases[:, -1:])
         before = past.phases.expand(turn.phase.shape[0], -1, *turn.phase.shape[2:])

@@ -22,11 +22,6 @@ def gradients_for(*inputs: Tensor) -> list[Tensor]:
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
 
 
-def dense(x: Tensor) -> Tensor:
-    """x with its channels side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Inputs and all outputs, of which the first has a gradient, and the others not even one of zeros."""
     *tensors, ctx.scale = inputs

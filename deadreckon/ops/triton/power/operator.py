@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.factors import Form
+from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.gated.flash import Sums
 from deadreckon.ops.triton.gated.gates import gate_sums
-from deadreckon.ops.triton.operators import dense, gradients_for
+from deadreckon.ops.triton.operators import gradients_for
 from deadreckon.ops.triton.power.kernels import (
     PADDING,
     States,
