@@ -158,7 +158,7 @@ class ShortConvolution(Drawn, nn.Module):
         recent = None if context.recent is None else context.recent.get("convolution")
         x = pad(x, (0, 0, reach, 0)) if recent is None else torch.cat([recent, x], dim=1)
         if context.recent is not None:
-            context.recent["convolution"] = x[:, -reach - GOING_BACK :]
+            context.recent["convolution"] = x[:, -reach - GOING_BACK :].clone()  # a view would hold the whole prefill
             x = x[:, -reach - length :]
         y = x[:, reach:] * self.weight[0]
         for lag in range(1, reach + 1):

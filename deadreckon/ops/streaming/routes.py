@@ -67,7 +67,7 @@ def attend_routes(
             if tokens.stop == cut:
                 close(past, top, kept)
             else:
-                past.waiting = Segment(kept)
+                past.waiting = Segment({name: x.clone() for name, x in kept.items()})  # no views of the whole piece
     return torch.cat(outputs, dim=1)
 
 
