@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import deadreckon as dr
 from deadreckon.lab.bench.timing import peak_bytes
-from deadreckon.ops.blockwise.climb import Climb
+from deadreckon.ops.blockwise.dense import DenseBlocks
 from deadreckon.ops.blockwise.runs import Gate
 
 LENGTHS = itertools.cycle((1, 63, 64, 128, 100, 257, 192))
@@ -214,14 +214,14 @@ def test_gates_above_one(transport: str | None, score: object) -> None:
 def test_gates_shorten_the_work() -> None:
     """Strong gates leave few keys in reach; without gates all are."""
     q, k = torch.randn(1, 1, 512, 1, 16), torch.randn(1, 1, 512, 16)
-    row = torch.zeros(1, 1, 512, 1)
+    lse = torch.zeros(1, 1, 512, 1)
     sums = -torch.arange(1.0, 513.0).view(1, 1, 512, 1)
-    climb = Climb(*(torch.randn(1, 64, *s) for s in ((1, 16), (16,), (16,))), None, None, None, "softmax", 0.25, 64)
-    blocks = list(climb.reach(q, k, Gate(sums, sums.flip(2)), row))
+    dense = DenseBlocks.choose(q, "softmax", 0.25, 64)
+    blocks = list(dense.reach(q, k, Gate(sums, sums.flip(2)), lse))
     assert sum((t.stop - t.start) * (s.stop - s.start) for t, s in blocks) < 0.2 * 512 * 512
-    assert list(climb.reach(q, k, None, row)) == [(slice(0, 512), slice(0, 512))]
+    assert list(dense.reach(q, k, None, lse)) == [(slice(0, 512), slice(0, 512))]
     k[0, 0, 0] = torch.nan  # what is no number is never out of reach
-    assert sum(t.stop - t.start for t, _ in climb.reach(q, k, Gate(sums, sums.flip(2)), row)) == 512
+    assert sum(t.stop - t.start for t, _ in dense.reach(q, k, Gate(sums, sums.flip(2)), lse)) == 512
 
 
 def test_what_gates_leave_in_reach_is_not_left_out() -> None:

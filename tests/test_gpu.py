@@ -9,7 +9,7 @@ import torch
 from cases import Case, relative_errors, run
 
 import deadreckon as dr
-from deadreckon.ops.blockwise import climb
+from deadreckon.ops.blockwise import dense, problem
 
 EXACT = ("w", "beta", "angles", "log_gate")
 CASES = [
@@ -41,7 +41,8 @@ def test_single_and_double_precision(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_half_precision(case: Case, backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most twice the error that the definition makes in the same precision."""
-    monkeypatch.setattr(climb, "backend_for", lambda x: backend)
+    for module in (dense, problem):
+        monkeypatch.setattr(module, "backend_for", lambda x: backend)
     expected = run(case, impl="reference")
     ours = relative_errors(run(case, dtype, "cuda", EXACT, impl="blockwise"), expected)
     plain = relative_errors(run(case, dtype, "cpu", EXACT, impl="reference"), expected)

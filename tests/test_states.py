@@ -332,6 +332,16 @@ def test_a_past_crops_by_itself() -> None:
     dr.attend_next(**piece(batch=1), past=past)  # anything may begin it
 
 
+@pytest.mark.parametrize("name", STEADY)
+def test_states_hold_no_view_of_a_whole_prefill(name: str) -> None:
+    """A short view keeps the whole storage behind it alive."""
+    layer = make_layer(name)
+    x, ids = torch.randn(2, 1000, 16, dtype=torch.float64), torch.randint(0, VOCABULARY, (2, 1000))
+    _, state = layer(x, token_ids=ids, state=None)
+    storages = (tensor.untyped_storage() for tensor in (*state.past.tensors(), *state.recent.values()))
+    assert sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()) <= state.bytes()
+
+
 # Other places and layers ----------------------------------------------------------------------------------------------
 
 

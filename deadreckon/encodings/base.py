@@ -1,4 +1,4 @@
-"""What an encoding is, a module that computes factors from a layer's input, and the parts that several share."""
+"""The contract of an encoding, a module that computes attention's factors from a layer's input, and shared parts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What is known of the tokens beside their vectors.
+    """What encodings may use of the tokens beside their vectors.
 
     Attributes:
         positions: (B or 1, T) place of each token in its document.
         token_ids: (B, T), for encodings that look tokens up.
         cu_seqlens: boundaries of packed documents.
-        recent: where an encoding keeps the last inputs that it needs again, while a sequence comes in pieces.
-        shared: where an encoding leaves what the same encoding in later layers uses, in this forward pass.
+        recent: where an encoding keeps the last inputs that it needs for the next piece, in prefill and decode.
+        shared: where an encoding leaves what the same encoding uses in later layers of this forward pass.
     """
 
     positions: Tensor
@@ -62,20 +62,20 @@ class Context:
         return cls(positions.unsqueeze(0), token_ids, cu_seqlens)
 
     def after(self, length: int) -> Context:
-        """The context of a piece that so many tokens have gone before."""
+        """The context of a piece that `length` tokens come before."""
         return replace(self, positions=self.positions + length)
 
     def remembering(self, recent: dict[str, Tensor]) -> Context:
-        """The same, with a place to keep recent inputs in."""
+        """The same, with a dictionary for recent inputs."""
         return replace(self, recent=recent)
 
 
-class Drawn:
-    """A module that draws its own parameters in `reset_parameters`, in a model too."""
+class SelfInitialised:
+    """Marks a module whose `reset_parameters` initialises it: models do not apply their default initialisation."""
 
 
-class Encoding(Drawn, nn.Module, ABC):
-    """One way to reckon positions. Subclasses are final; `ENCODINGS` names them all.
+class Encoding(SelfInitialised, nn.Module, ABC):
+    """A position encoding. Subclasses are final; `ENCODINGS` names them all.
 
     Args (of every subclass):
         sizes: the layer's sizes. Options of an encoding follow as keywords.
@@ -97,28 +97,28 @@ class Encoding(Drawn, nn.Module, ABC):
         return q, k
 
     def penalty(self) -> Tensor | None:
-        """What training adds to the loss, for encodings that ask for it."""
+        """A regularisation term that training adds to the loss, or None."""
         return None
 
     def own_groups(self) -> list[dict[str, Any]]:
-        """Parameters that want their own settings, as groups of AdamW; the others take those of the model."""
+        """AdamW parameter groups with settings of their own; all other parameters take the model's settings."""
         return []
 
     def reset_parameters(self) -> None:
-        """Draws fresh parameters: PyTorch's defaults, unless an encoding says otherwise."""
+        """Initialises all parameters: with PyTorch's defaults, unless an encoding overrides this."""
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
 
 
 def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
-    """A model's parameters for AdamW: groups of their own where an encoding asks for it, and one of all others.
+    """A model's parameters as AdamW groups: those that encodings define, and one for all other parameters.
 
     Each group has its learning rate also as ``initial_lr``, for schedules to multiply.
     """
-    own = [group for part in model.modules() if isinstance(part, Encoding) for group in part.own_groups()]
-    apart = {id(parameter) for group in own for parameter in group["params"]}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in apart]
-    groups = [{"params": rest, "lr": learning_rate, "weight_decay": weight_decay}, *own]
+    special = [group for part in model.modules() if isinstance(part, Encoding) for group in part.own_groups()]
+    in_special = {id(parameter) for group in special for parameter in group["params"]}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in in_special]
+    groups = [{"params": rest, "lr": learning_rate, "weight_decay": weight_decay}, *special]
     return [{**group, "initial_lr": group["lr"]} for group in groups]
 
 
@@ -138,10 +138,10 @@ def at_least_single(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-GOING_BACK = 64  # tokens by which a state can at least go back
+CROPPABLE = 64  # minimum number of tokens that `crop` can undo
 
 
-class ShortConvolution(Drawn, nn.Module):
+class ShortConvolution(SelfInitialised, nn.Module):
     """A causal convolution along time, one filter a channel: y_t = Σ_i weight_i · x_{t−i}, within its document."""
 
     def __init__(self, channels: int, width: int) -> None:
@@ -158,7 +158,7 @@ class ShortConvolution(Drawn, nn.Module):
         recent = None if context.recent is None else context.recent.get("convolution")
         x = pad(x, (0, 0, reach, 0)) if recent is None else torch.cat([recent, x], dim=1)
         if context.recent is not None:
-            context.recent["convolution"] = x[:, -reach - GOING_BACK :]
+            context.recent["convolution"] = x[:, -reach - CROPPABLE :].clone()  # a view would hold the whole prefill
             x = x[:, -reach - length :]
         y = x[:, reach:] * self.weight[0]
         for lag in range(1, reach + 1):
@@ -167,8 +167,8 @@ class ShortConvolution(Drawn, nn.Module):
         return y
 
 
-class Projection(Drawn, nn.Linear):
-    """A linear map of an encoding. Its weights begin with PyTorch's default, in a model too, and its bias with zero."""
+class Projection(SelfInitialised, nn.Linear):
+    """A linear map of an encoding. Weights start at PyTorch's default, the bias at zero."""
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

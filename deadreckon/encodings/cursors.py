@@ -1,4 +1,4 @@
-"""Cursors: distributions over positions that a recurrent network moves token by token, and what heads hear of them.
+"""Cursors: distributions over positions that a recurrent network moves token by token, and their superpositions.
 
     hidden_t = GRU(x)_t,   reset = σ(·),  move = softmax(·) over (+1, −1, stay)           for each cursor
     h_t = filter(h_{t−1}; reset, move, γ)   a distribution over P positions: see `dr.histogram_filter`
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deadreckon.encodings.base import GOING_BACK, Context, Drawn, Projection, Sizes, at_least_single
+from deadreckon.encodings.base import CROPPABLE, Context, Projection, SelfInitialised, Sizes, at_least_single
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.filters.histogram import histogram_filter, superpose
 from deadreckon.ops.tracing import operator, traced, without_autocast
@@ -62,7 +62,7 @@ table_of_waves = operator("deadreckon::waves", _table, _table_room)
 
 
 class Gates(NamedTuple):
-    """What some cursors do at each token, as :func:`deadreckon.superpose` takes it."""
+    """The gates of a group of F cursors at each token, as :func:`deadreckon.superpose` takes them."""
 
     reset: Tensor  # (B, T, F)
     move: Tensor  # (B, T, F, 3)
@@ -70,16 +70,16 @@ class Gates(NamedTuple):
     copy: Tensor | None  # (B, T, F, P + 1)
 
     def between(self, start: int, end: int) -> Gates:
-        """At some of the tokens."""
+        """Those of a range of tokens."""
         copy = None if self.copy is None else self.copy[:, start:end]
         return Gates(self.reset[:, start:end], self.move[:, start:end], self.gamma, copy)
 
     def histograms(self, positions: int, before: Tensor | None) -> Tensor:
-        """Where the cursors may be after each token: (B, T, F, P)."""
+        """The distributions over positions after each token: (B, T, F, P)."""
         return histogram_filter(self.reset, self.move, self.gamma, positions=positions, copy=self.copy, initial=before)
 
     def superpositions(self, table: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same in superposition (B, T, F, d), and the last histograms (B, F, P)."""
+        """Their superpositions (B, T, F, d), and the last histograms (B, F, P)."""
         gates = self.reset, self.move, self.gamma
         return superpose(*gates, table, copy=self.copy, initial=before, final=True)
 
@@ -96,14 +96,14 @@ class Streams(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Everything that the cursors did: what a picture shows."""
+    """All gates and histograms, for pictures."""
 
     reset: Streams  # (…, 1)
     move: Streams  # (…, 3): +1, −1, stay
     histograms: Streams  # (…, P)
 
 
-class Cursors(Drawn, nn.Module):
+class Cursors(SelfInitialised, nn.Module):
     """The cursors of so many layers, moved by one recurrent network.
 
     Args:
@@ -150,13 +150,13 @@ class Cursors(Drawn, nn.Module):
             table = table_of_waves(x.detach(), self.positions, self.width, self.base).to(dtype)
             filters = self._filters(x, context)
             if context.recent is None:
-                found = [gates.superpositions(table, before)[0] for gates, before in filters]
+                superpositions = [gates.superpositions(table, before)[0] for gates, before in filters]
             else:
                 kept = [_superpose_and_keep(gates, table, before) for gates, before in filters]
-                found = [e for e, _ in kept]
+                superpositions = [e for e, _ in kept]
                 _remember(context.recent, "histogram", torch.cat([h for _, h in kept], dim=2))
             places = context.positions.clamp(0, self.positions - 1)
-            streams = self._sort(torch.cat(found, dim=2), table[places].expand(len(x), -1, -1))
+            streams = self._sort(torch.cat(superpositions, dim=2), table[places].expand(len(x), -1, -1))
             return Streams(*(_packed(e, tokens) for e in streams)).of_layers()
 
     @torch.no_grad()
@@ -262,7 +262,7 @@ class Cursors(Drawn, nn.Module):
 
 
 def _order(last: Tensor) -> Tensor:
-    """Where each of some things is, once those that `last` says (a boolean each) are put behind the others."""
+    """The index of each item after those marked in `last` (booleans) have been moved behind the others, in order."""
     return torch.where(last, (~last).sum() + last.cumsum(0), (~last).cumsum(0)) - 1
 
 
@@ -274,18 +274,18 @@ def _apply(part: nn.Linear, x: Tensor) -> Tensor:
 def _superpose_and_keep(gates: Gates, table: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
     """Superpositions, and the last histograms (B, up to 65, F, P)."""
     length = gates.reset.shape[1]
-    cut, found = max(0, length - GOING_BACK - 1), []
+    cut, earlier = max(0, length - CROPPABLE - 1), []
     if cut:
         e, before = gates.between(0, cut).superpositions(table, before)
-        found.append(e)
+        earlier.append(e)
     h = gates.between(cut, length).histograms(len(table), before)
-    return torch.cat([*found, h.to(table.dtype) @ table], dim=1), h
+    return torch.cat([*earlier, h.to(table.dtype) @ table], dim=1), h
 
 
 def _remember(recent: dict[str, Tensor], name: str, x: Tensor) -> None:
-    """Keeps what is at the last tokens, so far back that 64 of them can be taken back and one is left."""
+    """Keeps x (B, T, ...) of the last tokens, so many that `crop` can undo CROPPABLE of them and one is left."""
     kept = torch.cat([recent[name], x], dim=1) if name in recent else x
-    recent[name] = kept[:, -GOING_BACK - 1 :].clone()  # not a view that holds all the rest
+    recent[name] = kept[:, -CROPPABLE - 1 :].clone()  # a view would hold the whole prefill
 
 
 def _unpacked(x: Tensor, context: Context) -> tuple[Tensor, Context, tuple[Tensor, Tensor] | None]:

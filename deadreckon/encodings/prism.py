@@ -1,6 +1,6 @@
-"""PRISM: cursors walk along the sequence, a head compares where its queries' cursors may be with where its keys' may.
+"""PRISM: cursors move along the sequence; a head compares the positions of its query cursors and its key cursors.
 
-    e_t = where a cursor may be after token t: sinusoidal encodings of positions in superposition, see `cursors.py`
+    e_t = Σ_p h_t[p] f(p), h_t a cursor's distribution over positions, f their sinusoidal encodings: see `cursors.py`
     g_t = the C superpositions of a head, side by side, scaled to norm √d
 
     logit_ts = μ ⟨q_t, k_s⟩ · scale + (1 − μ) Σ_c |α_c| ⟨g_t^{q,c}, g_s^{k,c}⟩ / √(C · d),    μ ∈ [0, 1] and α of a head
@@ -127,8 +127,8 @@ class Prism(Encoding):
         queries, keys = context.shared[here][self.layer - self.source]  # (B, T, Hq, C, r), (B, T, H, C, r)
         mix, alpha = at_least_single(self.mix).sigmoid(), at_least_single(self.alpha)
         # The logits will be scaled by D^(−1/2), which these channels are not meant to be.
-        loudness = (1 - mix).unsqueeze(-1) * alpha.abs() * (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
-        queries = queries * (_to_norm(queries, self.width) * loudness.unsqueeze(-1))
+        gain = (1 - mix).unsqueeze(-1) * alpha.abs() * (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
+        queries = queries * (_to_norm(queries, self.width) * gain.unsqueeze(-1))
         keys = keys * _to_norm(keys, self.width)
         q = q * mix.to(q.dtype).unsqueeze(-1)
         return torch.cat([q, queries.to(q.dtype).flatten(-2)], -1), torch.cat([k, keys.to(k.dtype).flatten(-2)], -1)
@@ -136,7 +136,7 @@ class Prism(Encoding):
     def penalty(self) -> Tensor | None:
         if self.cursors is None or not self.orthogonality:
             return None
-        return self.orthogonality * self.cursors.recurrence.strain()
+        return self.orthogonality * self.cursors.recurrence.orthogonality_error()
 
     def own_groups(self) -> list[dict[str, Any]]:
         return [{"params": [self.alpha], "lr": 0.03, "betas": (0.8, 0.92), "weight_decay": 0.0}]

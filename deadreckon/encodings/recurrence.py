@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deadreckon.encodings.base import Drawn, at_least_single
+from deadreckon.encodings.base import SelfInitialised, at_least_single
 from deadreckon.ops.tracing import operator, room_like
 
 
 def _forward(x: Tensor, before: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Hidden states (B, T, hidden) of x (B, T, inputs), given that before the first token (B, hidden)."""
+    """Hidden states (B, T, hidden) of x (B, T, inputs), from the one before the first token (B, hidden)."""
     return torch.gru(x, before.unsqueeze(0), [w, u, b, c], True, 1, 0.0, False, False, True)[0].contiguous()
 
 
@@ -44,9 +44,9 @@ def _backward(
         by_past[:, t] = arrived[:, t].repeat(1, 3) * slopes[:, t]
         carry = torch.addmm(arrived[:, t] * z[:, t], by_past[:, t], u)
     by_input = torch.cat([by_past[..., : 2 * before.shape[1]], arrived * of_n], dim=-1)
-    found = [by_input @ w, carry]
-    found += [rows.flatten(0, 1).mT @ y.flatten(0, 1) for rows, y in ((by_input, x), (by_past, past))]
-    return found + [rows.sum((0, 1)) for rows in (by_input, by_past)]
+    gradients = [by_input @ w, carry]
+    gradients += [rows.flatten(0, 1).mT @ y.flatten(0, 1) for rows, y in ((by_input, x), (by_past, past))]
+    return gradients + [rows.sum((0, 1)) for rows in (by_input, by_past)]
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -63,7 +63,7 @@ unrolled = operator(
 )
 
 
-class Recurrence(Drawn, nn.RNNBase):  # not nn.GRU, which compilers refuse by name
+class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers refuse by name
     """A GRU whose hidden-to-hidden matrix W (3 · hidden, hidden) begins, and is kept near, WᵀW = I.
 
     Args:
@@ -79,7 +79,7 @@ class Recurrence(Drawn, nn.RNNBase):  # not nn.GRU, which compilers refuse by na
         super().__init__("GRU", inputs, hidden, batch_first=True)
         self.norm = norm
         if norm is not None:
-            self.loudness = nn.Parameter(torch.ones(()))
+            self.loudness = nn.Parameter(torch.ones(()))  # the factor; saved models know it by this name
         self.start = nn.Parameter(torch.zeros(hidden)) if start else None
 
     def reset_parameters(self) -> None:
@@ -91,8 +91,8 @@ class Recurrence(Drawn, nn.RNNBase):  # not nn.GRU, which compilers refuse by na
             if getattr(self, name, None) is not None:
                 nn.init.constant_(getattr(self, name), value)
 
-    def strain(self) -> Tensor:
-        """‖WᵀW − I‖², Frobenius, of that matrix."""
+    def orthogonality_error(self) -> Tensor:
+        """‖WᵀW − I‖², Frobenius, of the hidden-to-hidden matrix."""
         w = at_least_single(self.weight_hh_l0)
         return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
 
@@ -101,7 +101,7 @@ class Recurrence(Drawn, nn.RNNBase):  # not nn.GRU, which compilers refuse by na
         return x.new_zeros(self.hidden_size) if self.start is None else self.start.to(x.dtype)
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
-        """Hidden states (B, T, hidden) after each token of x, given that before the first (B, hidden); x's dtype."""
+        """Hidden states (B, T, hidden) after each token of x, from the one before the first (B, hidden); x's dtype."""
         from_input, from_hidden, *biases = (w.to(x.dtype) for w in self.all_weights[0])
         if self.norm is not None:
             from_hidden = from_hidden * (self.norm * self.loudness.to(x.dtype) / from_hidden.norm())

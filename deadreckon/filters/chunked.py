@@ -1,7 +1,8 @@
 """Histogram filters in plain PyTorch: shifts in place of scatters, nothing kept for each token but what is returned.
 
-`advance` and `retreat` go through some tokens, forth and back, as the kernels of the same names do; `superposition.py`
-takes either pair. Going back through a step needs the histograms before and after it: a filter has returned them.
+`advance` is the forward pass over a range of tokens, `retreat` its backward pass, as in the C library and the kernels:
+`operators.py` and `superposition.py` take any such pair. The backward pass of a step needs the histograms before and
+after it, which the filter has returned.
 
 After a step the total is 1, and the gradient of a total that cannot change is lost in the normalisation: only the first
 step of a call computes it.
@@ -29,7 +30,7 @@ NUMBERS = 1 << 16  # of histograms that a thread of a CPU works on at a time, so
 
 
 class Moves(NamedTuple):
-    """What gates come to: the shares of h that go up, down and stay, also at the ends, and what resets bring."""
+    """The gates as shares of h: what moves up, moves down and stays, also at both ends, and what resets add."""
 
     up: Tensor  # (T, B, C, 1)
     down: Tensor
@@ -58,12 +59,12 @@ class Moves(NamedTuple):
         new.ends.addcmul_(h.ends, self.ends)
         new.first.add_(self.fresh)
 
-    def apply_back(self, grad: Shifted, found: Shifted) -> None:
+    def apply_back(self, grad: Shifted, grad_h: Shifted) -> None:
         """The gradient of h from that of where it goes."""
-        torch.mul(grad.all, self.stay, out=found.all)
-        found.lower.addcmul_(grad.upper, self.up)
-        found.upper.addcmul_(grad.lower, self.down)
-        found.ends.addcmul_(grad.ends, self.ends)
+        torch.mul(grad.all, self.stay, out=grad_h.all)
+        grad_h.lower.addcmul_(grad.upper, self.up)
+        grad_h.upper.addcmul_(grad.lower, self.down)
+        grad_h.ends.addcmul_(grad.ends, self.ends)
 
 
 class Shifted(NamedTuple):
@@ -80,9 +81,9 @@ class Shifted(NamedTuple):
         return cls(x, x[..., :-1], x[..., 1:], x[..., :: x.shape[-1] - 1], x[..., :2])
 
 
-def _by_token(x: Tensor, some: slice, dtype: torch.dtype) -> Tensor:
+def _by_token(x: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
     """(B, T, ...) -> (n, B, ...)."""
-    return x[:, some].transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
+    return x[:, tokens].transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
 
 
 def advance(
@@ -91,17 +92,17 @@ def advance(
 ) -> None:  # fmt: skip
     """Filters tokens first, ..., first + steps − 1 from state (B, C, P).
 
-    Writes out (B, steps, C, P) and final (B, C, P), where they are given.
+    Writes out (B, steps, C, P) and final (B, C, P), unless they are None.
     """
-    for some in _parts(state):
-        copies = None if copy is None else copy[some]
-        outs = None if out is None else out[some]
-        ends = None if final is None else final[some]
-        _advance(reset[some], move[some], gamma, copies, state[some], eps, first, steps, outs, ends)
+    for rows in _parts(state):
+        copies = None if copy is None else copy[rows]
+        outs = None if out is None else out[rows]
+        ends = None if final is None else final[rows]
+        _advance(reset[rows], move[rows], gamma, copies, state[rows], eps, first, steps, outs, ends)
 
 
 def _parts(state: Tensor) -> Iterator[slice]:
-    """Some sequences at a time."""
+    """Sequences of the batch to compute at a time."""
     batch, cursors, positions = state.shape
     count = batch if state.is_cuda else max(1, NUMBERS * torch.get_num_threads() // (cursors * positions))
     return (slice(first, first + count) for first in range(0, batch, count))
@@ -111,10 +112,10 @@ def _advance(
     reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, state: Tensor, eps: float,
     first: int, steps: int, out: Tensor | None, final: Tensor | None,
 ) -> None:  # fmt: skip
-    dtype, some = work_type(reset), slice(first, first + steps)
+    dtype, tokens = work_type(reset), slice(first, first + steps)
     h, new = (Shifted.of(torch.empty(state.shape, dtype=dtype, device=state.device)) for _ in range(2))
     total, power = h.all.copy_(state).sum(-1, keepdim=True), gamma.to(dtype).unsqueeze(-1)
-    moves = Moves.of(_by_token(reset, some, dtype).unsqueeze(-1), _by_token(move, some, dtype), total)
+    moves = Moves.of(_by_token(reset, tokens, dtype).unsqueeze(-1), _by_token(move, tokens, dtype), total)
     floor = torch.full_like(h.all, eps if copy is None else 0.0)
     outs = None if out is None else out.unbind(1)
     for t, step in enumerate(moves.each()):
@@ -134,16 +135,16 @@ def retreat(
     first: int, steps: int, out: Tensor, grad: Tensor, carry: Tensor,
     grad_reset: Tensor, grad_move: Tensor, grad_gamma: Tensor, grad_copy: Tensor | None,
 ) -> None:  # fmt: skip
-    """Goes back through the same tokens: out as `advance` has written it, grad its gradient.
+    """The backward pass over the same tokens: out as `advance` has written it, grad its gradient.
 
     carry (B, C, P), contiguous, is the gradient of the histogram after these tokens, and becomes that of state. Writes
     the tokens' grad_reset, grad_move and grad_copy; adds to grad_gamma (B, C).
     """
-    for some in _parts(state):
-        copies, grad_copies = (None if x is None else x[some] for x in (copy, grad_copy))
+    for rows in _parts(state):
+        copies, grad_copies = (None if x is None else x[rows] for x in (copy, grad_copy))
         _retreat(
-            reset[some], move[some], gamma, copies, state[some], eps, first, steps, out[some], grad[some], carry[some],
-            grad_reset[some], grad_move[some], grad_gamma[some], grad_copies,
+            reset[rows], move[rows], gamma, copies, state[rows], eps, first, steps, out[rows], grad[rows], carry[rows],
+            grad_reset[rows], grad_move[rows], grad_gamma[rows], grad_copies,
         )  # fmt: skip
 
 
@@ -183,15 +184,15 @@ def _retreat(
 def _pull_back(
     h: Tensor, grad: Tensor, slope: Tensor, moves: Moves, jumps: Jumps | None, carry: Tensor, pulls: Tensor
 ) -> None:
-    """The steps that wait for each other: pulls (n, B, C, P) are gradients of γ log(new + ε), whose slope is given."""
-    pull, found = Shifted.of(torch.empty_like(carry)), Shifted.of(carry)
+    """The sequential part: writes pulls (n, B, C, P), gradients of γ log(new + ε); slope is γ / (new + ε)."""
+    pull, grad_h = Shifted.of(torch.empty_like(carry)), Shifted.of(carry)
     steps = zip(moves.each(), h.unbind(), grad.unbind(1), slope.unbind(), pulls.unbind(), strict=True)
     for t, (step, after, fresh, factor, drawn) in reversed(list(enumerate(steps))):
         torch.ops.aten._softmax_backward_data.out(carry.add_(fresh), after, -1, carry.dtype, grad_input=drawn)
         torch.mul(drawn, factor, out=pull.all)
         if jumps is not None:
             pull.all.mul_(jumps.none[t])
-        step.apply_back(pull, found)
+        step.apply_back(pull, grad_h)
 
 
 class Jumps:
@@ -234,12 +235,12 @@ def gradient_room(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None
     return of_reset, of_move, reset.new_zeros(reset.shape[0], reset.shape[2], dtype=work_type(reset)), of_copy
 
 
-def filter_back(
-    back: Callable[..., None], inputs: Inputs, initial: Tensor, eps: float, out: Tensor, grad: Tensor
+def filter_backward(
+    retreat: Callable[..., None], inputs: Inputs, initial: Tensor, eps: float, out: Tensor, grad: Tensor
 ) -> list[Tensor]:
     """Gradients of reset, move, gamma, initial and, if there is one, copy."""
     of_reset, of_move, by_cursor, of_copy = gradient_room(inputs)
     carry = initial.new_zeros(initial.shape, dtype=work_type(inputs[0]))
-    back(*inputs, initial, eps, 0, out.shape[1], out, grad, carry, of_reset, of_move, by_cursor, of_copy)
-    found = [of_reset, of_move, by_cursor.sum(0).to(inputs[2].dtype), carry.to(initial.dtype)]
-    return found if of_copy is None else [*found, of_copy]
+    retreat(*inputs, initial, eps, 0, out.shape[1], out, grad, carry, of_reset, of_move, by_cursor, of_copy)
+    gradients = [of_reset, of_move, by_cursor.sum(0).to(inputs[2].dtype), carry.to(initial.dtype)]
+    return gradients if of_copy is None else [*gradients, of_copy]

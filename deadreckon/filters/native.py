@@ -51,8 +51,8 @@ def _library(dtype: torch.dtype) -> CDLL | LibraryError:
 @torch.compiler.assume_constant_result
 def reason_against(dtype: torch.dtype) -> str | None:
     """What a filter of this dtype would need and does not have. The first call compiles, which takes about a second."""
-    found = _library(torch.float64 if dtype == torch.float64 else torch.float32)
-    return str(found) if isinstance(found, LibraryError) else None
+    library = _library(torch.float64 if dtype == torch.float64 else torch.float32)
+    return str(library) if isinstance(library, LibraryError) else None
 
 
 def _for_all_rows(name: str, room: int, tensors: list[Tensor | None], eps: float, first: int, steps: int) -> None:
@@ -83,10 +83,10 @@ def advance(
     first: int, steps: int, out: Tensor, final: Tensor | None,
 ) -> None:  # fmt: skip
     """See `chunked.py`. All are contiguous but state, and have its dtype but for out."""
-    found = out if out.dtype == state.dtype else torch.empty_like(out, dtype=state.dtype)
-    _for_all_rows("advance", 2, [reset, move, gamma, copy, state, found, final], eps, first, steps)
-    if found is not out:
-        out.copy_(found)
+    same_dtype = out if out.dtype == state.dtype else torch.empty_like(out, dtype=state.dtype)
+    _for_all_rows("advance", 2, [reset, move, gamma, copy, state, same_dtype, final], eps, first, steps)
+    if same_dtype is not out:
+        out.copy_(same_dtype)
 
 
 def retreat(
@@ -95,9 +95,9 @@ def retreat(
     grad_reset: Tensor, grad_move: Tensor, grad_gamma: Tensor, grad_copy: Tensor | None,
 ) -> None:  # fmt: skip
     """See `chunked.py`. All are contiguous but state, and have its dtype but for grad."""
-    given = [reset, move, gamma, copy, state, out, grad.to(state.dtype)]
-    found = [carry, grad_reset, grad_move, grad_gamma, grad_copy]
-    _for_all_rows("retreat", 3, [*given, *found], eps, first, steps)
+    inputs = [reset, move, gamma, copy, state, out, grad.to(state.dtype)]
+    results = [carry, grad_reset, grad_move, grad_gamma, grad_copy]
+    _for_all_rows("retreat", 3, [*inputs, *results], eps, first, steps)
 
 
 _filter = filter_operator("deadreckon::histogram_filter_native", advance, retreat)

@@ -1,7 +1,7 @@
 """A filter and a superposition as operators of torch, from any pair `advance` and `retreat`.
 
-Each is one operator and one for its backward pass, so that `torch.compile` and checkpointing see nothing of what is
-inside.
+Each is one operator and one for its backward pass, which `torch.compile` and activation
+checkpointing do not look into.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadreckon.filters.chunked import Inputs, filter_back
-from deadreckon.filters.superposition import room, superpose_back, superpose_forth
+from deadreckon.filters.chunked import Inputs, filter_backward
+from deadreckon.filters.superposition import room, superpose_backward, superpose_forward
 from deadreckon.ops.tracing import operator, room_like
 
 
@@ -35,13 +35,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.mark_non_differentiable(last)
 
 
-def filter_operator(name: str, forth: Callable[..., None], back: Callable[..., None]) -> Callable[..., Tensor]:
+def filter_operator(name: str, advance: Callable[..., None], retreat: Callable[..., None]) -> Callable[..., Tensor]:
     """Histograms (B, T, C, P) in the dtype of reset, from reset, move, gamma, copy, initial and eps."""
 
     def forward(reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, eps: float) -> Tensor:
         out = _room(reset, initial)
         with torch.cuda.device_of(reset):
-            forth(*_packed(reset, move, gamma, copy), initial, eps, 0, reset.shape[1], out, None)
+            advance(*_packed(reset, move, gamma, copy), initial, eps, 0, reset.shape[1], out, None)
         return out
 
     def backward(
@@ -50,13 +50,13 @@ def filter_operator(name: str, forth: Callable[..., None], back: Callable[..., N
     ) -> list[Tensor]:  # fmt: skip
         """Gradients of reset, move, gamma, initial and, if there is one, copy."""
         with torch.cuda.device_of(reset):
-            return filter_back(back, _packed(reset, move, gamma, copy), initial, eps, out, grad.contiguous())
+            return filter_backward(retreat, _packed(reset, move, gamma, copy), initial, eps, out, grad.contiguous())
 
     def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = going_back(grad, *ctx.saved_tensors, ctx.eps)
-        return (*found, None) if len(found) == 5 else (*found, None, None)
+        from_backward = run_backward(grad, *ctx.saved_tensors, ctx.eps)
+        return (*from_backward, None) if len(from_backward) == 5 else (*from_backward, None, None)
 
-    going_back = operator(f"{name}_backward", backward, lambda grad, *inputs: room_like(*inputs[:5]))
+    run_backward = operator(f"{name}_backward", backward, lambda grad, *inputs: room_like(*inputs[:5]))
     run = operator(
         name, forward, lambda reset, move, gamma, initial, *_: _room(reset, initial), gradients=gradients, save=_save
     )
@@ -69,7 +69,7 @@ def filter_operator(name: str, forth: Callable[..., None], back: Callable[..., N
 
 
 def superposition_operator(
-    name: str, forth: Callable[..., None], back: Callable[..., None]
+    name: str, advance: Callable[..., None], retreat: Callable[..., None]
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Superpositions (B, T, C, d) and the last histograms (B, C, P), from the same and a table before eps."""
 
@@ -78,7 +78,7 @@ def superposition_operator(
     ) -> tuple[Tensor, Tensor, Tensor]:
         """With states (chunks + 1, B, C, P)."""
         with torch.cuda.device_of(reset):
-            return superpose_forth(forth, _packed(reset, move, gamma, copy), initial, table, eps)
+            return superpose_forward(advance, _packed(reset, move, gamma, copy), initial, table, eps)
 
     def backward(
         grad: Tensor, grad_final: Tensor, reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor,
@@ -87,13 +87,13 @@ def superposition_operator(
         """Gradients of reset, move, gamma, initial and, if there is one, copy."""
         inputs = _packed(reset, move, gamma, copy)
         with torch.cuda.device_of(reset):
-            return superpose_back(forth, back, inputs, initial, table, eps, states, grad, grad_final)
+            return superpose_backward(advance, retreat, inputs, initial, table, eps, states, grad, grad_final)
 
     def gradients(ctx: Any, grad: Tensor, grad_final: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        found = going_back(grad, grad_final, *ctx.saved_tensors, ctx.eps)
-        return (*found, None, None) if len(found) == 5 else (*found, None, None, None)
+        from_backward = run_backward(grad, grad_final, *ctx.saved_tensors, ctx.eps)
+        return (*from_backward, None, None) if len(from_backward) == 5 else (*from_backward, None, None, None)
 
-    going_back = operator(f"{name}_backward", backward, lambda grad, final, *inputs: room_like(*inputs[:5]))
+    run_backward = operator(f"{name}_backward", backward, lambda grad, final, *inputs: room_like(*inputs[:5]))
     run = operator(
         name, forward, lambda reset, move, gamma, initial, copy, table, eps: room(reset, initial, table),
         gradients=gradients, save=_save,

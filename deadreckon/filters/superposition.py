@@ -1,9 +1,9 @@
 """Superpositions e_t = Σ_k h_t[k] · table[k] of a filter's histograms, without all of them at once.
 
-The filter goes through a chunk of tokens, a matrix product takes their histograms, and their room is used again. The
-state that each chunk begins with is kept: going back, a chunk's histograms are computed again from it, their gradients
-are another matrix product, and the filter goes back through the chunk. `forth` and `back` are `advance` and `retreat`,
-here or in the kernels.
+The filter computes the histograms of a chunk of tokens into a buffer, a matrix product turns them into superpositions,
+and the next chunk uses the buffer again. The state at the start of each chunk is kept: the backward pass recomputes the
+chunk's histograms from it, their gradients are another matrix product, and the filter's backward pass takes these.
+`advance` and `retreat` are those of `chunked.py`, the C library or the kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def chunk(length: int) -> int:
 
 
 def room(reset: Tensor, initial: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For superpositions (B, T, C, d), the last histograms (B, C, P), and states (chunks + 1, B, C, P)."""
+    """Empty superpositions (B, T, C, d), last histograms (B, C, P) and states (chunks + 1, B, C, P)."""
     size, dtype = chunk(reset.shape[1]), work_type(reset)
     states = initial.new_empty((reset.shape[1] - 1) // size + 2, *initial.shape, dtype=dtype)
     return table.new_empty(*reset.shape, table.shape[1]), initial.new_empty(initial.shape, dtype=dtype), states
@@ -52,10 +52,10 @@ class Buffer:
         return self.memory[: batch * steps * cursors * positions].view(batch, steps, cursors, positions)
 
 
-def superpose_forth(
-    forth: Callable[..., None], inputs: Inputs, initial: Tensor, table: Tensor, eps: float
+def superpose_forward(
+    advance: Callable[..., None], inputs: Inputs, initial: Tensor, table: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `room` is for; products are in the precision of the table."""
+    """What `room` makes, filled; products are in the precision of the table."""
     reset = inputs[0]
     batch, length, cursors = reset.shape
     e, final, states = room(reset, initial, table)
@@ -64,14 +64,14 @@ def superpose_forth(
     buffer = Buffer(reset, table.shape[0], table.dtype)
     for number, (first, steps) in enumerate(_chunks(length)):
         h = buffer.of(steps)
-        forth(*inputs, states[number], eps, first, steps, h, states[number + 1])
+        advance(*inputs, states[number], eps, first, steps, h, states[number + 1])
         torch.bmm(h.flatten(1, 2), tables, out=rows[:, first * cursors : (first + steps) * cursors])
     return e, final.copy_(states[-1]), states
 
 
-def superpose_back(
-    forth: Callable[..., None], back: Callable[..., None], inputs: Inputs, initial: Tensor, table: Tensor, eps: float,
-    states: Tensor, grad: Tensor, grad_final: Tensor,
+def superpose_backward(
+    advance: Callable[..., None], retreat: Callable[..., None], inputs: Inputs, initial: Tensor, table: Tensor,
+    eps: float, states: Tensor, grad: Tensor, grad_final: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of reset, move, gamma, initial and, if there is one, copy."""
     reset = inputs[0]
@@ -83,10 +83,10 @@ def superpose_back(
     gradients = Buffer(reset, table.shape[0], table.dtype)
     for number, (first, steps) in reversed(list(enumerate(_chunks(length)))):
         h, grad_h = histograms.of(steps), gradients.of(steps)
-        forth(*inputs, states[number], eps, first, steps, h, None)
+        advance(*inputs, states[number], eps, first, steps, h, None)
         torch.bmm(rows[:, first * cursors : (first + steps) * cursors], tables, out=grad_h.flatten(1, 2))
-        back(
+        retreat(
             *inputs, states[number], eps, first, steps, h, grad_h, carry, of_reset, of_move, by_cursor, of_copy
         )  # fmt: skip
-    found = [of_reset, of_move, by_cursor.sum(0).to(inputs[2].dtype), carry.to(initial.dtype)]
-    return found if of_copy is None else [*found, of_copy]
+    gradients_of_inputs = [of_reset, of_move, by_cursor.sum(0).to(inputs[2].dtype), carry.to(initial.dtype)]
+    return gradients_of_inputs if of_copy is None else [*gradients_of_inputs, of_copy]

@@ -1,4 +1,4 @@
-"""Layer states where Hugging Face's `generate()` looks for them: in the layers of a `DynamicCache`."""
+"""Layer states as Hugging Face's KV cache: the layers of a `DynamicCache`, where `generate()` looks for them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class StateLayer(DynamicLayer):
         self.home: torch.device | None = None  # where the state belongs, while it is offloaded
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the first piece begins the state."""
+        """Nothing to do: the first piece creates the state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not for keys and values: the layer moves its own state on."""
+        """Refuses keys and values: the layer advances its state itself."""
         raise ValueError("past_key_values: this cache belongs to DeadReckon models, got keys and values of another")
 
     def get_seq_length(self) -> int:
-        """How many tokens have been."""
+        """Tokens so far."""
         return self.state.length
 
     def reset(self) -> None:
@@ -40,7 +40,7 @@ class StateLayer(DynamicLayer):
         self.state = LayerState()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Goes back by −tokens_to_remove tokens, which transformers counts down from zero."""
+        """Undoes the last −tokens_to_remove tokens: transformers passes 0 or a negative number."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop: expected a number of 0 or less, got {tokens_to_remove}")
         self.state.crop(-tokens_to_remove)
@@ -51,7 +51,7 @@ class StateLayer(DynamicLayer):
             self.state = self.state.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Continues every sequence so many times."""
+        """Repeats every sequence."""
         if self.state.length:
             self.state = self.state.select(torch.arange(self.state.batch).repeat_interleave(repeats))
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from deadreckon.encodings import ENCODINGS
-from deadreckon.encodings.base import Context, Drawn, Encoding
+from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
 from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.state import LayerState
@@ -132,7 +132,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 class DeadReckonPreTrainedModel(PreTrainedModel):
-    """How weights begin and are stored."""
+    """Initialisation, and how weights are stored."""
 
     config_class = DeadReckonConfig
     base_model_prefix = "model"
@@ -140,8 +140,8 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar = ["DecoderLayer"]
 
     def _init_weights(self, module: nn.Module) -> None:
-        # transformers asks for each module that has parameters of its own: of an encoding, mostly its parts.
-        if isinstance(module, Drawn):
+        # transformers calls this for each module that directly holds parameters: the parts of an encoding, mostly.
+        if isinstance(module, SelfInitialised):
             module.reset_parameters()  # type: ignore[operator]
         else:
             super()._init_weights(module)
@@ -205,24 +205,24 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=x)
 
     def penalty(self) -> Tensor | None:
-        """What encodings ask training to add to the loss, if any does."""
-        asked = [part.penalty() for part in self.modules() if isinstance(part, Encoding)]
-        penalties = [penalty for penalty in asked if penalty is not None]
+        """The sum of the encodings' regularisation terms, which training adds to the loss; None if there are none."""
+        encodings = [part for part in self.modules() if isinstance(part, Encoding)]
+        penalties = [penalty for encoding in encodings if (penalty := encoding.penalty()) is not None]
         return torch.stack(penalties).sum() if penalties else None
 
     def _embed(self, x: Tensor, context: Context) -> Tensor:
-        """Adds positions to the embeddings, for encodings that do so."""
+        """Adds absolute positions to the embeddings, for encodings that have them."""
         encodings: dict[type[Encoding], Encoding] = {}
         for layer in self.layers:
             encoding = layer.get_submodule("self_attn.encoding")
             assert isinstance(encoding, Encoding)
             encodings.setdefault(type(encoding), encoding)
-        for encoding in encodings.values():  # what is added to the embeddings is added once
+        for encoding in encodings.values():  # once, however many layers have that encoding
             x = encoding.embed(x, context)
         return x
 
     def _continue(self, x: Tensor, ids: Tensor | None, mask: Tensor | None, cache: Cache) -> BaseModelOutputWithPast:
-        """The next piece of sequences whose past is in the cache."""
+        """Prefill or decode: new tokens of sequences whose past is in the KV cache."""
         caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
         drafts = [layer.state.draft() for layer in caches]  # so that all layers move on, or none
         seen = drafts[0].length
@@ -310,30 +310,30 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits of the next tokens and, given labels, the loss; in training, with what encodings add to it.
+        """Logits of the next tokens and, with labels, the loss, which in training includes the encodings' penalties.
 
         Args:
             input_ids: (B, T) tokens.
             attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
                 (B, past and new tokens), padding on the left only.
-            past_key_values: a cache to go on from, ``DynamicCache(config=model.config)`` to begin with; no gradients.
+            past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
             inputs_embeds: (B, T, hidden_size), in place of input_ids.
-            labels: (B, T), as input_ids (the shift is made here), −100 where there is nothing to learn. The first
-                token of a packed sequence has nothing before it to learn from.
+            labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
+                packed sequence has no loss.
             cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
             logits_to_keep: compute logits of so many last tokens only; 0 for all.
-            num_items_in_batch: what the summed loss is divided by, as the Trainer asks.
+            num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
             return_dict: False for a plain tuple.
-            use_cache: make a cache if none is given, and return it.
+            use_cache: create a KV cache if past_key_values is None, and return it.
         """
-        found = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
-        hidden = found.last_hidden_state
+        outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
+        hidden = outputs.last_hidden_state
         logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
             if logits_to_keep:
                 raise ValueError(f"logits_to_keep: expected 0, all logits, beside labels, got {logits_to_keep}")
-            if cu_seqlens is not None:  # the last token of a document does not foretell the next document
+            if cu_seqlens is not None:  # the last token of a document does not predict the next document
                 labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), -100)
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
@@ -342,7 +342,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             if penalty is not None and num_items_in_batch is not None:  # once for all parts of an accumulated batch
                 penalty = penalty * ((labels[:, 1:] != -100).sum() / num_items_in_batch)
             loss = loss if penalty is None else loss + penalty
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
         return output.to_tuple() if return_dict is False else output
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deadreckon.encodings import ENCODINGS
-from deadreckon.encodings.base import GOING_BACK, Context, Encoding, Sizes
+from deadreckon.encodings.base import CROPPABLE, Context, Encoding, Sizes
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
 
@@ -109,11 +109,11 @@ class AttentionLayer(nn.Module):
             x: the input, or the next piece of it.
             token_ids: (B, T), for encodings that look tokens up.
             cu_seqlens: boundaries of packed sequences (B = 1).
-            state: what the pieces before have left, None for the first piece. Any split of a sequence gives the same
-                outputs; they carry no gradients. After an exception, KeyboardInterrupt included, it is as before.
+            state: the state after the tokens before x, None for the first piece. Any split of a sequence gives the same
+                outputs, without gradients. An exception, KeyboardInterrupt included, leaves the state unchanged.
 
         Returns:
-            The output, and the state beside it if one was asked for.
+            The output; with `state`, also the state.
         """
         if x.dim() != 3 or x.shape[-1] != self.sizes.d_model:
             raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
@@ -131,7 +131,7 @@ class AttentionLayer(nn.Module):
         return self.attend(x, context.after(state.length), state), state
 
     def attend(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
-        """The layer itself, for callers that have the context already; moves the state on, whole or not at all."""
+        """The layer itself, for callers that have the context already; advances the state, whole or not at all."""
         if state is None:
             return self._attend(x, context, None)
         origin = Origin.of(x, type(self.encoding).__name__, self.sizes)
@@ -139,7 +139,7 @@ class AttentionLayer(nn.Module):
         draft = state.draft()
         with torch.no_grad():
             output = self._attend(x, context.remembering(draft.recent), draft)
-        draft.origin, draft.kept = origin, min(draft.kept + x.shape[1], GOING_BACK)
+        draft.origin, draft.kept = origin, min(draft.kept + x.shape[1], CROPPABLE)
         state.become(draft)
         return output
 
@@ -154,7 +154,7 @@ class AttentionLayer(nn.Module):
         if state is None:
             output = attend(q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl)
         else:
-            if state.padded:  # the first real token of a sequence forgets the padding before it
+            if state.padded:  # nothing passes from padding to the first real token
                 fresh = (context.positions == 0).unsqueeze(-1).expand(*x.shape[:2], self.sizes.n_heads)
                 gate = 0.0 if factors.log_gate is None else factors.log_gate
                 factors = factors._replace(log_gate=torch.where(fresh, RESET, gate))

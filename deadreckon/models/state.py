@@ -1,4 +1,4 @@
-"""What a layer remembers of a sequence that comes in pieces."""
+"""The state of a layer between pieces of a sequence (prefill, then decode): its KV cache and recent inputs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Origin(NamedTuple):
 class LayerState:
     """The memory of one :class:`AttentionLayer`: ``y, state = layer(x, state=state)``, ``None`` to begin with.
 
-    A layer moves on the state it is given and returns it; :meth:`fork` first to go on from one place twice. A state
-    belongs to one layer, or one like it, and keeps its dtype: cast layers begin with new states.
+    A layer advances the state that it takes, in place, and returns it; :meth:`fork` first to continue one prefix twice.
+    A state belongs to one layer, or one like it, and keeps its dtype: cast layers begin with new states.
 
     Attributes:
         past: what attention needs: segments of keys and values, with gates, phases or Householder products; with
             powers, the state that all but the last tokens have become.
-        recent: what the encoding needs of the last inputs, and of some before them, which `crop` may undo.
-        kept: how many tokens recent inputs go back beyond what is needed.
-        padded: whether some of these sequences began with padding.
-        origin: the layer and the inputs that it comes from, once there are some.
+        recent: what the encoding needs of the last inputs, and of so many before them that `crop` can undo tokens.
+        kept: how many tokens `crop` can undo, as far as recent inputs go back.
+        padded: whether any of these sequences begins with padding.
+        origin: the layer and the inputs that it comes from; None before the first piece.
     """
 
     past: Past = field(default_factory=Past)
@@ -51,12 +51,12 @@ class LayerState:
 
     @property
     def length(self) -> int:
-        """How many tokens have been."""
+        """Tokens so far."""
         return self.past.length
 
     @property
     def batch(self) -> int:
-        """Of how many sequences; 0 before the first piece."""
+        """The batch size; 0 before the first piece."""
         return 0 if self.origin is None else self.origin.batch
 
     def check(self, origin: Origin) -> None:
@@ -68,22 +68,22 @@ class LayerState:
                 raise ValueError(f"state: expected one of {name} {expected}, like the layer and x, got {came}")
 
     def draft(self) -> LayerState:
-        """A copy to move on; see :meth:`become`."""
+        """A copy to advance; see :meth:`become`."""
         draft = LayerState.__new__(LayerState)
         draft.become(self)
         draft.past, draft.recent = self.past.draft(), dict(self.recent)
         return draft
 
     def become(self, draft: LayerState) -> None:
-        """Takes over all of a draft in one call of C, which no KeyboardInterrupt divides."""
+        """Takes over a whole draft in one call of C, which no KeyboardInterrupt can interrupt half-way."""
         vars(self).update(vars(draft))
 
     def fork(self) -> LayerState:
-        """Another continuation from here. What is behind is shared, not copied."""
+        """Another continuation of the same prefix, which is shared, not copied."""
         return replace(self, past=self.past.fork(), recent=dict(self.recent))
 
     def select(self, rows: Tensor) -> LayerState:
-        """The state of these sequences, in this order, as often as they are named: (new batch,) integers."""
+        """The state of these sequences in this order, with repetitions: (new batch,) integers."""
         past = self.past.select(rows)
         recent = {name: x.index_select(0, rows.to(x.device)) for name, x in self.recent.items()}
         origin = None if self.origin is None else self.origin._replace(batch=len(rows))

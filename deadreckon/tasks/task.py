@@ -49,7 +49,7 @@ class Task(Protocol):
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows of one length, or each of its own out of a range: every length there is alike, or, where the examples
-        are a given set, every example.
+        are a fixed set, every example.
 
         Returns:
             tokens (count, width), padded on the right to the longest row, and labels alike.
@@ -130,7 +130,7 @@ def draw_digits(lengths: Tensor, generator: torch.Generator, *, base: int = 10) 
 def draw_operands(lengths: Tensor, equal: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Two numbers a row, digits (count, longest), the least significant first, holes beyond the most significant.
 
-    One of them, either, has as many digits as asked; the other 1 to as many, each number alike, or as many if `equal`.
+    One of them, either, has `lengths` digits; the other 1 to as many, each equally likely, or as many if `equal`.
     A number of more than one digit does not begin with 0.
     """
     others = lengths
@@ -159,9 +159,9 @@ def compact(tokens: Tensor, fill: int = PAD) -> Tensor:
 
 def complete(question: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens ``question = answer .`` and their labels: the answer and the end. Both may have holes."""
-    asked = (question != HOLE).sum(1, keepdim=True) + 1
+    question_tokens = (question != HOLE).sum(1, keepdim=True) + 1
     tokens = compact(torch.cat([question, column(question, EQUALS), answer, column(question, END)], dim=1))
-    scored = (torch.arange(tokens.shape[1]) >= asked) & (tokens != PAD)
+    scored = (torch.arange(tokens.shape[1]) >= question_tokens) & (tokens != PAD)
     return tokens, torch.where(scored, tokens, NOT_SCORED)
 
 

@@ -1,7 +1,7 @@
 """Attention in plain PyTorch: any device and dtype, memory linear in T, every transport, gate and score.
 
-Rotations are applied up front and leave nothing behind; plain softmax goes straight to PyTorch's own attention; all
-else climbs the route tree (`tree.py`), whose dense blocks run on stock kernels (`stock.py`).
+Rotations are applied to q and k up front; plain softmax goes straight to PyTorch's own attention; everything else takes
+the route tree (`tree.py`), whose dense blocks run on stock kernels (`stock.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deadreckon.ops.blockwise.documents import unpacked
-from deadreckon.ops.blockwise.power import attend_power
+from deadreckon.ops.blockwise.power import attend_power_blockwise
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import turned
 from deadreckon.ops.blockwise.stock import backend_for
@@ -30,7 +30,7 @@ def attend_blockwise(
         turn = turned(q, k, v, log_gate, transport)
         return turn.back(attend_blockwise(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, None))
     if isinstance(score, Power) and transport is None:
-        return attend_power(q, k, v, log_gate, score)
+        return attend_power_blockwise(q, k, v, log_gate, score)
     if score == "softmax" and log_gate is None and transport is None and backend_for(q):
         return plain(q, k, v, scale)
     return attend_tree(q, k, v, transport, log_gate, score, scale)

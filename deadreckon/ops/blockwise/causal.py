@@ -19,7 +19,7 @@ RANGE = 32.0  # of the sum of log gates in a leaf, ± 32 at most: rounding that 
 
 
 def leaf_size(gates: Tensor | None, length: int) -> int | None:
-    """How many tokens a causal leaf may have, given log gates (N, T, 1 | G); None where gates are too strong."""
+    """How many tokens a causal leaf may have, from log gates (N, T, 1 | G); None where gates are too strong."""
     if gates is None:
         return -(-length // 8) * 8
     size = LARGEST
@@ -68,19 +68,19 @@ class CausalLeaves:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output (M, S, G, E) and log-sum-exp (M, S, G)."""
-        out, row = dense_forward(self.backend, self.q, self.k, self.v, self.scale, causal=True)
-        return out[..., : self.value_channels].transpose(1, 2), row.transpose(1, 2)
+        out, lse = dense_forward(self.backend, self.q, self.k, self.v, self.scale, causal=True)
+        return out[..., : self.value_channels].transpose(1, 2), lse.transpose(1, 2)
 
-    def gradients(self, grad: Tensor, out: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """d q, d k, d v, and what the log-weights' gradients add up to by query less by key, (M, S, G)."""
+    def gradients(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """d q, d k, d v, and the sums of d log-weight by query less those by key, (M, S, G)."""
         grad_q, grad_k, grad_v = dense_backward(
             self.backend, self.like(grad), self.q, self.k, self.v, self.like(out),
-            row.transpose(1, 2).contiguous(), self.scale, causal=True,
+            lse.transpose(1, 2).contiguous(), self.scale, causal=True,
         )  # fmt: skip
-        ends = (grad_q[..., self.channels] - grad_k[..., self.channels + 1]) / self.unit
+        by_query_less_by_key = (grad_q[..., self.channels] - grad_k[..., self.channels + 1]) / self.unit
         return (
             grad_q[..., : self.channels].transpose(1, 2),
             grad_k[..., : self.channels].sum(1),
             grad_v[..., : self.value_channels].sum(1),
-            ends.transpose(1, 2),
+            by_query_less_by_key.transpose(1, 2),
         )

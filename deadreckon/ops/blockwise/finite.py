@@ -1,4 +1,4 @@
-"""What is NaN or infinite at token t reaches no output before t.
+"""Containment of NaN and infinity: those at token t reach no output before t.
 
 Blocks of tokens are multiplied as a whole, and a weight of zero does not stop a NaN. So a token with such a number is
 computed as a token of zeros, and in the end the outputs from it on become NaN: as in the definition, where every later
@@ -18,15 +18,15 @@ def contained(
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """Inputs (N, T, ...) with zeros for tokens that are not finite, and what to add to outputs: (N, T), 0 or NaN.
 
-    Strengths (N, T, ...) are looked at, too. On a CPU, where that costs little, None if all is finite.
+    Strengths (N, T, ...) are checked, too. On a CPU, where a check costs little, None in place of zeros alone.
     """
-    given = [x.detach() for x in (*inputs, strengths) if x is not None]
-    if given[0].device.type == "cpu" and all(bool(torch.isfinite(x.sum())) for x in given):
+    tensors = [x.detach() for x in (*inputs, strengths) if x is not None]
+    if tensors[0].device.type == "cpu" and all(bool(torch.isfinite(x.sum())) for x in tensors):
         return list(inputs), None
-    odd = torch.stack([(x.reshape(*x.shape[:2], -1) * 0).sum(-1).float() for x in given]).sum(0)  # 0 or NaN
-    some = odd != 0
+    nan_or_zero = torch.stack([(x.reshape(*x.shape[:2], -1) * 0).sum(-1).float() for x in tensors]).sum(0)  # (N, T)
+    not_finite = nan_or_zero != 0  # (N, T)
 
     def zeroed(x: Tensor) -> Tensor:
-        return x.masked_fill(some.view(*some.shape, *(1,) * (x.dim() - 2)), 0)
+        return x.masked_fill(not_finite.view(*not_finite.shape, *(1,) * (x.dim() - 2)), 0)
 
-    return [None if x is None else zeroed(x) for x in inputs], odd.cumsum(1)
+    return [None if x is None else zeroed(x) for x in inputs], nan_or_zero.cumsum(1)

@@ -70,10 +70,6 @@ class HouseholderLeaf:
         """Keeps the tokens that a query meets on its way to the leaf's start: its own and those before."""
         return rows.unflatten(2, self.shape).transpose(2, 3).tril().transpose(2, 3).flatten(2, 3)
 
-    def forget(self) -> None:
-        """Drops what only the gradients need."""
-        del self.w, self.beta, self.from_rows, self.to_rows, self.w_w, self.a, self.right, self.solved, self.logits
-
     def gradients(
         self, grad_logits: Tensor, grad_queries: Tensor, grad_keys: Tensor, grad_products: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

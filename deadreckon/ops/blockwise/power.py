@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deadreckon.ops.blockwise.climb import Climb, by_head, gates_by_head
+from deadreckon.ops.blockwise.backward import backward
 from deadreckon.ops.blockwise.finite import contained
+from deadreckon.ops.blockwise.forward import forward
 from deadreckon.ops.blockwise.precision import exact, faded, in_range, work
+from deadreckon.ops.blockwise.problem import Problem, by_head, gates_by_head
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import dimension, monomial_gradients, monomials, multiplicities, symmetric_power
-from deadreckon.ops.blockwise.tree import climb_down, climb_up, first_derivatives_only
+from deadreckon.ops.blockwise.tree import first_derivatives_only, tree_backward_pass, tree_forward_pass
 from deadreckon.ops.factors import Form, Power
 from deadreckon.ops.tracing import operator, room_like, without_autocast
 
@@ -97,29 +99,29 @@ def with_ones(v: Tensor) -> Tensor:
     return pad(v, (0, 1), value=1.0)
 
 
-def without_noise(found: Tensor, q: Tensor, p: int, sums: Tensor) -> Tensor:
-    """What queries (..., G, D) have read, (..., G, E + 1), or 0 where it is rounding; sums (..., 1 | G, F) are Z.
+def without_noise(values: Tensor, q: Tensor, p: int, sums: Tensor) -> Tensor:
+    """What queries (..., G, D) have read, (..., G, E + 1), or 0 where it is rounding error; sums (..., 1 | G, F) are Z.
 
     A sum of weights no larger than the rounding errors of its terms says nothing: as far as can be known, that query is
     orthogonal to all keys.
     """
-    noise = 16 * torch.finfo(found.dtype).eps * q.detach().norm(dim=-1) ** p * sums.detach().norm(dim=-1)
-    return found.masked_fill(found[..., -1:] <= noise.unsqueeze(-1), 0)
+    noise = 16 * torch.finfo(values.dtype).eps * q.detach().norm(dim=-1) ** p * sums.detach().norm(dim=-1)
+    return values.masked_fill(values[..., -1:] <= noise.unsqueeze(-1), 0)
 
 
 def read(state: Tensor, q: Tensor, p: int) -> Tensor:
     """φ(q)ᵀ state: (N, T, G, D) -> (N, T, G, E + 1)."""
-    found = q.new_empty(*q.shape[:3], state.shape[3])
+    values = q.new_empty(*q.shape[:3], state.shape[3])
     for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1]):
         for kind, heads in _kinds(q, state.shape[2]):
             rows = q[:, tokens, heads]
             features = monomials(rows.flatten(1, 2).mT.contiguous(), p)  # (N, F, tokens · heads)
-            found[:, tokens, heads] = (features.mT @ state[:, :, kind]).unflatten(1, rows.shape[1:3])
-    return without_noise(found, q, p, state[..., -1].mT.unsqueeze(1))
+            values[:, tokens, heads] = (features.mT @ state[:, :, kind]).unflatten(1, rows.shape[1:3])
+    return without_noise(values, q, p, state[..., -1].mT.unsqueeze(1))
 
 
 def read_gradients(state: Tensor, q: Tensor, p: int, grad: Tensor, grad_state: Tensor) -> Tensor:
-    """d q, given the gradient of what was read; that of the state is added to."""
+    """d q, from the gradient of what was read (N, T, G, E + 1); adds to that of the state."""
     grad_q = torch.empty_like(q)
     for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1]):
         for kind, heads in _kinds(q, state.shape[2]):
@@ -142,7 +144,7 @@ def written(k: Tensor, v: Tensor, fade: Tensor, p: int) -> Tensor:
 
 
 def write_gradients(k: Tensor, v: Tensor, fade: Tensor, p: int, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """d k, d v and d log fade, given the gradient of the state."""
+    """d k, d v and d log fade, from the gradient of the state."""
     values = with_ones(v).unsqueeze(2)
     columns = (values * fade.unsqueeze(3)).flatten(2)
     grad = grad.flatten(2) * multiplicities(k.shape[2], p).to(grad).unsqueeze(1)
@@ -158,7 +160,7 @@ def write_gradients(k: Tensor, v: Tensor, fade: Tensor, p: int, grad: Tensor) ->
 # Forms ----------------------------------------------------------------------------------------------------------------
 
 
-def attend_power(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score: Power) -> Tensor:
+def attend_power_blockwise(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score: Power) -> Tensor:
     """Attention of (B, T, Hq, D), (B, T, H, D), (B, T, H, E), whose weights are even powers, in the form that it says.
 
     There is no scale: weights are divided by their sum.
@@ -201,14 +203,14 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> 
         if t >= RECENT:
             fade = gates[:, t - RECENT + 1 : t + 1].sum(1).exp()[..., None, None]
             state = state + fade * (keys[:, t - RECENT, None, :, None] * values[:, t - RECENT, None, None])
-        found = without_noise((queries[:, t].unsqueeze(2) @ state).squeeze(2), q[:, t], p, state[..., -1])
-        found = found + recent[:, t]
-        outputs.append(found[..., :-1] / torch.where(found[..., -1:] == 0, 1, found[..., -1:]))
+        read_out = without_noise((queries[:, t].unsqueeze(2) @ state).squeeze(2), q[:, t], p, state[..., -1])
+        weighted, total = (read_out + recent[:, t]).split([v.shape[2], 1], dim=-1)
+        outputs.append(weighted / torch.where(total == 0, 1, total))
     return torch.stack(outputs, dim=1)
 
 
 def _over_recent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, p: int) -> Tensor:
-    """What each query receives of its own token and the last before, and their weights' sum: (N, T, G, E + 1)."""
+    """Each query over the last RECENT tokens, its own included, and the sum of weights: (N, T, G, E + 1)."""
 
     def window(x: Tensor) -> Tensor:  # (N, T, C) -> (N, T, C, RECENT)
         return pad(x, (0, 0, RECENT - 1, 0)).unfold(1, RECENT, 1)
@@ -220,7 +222,7 @@ def _over_recent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, p: int) -> Tens
 
 
 class _Chunks:
-    """Chunks of (N, T, ...): their routes inside as one climb over all chunks, and what their states need of gates.
+    """Chunks of (N, T, ...): attention inside all chunks as one problem, and the gates that their states need.
 
     T is padded to whole chunks, all of one size, which are whole leaves.
     """
@@ -236,14 +238,14 @@ class _Chunks:
         self.p, self.count = p, q.shape[1] // chunk
         inside = (None if x is None else x.reshape(-1, chunk, *x.shape[2:]) for x in (q, k, v, gates))
         q, k, v, gates = inside  # type: ignore[assignment]
-        self.climb = Climb(q, k, v, None, None, gates, Power(p), 1.0, LEAF)
-        self.tensors = [self.split(x) for x in (self.climb.queries, self.climb.keys, self.climb.values)]
+        self.problem = Problem.prepare(q, k, v, None, None, gates, Power(p), 1.0, LEAF)
+        self.tensors = [self.split(x) for x in (self.problem.queries, self.problem.keys, self.problem.values)]
         self.dtype = state_dtype(q.dtype, p, q.device)
-        if self.climb.sums is None:
+        if self.problem.sums is None:
             ones = torch.ones((), dtype=self.dtype, device=q.device)
             self.from_start = self.to_end = ones.expand(*self.tensors[1].shape[:3], 1)
         else:
-            sums = self.split(self.climb.sums)  # within a chunk, in float64
+            sums = self.split(self.problem.sums)  # within a chunk, in float64
             self.from_start, self.to_end = (faded(x, self.dtype) for x in (sums, sums[:, :, -1:] - sums))
         self.across = self.from_start[:, :, -1]  # (N, chunks, kinds)
 
@@ -275,12 +277,14 @@ class _Chunks:
 
 
 def _state_gradients(
-    chunks: _Chunks, grad: Tensor, out: Tensor, row: Tensor, heard: Tensor, states: Sequence[Tensor] | Tensor
+    chunks: _Chunks, grad: Tensor, out: Tensor, total: Tensor, answered: Tensor, states: Sequence[Tensor] | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What q, k, v and gates receive through states, from the last chunk to the first."""
+    """Gradients of q, k, v and gates through states, from the last chunk to the first."""
     p, kinds = chunks.p, chunks.across.shape[2]
-    rows = torch.cat([grad.to(out.dtype), -(grad * out).sum(-1, keepdim=True)], dim=-1) / row.unsqueeze(-1)
-    rows = chunks.split(rows.to(chunks.dtype)) * chunks.from_start.unsqueeze(-1)  # the gradient of what was read
+    grad_read = torch.cat([grad.to(out.dtype), -(grad * out).sum(-1, keepdim=True)], dim=-1) / total.unsqueeze(-1)
+    grad_read = chunks.split(grad_read.to(chunks.dtype)) * chunks.from_start.unsqueeze(
+        -1
+    )  # (N, chunks, chunk, G, E + 1)
     grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in chunks.tensors)
     grad_gates = torch.zeros(chunks.from_start.shape, dtype=exact(out.device), device=out.device)
     grad_state = torch.zeros_like(states[0])
@@ -293,8 +297,8 @@ def _state_gradients(
             if n:
                 grad_gates[:, n] += (grad_state * states[n - 1]).sum((1, 3)).unsqueeze(1)
         if n:
-            asked = rows[:, n] * heard[:, n].unsqueeze(-1)
-            grad_q[:, n] = read_gradients(states[n - 1], q, p, asked, grad_state)
+            counted = grad_read[:, n] * answered[:, n].unsqueeze(-1)
+            grad_q[:, n] = read_gradients(states[n - 1], q, p, counted, grad_state)
             # What is read is homogeneous of degree p in q: so d log-weights add up to q · dq / p.
             by_query = (q * grad_q[:, n]).sum(-1, dtype=grad_gates.dtype) / p
             by_query = by_query if kinds > 1 else by_query.sum(-1, keepdim=True)
@@ -306,7 +310,7 @@ def _state_gradients(
 
 
 def _state_count(length: int, width: int, p: int, form: str, device: torch.device) -> int:
-    """How many states go from chunk to chunk: none, where powers are computed as attention."""
+    """How many states are passed from chunk to chunk: none in the attention form."""
     if form == "attention" or (form == "auto" and length < chunked_from(width, p, device)):
         return 0
     return (length - 1) // chunk_tokens(width, p)
@@ -315,66 +319,70 @@ def _state_count(length: int, width: int, p: int, form: str, device: torch.devic
 def _room(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, form: str, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """For what the operator returns."""
+    """Empty tensors, shaped as what the operator returns."""
     precise = exact(q.device)
     out = q.new_empty(*q.shape[:3], v.shape[2])
-    row = q.new_empty(q.shape[:3], dtype=precise)
+    total = q.new_empty(q.shape[:3], dtype=precise)
     count = _state_count(q.shape[1], q.shape[3], p, form, q.device) if keep else 0
     state = (q.shape[0], dimension(q.shape[3], p), 1 if gates is None else gates.shape[2], v.shape[2] + 1)
     states = q.new_empty(count, *state, dtype=state_dtype(q.dtype, p, q.device))
-    return out, torch.empty_like(out, dtype=precise), row, torch.empty_like(row, dtype=torch.bool), states
+    return out, torch.empty_like(out, dtype=precise), total, torch.empty_like(total, dtype=torch.bool), states
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, form: str, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G): the output (N, T, G, E), and for the way back
-    the same more precisely, the rows' sums, which queries a state had an answer for, and states, if they are kept."""
-    *_, heard, states = _room(q, k, v, gates, p, form, keep)
+    """Attention of q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G).
+
+    Returns:
+        The output (N, T, G, E); for the backward pass, the same in float64, the sum of weights of each row (N, T, G),
+        which queries read more than rounding errors from a state (N, T, G), and the states, if they are kept.
+    """
+    *_, answered, states = _room(q, k, v, gates, p, form, keep)
     if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
-        return *climb_up(q, k, v, None, None, gates, "power", p, 1.0), heard.zero_(), states
+        return *tree_forward_pass(q, k, v, None, None, gates, "power", p, 1.0), answered.zero_(), states
     chunks = _Chunks(q, k, v, gates, p)
-    out, row = chunks.climb.ascend()
-    outs, rows = chunks.split(out), chunks.split(row)
-    answers = torch.zeros_like(row, dtype=torch.bool)
+    out, total = forward(chunks.problem)
+    outs, totals = chunks.split(out), chunks.split(total)
+    answered = torch.zeros_like(total, dtype=torch.bool)
     for n, state in chunks.states():
-        found = read(state, chunks[n][0], p)
-        chunks.split(answers)[:, n] = found[..., -1] != 0
-        found *= chunks.from_start[:, n].unsqueeze(3)
-        outs[:, n] += found[..., :-1]
-        rows[:, n] += found[..., -1]
+        past = read(state, chunks[n][0], p)  # (N, chunk, G, E + 1)
+        chunks.split(answered)[:, n] = past[..., -1] != 0
+        past *= chunks.from_start[:, n].unsqueeze(3)
+        outs[:, n] += past[..., :-1]
+        totals[:, n] += past[..., -1]
         if keep:
             states[n - 1] = state
-    out = chunks.climb.score.finish(out, row)
-    out, row, answers = (chunks.cut(x) for x in (out, row, answers))
+    out = chunks.problem.dense.score.finish(out, total)
+    out, total, answered = (chunks.cut(x) for x in (out, total, answered))
     if chunks.poison is not None:
         out += chunks.poison[:, :, None, None]
-    return out.to(q.dtype, copy=True), out, row, answers, states
+    return out.to(q.dtype, copy=True), out, total, answered, states
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, given: Tensor, out: Tensor, row: Tensor,
-    heard: Tensor, states: Tensor, p: int, form: str,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rounded_out: Tensor, out: Tensor,
+    total: Tensor, answered: Tensor, states: Tensor, p: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and, if there are any, gates. φ is computed again."""
     if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
-        return climb_down(grad, q, k, v, None, None, gates, given, out, row, "power", p, 1.0)
+        return tree_backward_pass(grad, q, k, v, None, None, gates, rounded_out, out, total, "power", p, 1.0)
     with without_autocast(q):
         chunks = _Chunks(q, k, v, gates, p)
         size = chunks.tensors[0].shape[2]
-        grad, out, heard = (chunks.whole(x).unflatten(1, (-1, size)) for x in (grad, out, heard))
-        row = chunks.whole(row, chunks.climb.score.unseen).unflatten(1, (-1, size))
-        grad, out, rows = (x.flatten(0, 1) for x in (grad, out, row))
-        inside = chunks.climb.descend(grad.contiguous(), out, rows.clone())
+        grad, out, answered = (chunks.whole(x).unflatten(1, (-1, size)) for x in (grad, out, answered))
+        total = chunks.whole(total, chunks.problem.dense.score.padding_statistic).unflatten(1, (-1, size))
+        grad, out, total = (x.flatten(0, 1) for x in (grad, out, total))
+        inside = backward(chunks.problem, grad.contiguous(), out, total)
         kept = states if len(states) else [state for _, state in chunks.states()]
-        across = _state_gradients(chunks, grad, out, rows, heard, kept)
-        pairs = zip([*inside[:3], inside[5]], across, strict=True)  # of q, k, v and gates
+        across = _state_gradients(chunks, grad, out, total, answered, kept)
+        pairs = zip((inside.q, inside.k, inside.v, inside.gates), across, strict=True)
         return [chunks.cut(x + y.view_as(x)) for x, y in pairs if x is not None]
 
 
 def _gradient_room(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, given: Tensor, out: Tensor, row: Tensor,
-    heard: Tensor, states: Tensor, p: int, form: str,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rounded_out: Tensor, out: Tensor,
+    total: Tensor, answered: Tensor, states: Tensor, p: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     return room_like(q, k, v, gates)
 

@@ -1,9 +1,9 @@
 """How a tile of logits becomes weights, and what its gradients are, for each score.
 
-A tile holds the logits z of some queries against some keys, (N, n, tokens, G, S), all keys of one tile nearer to its
-queries than those of the tiles that follow (the route tree climbs from near to far). Going forward, `add` folds a tile
-into the running output and a running statistic of each row; `finish` turns these into the output. Going back, from far
-to near, `gradients` returns d logits, d log-weights (which is what a gate receives) and the weights themselves.
+A tile holds the logits z of a range of queries against a range of keys, (N, n, tokens, G, S). In the forward pass tiles
+come from near to far: `add` folds each into the running output and one running number for each row, its statistic (the
+log-sum-exp, for softmax); `finish` turns these into the output. In the backward pass tiles come from far to near:
+`gradients` returns d logits, d log-weights (which is what a gate receives) and the weights.
 
 `gate` is the sum of log gates along each route, or None; `visible` marks the keys that a query may see, or None.
 """
@@ -22,24 +22,30 @@ from deadreckon.ops.blockwise.precision import exact, faded
 class Tiled(Protocol):
     """The contract of a score."""
 
-    normalised: bool  # whether rows are divided by their sum
-    careful: bool  # whether leaves and outputs need more than the working precision
+    normalised: bool  # whether weights are divided by their sum
+    needs_double: bool  # whether leaves and outputs are computed in float64
     sees_itself: bool  # whether a token is among the keys of its own query
-    unseen: float  # a row's statistic that makes all weights zero, for padding on the way back
+    padding_statistic: float  # makes all weights of a row zero: for rows of padding, in the backward pass
 
     def start(self, rows: Tensor) -> Tensor:
         """The statistic before any tile, shaped like rows (N, T, G)."""
 
-    def add(self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, row: Tensor) -> None:
-        """Folds a tile into out (N, n, tokens, G, E) and row (N, n, tokens, G), in place."""
+    def add(
+        self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, statistic: Tensor
+    ) -> None:
+        """Folds a tile into out (N, n, tokens, G, E) and statistic (N, n, tokens, G), in place."""
 
-    def finish(self, out: Tensor, row: Tensor) -> Tensor:
-        """The output, from what `add` has gathered."""
+    def finish(self, out: Tensor, statistic: Tensor) -> Tensor:
+        """The output, after the last `add`."""
 
     def gradients(
-        self, z: Tensor, gate: Tensor | None, visible: Tensor | None, grad_weight: Tensor, row: Tensor, far: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """d z, d log-weight and the weights, given d weight = grad · v (less grad · out if rows are normalised)."""
+        self, z: Tensor, gate: Tensor | None, visible: Tensor | None, grad_weight: Tensor, statistic: Tensor,
+        grad_farther: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """d z, d log-weight and the weights, given d weight = grad · v (less grad · out if rows are normalised).
+
+        grad_farther (N, n, tokens, G) holds the sum of d log-weight over farther tiles. Stick-breaking adds to it.
+        """
 
 
 def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
@@ -51,31 +57,37 @@ class Softmax:
     """exp, divided by the row's sum. The statistic is the log-sum-exp; `out` is kept normalised."""
 
     normalised = True
-    careful = False
+    needs_double = False
     sees_itself = True
-    unseen = float("inf")
+    padding_statistic = float("inf")
 
     def start(self, rows: Tensor) -> Tensor:
         return torch.full_like(rows, -torch.inf)
 
-    def add(self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, row: Tensor) -> None:
+    def add(self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, lse: Tensor) -> None:
         z = z if gate is None else z + gate
         z = z if visible is None else z.masked_fill(~visible, -torch.inf)
-        self.merge(weighted_sum(z.softmax(-1), v), z.logsumexp(-1), out, row)
+        self.merge(weighted_sum(z.softmax(-1), v), z.logsumexp(-1), out, lse)
 
-    def merge(self, tile_out: Tensor, tile_row: Tensor, out: Tensor, row: Tensor) -> None:
+    def merge(self, tile_out: Tensor, tile_lse: Tensor, out: Tensor, lse: Tensor) -> None:
         """Folds in a part of the rows that is already normalised, with its log-sum-exp."""
-        out.lerp_(tile_out.to(out.dtype), torch.sigmoid(tile_row - row).unsqueeze(-1))
-        row.copy_(torch.logaddexp(row, tile_row))
+        out.lerp_(tile_out.to(out.dtype), torch.sigmoid(tile_lse - lse).unsqueeze(-1))
+        lse.copy_(torch.logaddexp(lse, tile_lse))
 
-    def finish(self, out: Tensor, row: Tensor) -> Tensor:
+    def finish(self, out: Tensor, lse: Tensor) -> Tensor:
         return out
 
     def gradients(
-        self, z: Tensor, gate: Tensor | None, visible: Tensor | None, grad_weight: Tensor, row: Tensor, far: Tensor
+        self,
+        z: Tensor,
+        gate: Tensor | None,
+        visible: Tensor | None,
+        grad_weight: Tensor,
+        lse: Tensor,
+        grad_farther: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         z = z if gate is None else z + gate
-        weights = (z - row.unsqueeze(-1)).exp()
+        weights = (z - lse.unsqueeze(-1)).exp()
         weights = weights if visible is None else weights.masked_fill(~visible, 0)
         grad = weights * grad_weight
         return grad, grad, weights
@@ -89,9 +101,9 @@ class EvenPower:
     """
 
     normalised = True
-    careful = True
+    needs_double = True
     sees_itself = True
-    unseen = float("inf")
+    padding_statistic = float("inf")
 
     def __init__(self, p: int) -> None:
         self.p = p
@@ -103,19 +115,27 @@ class EvenPower:
         power = power if gate is None else power * faded(gate, power.dtype)
         return power if visible is None else power.masked_fill(~visible, 0)
 
-    def add(self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, row: Tensor) -> None:
+    def add(
+        self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, total: Tensor
+    ) -> None:
         weights = self._gated(z**self.p, gate, visible)
         out += weighted_sum(weights, v)
-        row += weights.sum(-1, dtype=row.dtype)
+        total += weights.sum(-1, dtype=total.dtype)
 
-    def finish(self, out: Tensor, row: Tensor) -> Tensor:
-        row.copy_(torch.where(row > 0, row, torch.ones_like(row)))
-        return out / row.unsqueeze(-1)
+    def finish(self, out: Tensor, total: Tensor) -> Tensor:
+        total.copy_(torch.where(total > 0, total, torch.ones_like(total)))
+        return out / total.unsqueeze(-1)
 
     def gradients(
-        self, z: Tensor, gate: Tensor | None, visible: Tensor | None, grad_weight: Tensor, row: Tensor, far: Tensor
+        self,
+        z: Tensor,
+        gate: Tensor | None,
+        visible: Tensor | None,
+        grad_weight: Tensor,
+        total: Tensor,
+        grad_farther: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        lower = self._gated(z ** (self.p - 1), gate, visible) / row.unsqueeze(-1).to(z.dtype)
+        lower = self._gated(z ** (self.p - 1), gate, visible) / total.unsqueeze(-1).to(z.dtype)
         weights = lower * z
         return self.p * lower * grad_weight, weights * grad_weight, weights
 
@@ -127,9 +147,9 @@ class StickBreaking:
     """
 
     normalised = False
-    careful = False
+    needs_double = False
     sees_itself = False
-    unseen = -float("inf")
+    padding_statistic = -float("inf")
 
     def start(self, rows: Tensor) -> Tensor:
         return torch.zeros_like(rows, dtype=exact(rows.device))
@@ -138,27 +158,35 @@ class StickBreaking:
         z = z if visible is None else z.masked_fill(~visible, -torch.inf)
         return z, -logsigmoid(-z)  # softplus gives up its tail beyond 20
 
-    def _weights(self, z: Tensor, broken: Tensor, gate: Tensor | None, row: Tensor) -> Tensor:
-        left = row.unsqueeze(-1).to(z.dtype) - broken.flip(-1).cumsum(-1).flip(-1)
+    def _weights(self, z: Tensor, broken: Tensor, gate: Tensor | None, log_left: Tensor) -> Tensor:
+        left = log_left.unsqueeze(-1).to(z.dtype) - broken.flip(-1).cumsum(-1).flip(-1)
         log_weights = z + left
         return (log_weights if gate is None else log_weights + gate).exp()
 
-    def add(self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, row: Tensor) -> None:
+    def add(
+        self, z: Tensor, gate: Tensor | None, visible: Tensor | None, v: Tensor, out: Tensor, log_left: Tensor
+    ) -> None:
         z, broken = self._steps(z, visible)
-        out += weighted_sum(self._weights(z, broken, gate, row), v)
-        row -= broken.sum(-1, dtype=row.dtype)
+        out += weighted_sum(self._weights(z, broken, gate, log_left), v)
+        log_left -= broken.sum(-1, dtype=log_left.dtype)
 
-    def finish(self, out: Tensor, row: Tensor) -> Tensor:
+    def finish(self, out: Tensor, log_left: Tensor) -> Tensor:
         return out
 
     def gradients(
-        self, z: Tensor, gate: Tensor | None, visible: Tensor | None, grad_weight: Tensor, row: Tensor, far: Tensor
+        self,
+        z: Tensor,
+        gate: Tensor | None,
+        visible: Tensor | None,
+        grad_weight: Tensor,
+        log_left: Tensor,
+        grad_farther: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         z, broken = self._steps(z, visible)
-        row += broken.sum(-1, dtype=row.dtype)
-        weights = self._weights(z, broken, gate, row)
+        log_left += broken.sum(-1, dtype=log_left.dtype)
+        weights = self._weights(z, broken, gate, log_left)
         grad = weights * grad_weight
         # Breaking at j shortens the stick for j itself and for all that is farther.
-        shortened = grad.cumsum(-1) + far.unsqueeze(-1)
-        far += grad.sum(-1)
+        shortened = grad.cumsum(-1) + grad_farther.unsqueeze(-1)
+        grad_farther += grad.sum(-1)
         return grad - z.sigmoid() * shortened, grad, weights

@@ -76,17 +76,17 @@ def _factors(width: int, degree: int, device: torch.device) -> tuple[Tensor, Ten
 
 def _degrees(x: Tensor, p: int) -> list[Tensor]:
     """Monomials of x (..., D, T) of degree 1, 2, ..., p."""
-    width, found = x.shape[-2], [x]
+    width, degrees = x.shape[-2], [x]
     for degree in range(1, p):
         if x.shape[-1] <= FEW:  # one product of gathered rows instead of many of slices
             channels, rests = _factors(width, degree, x.device)
-            found.append(x.index_select(-2, channels) * found[-1].index_select(-2, rests))
+            degrees.append(x.index_select(-2, channels) * degrees[-1].index_select(-2, rests))
             continue
         more = x.new_empty(*x.shape[:-2], dimension(width, degree + 1), x.shape[-1])
         for i, here, rest in _products(width, degree):
-            torch.mul(x[..., i : i + 1, :], found[-1][..., rest, :], out=more[..., here, :])
-        found.append(more)
-    return found
+            torch.mul(x[..., i : i + 1, :], degrees[-1][..., rest, :], out=more[..., here, :])
+        degrees.append(more)
+    return degrees
 
 
 def monomials(x: Tensor, p: int) -> Tensor:
@@ -95,7 +95,7 @@ def monomials(x: Tensor, p: int) -> Tensor:
 
 
 def monomial_gradients(x: Tensor, p: int, grad: Tensor) -> Tensor:
-    """The gradient of x (..., D, T), given that of its monomials."""
+    """The gradient of x (..., D, T), from that of its monomials."""
     width = x.shape[-2]
     grad_x = torch.zeros_like(x)
     for degree, lower in reversed(list(enumerate(_degrees(x, p - 1), start=1))):
@@ -108,7 +108,7 @@ def monomial_gradients(x: Tensor, p: int, grad: Tensor) -> Tensor:
 
 
 def _backward(x: Tensor, p: int, grad: Tensor) -> Tensor:
-    """The gradient of x, given that of φ(x)."""
+    """The gradient of x, from that of φ(x)."""
     columns = x.reshape(-1, x.shape[-1]).mT.contiguous()
     grad = (grad * _roots(x, p)).reshape(-1, grad.shape[-1]).mT
     return monomial_gradients(columns, p, grad).mT.reshape(x.shape)

@@ -6,12 +6,11 @@ causal triangle is leaves on the diagonal (`leaf.py`) and, above them, one batch
 from level to level. Gates ride along: with c the running sum of log gates, a route's gate is (c_i − c_m) + (c_m − c_j),
 a shift of the query's row and a bias of the key, both local to the block.
 
-Going up a level costs a D × D product for half of the tokens. With P the product of all steps of a block,
+Going up a level costs a D × D product for half of the tokens (`frames.py`). The backward pass computes leaves and
+frames again rather than keep them, then descends from the widest blocks to the leaves.
 
-    queries of the right half ← P_left · q̃,   keys of the left half ← P_rightᵀ · k̃,   P ← P_left P_right
-
-Nothing is inverted (a step with β = 1 is singular). The backward pass computes leaves and frames again rather than keep
-them, then descends from the widest blocks to the leaves.
+Where to read on: `problem.py` describes one such attention; `forward.py` and `backward.py` are the two passes;
+`dense.py` computes dense blocks, `leaf.py` and `causal.py` leaves. This file registers the passes as torch operators.
 
 Layout: N = B·H, and the G queries that share a key head are G more rows of the same token, so grouped heads need no
 copies of keys: q (N, T, G, D), k (N, T, D), v (N, T, E), gates (N, T, 1 or G).
@@ -26,8 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deadreckon.ops.blockwise.climb import Climb, by_head, gates_by_head, leaf_tokens
+from deadreckon.ops.blockwise.backward import backward
+from deadreckon.ops.blockwise.forward import forward
 from deadreckon.ops.blockwise.precision import exact, in_range, work
+from deadreckon.ops.blockwise.problem import Problem, by_head, gates_by_head, leaf_tokens
 from deadreckon.ops.factors import Householder, Power, Score
 from deadreckon.ops.tracing import operator, room_like, without_autocast
 
@@ -62,18 +63,18 @@ def attend_tree(
     return output.reshape(batch, length, query_heads, -1).to(dtype)
 
 
-class Leaves:
-    """Inputs of the operators, padded to whole leaves, and what is left of results without the padding.
+class LeafPadding:
+    """Pads the operators' inputs to whole leaves, and cuts the padding off their results.
 
-    How large a leaf is may depend on the gates, so that it is not known outside.
+    The size of a leaf may depend on the gates, so it is decided inside the operators, where a tracer does not look.
     """
 
     def __init__(self, like: Tensor, householder: bool, gates: Tensor | None, score: Score) -> None:
         self.length = like.shape[1]
-        self.size = leaf_tokens(self.length, householder, gates, score, like)
-        self.padding = -self.length % self.size
+        self.leaf = leaf_tokens(self.length, householder, gates, score, like)
+        self.padding = -self.length % self.leaf
 
-    def whole(self, *inputs: Tensor | None, value: float = 0.0) -> Iterator[Any]:
+    def pad(self, *inputs: Tensor | None, value: float = 0.0) -> Iterator[Any]:
         """Each of (N, T, ...), padded."""
         for x in inputs:
             if x is None or not self.padding:
@@ -82,7 +83,7 @@ class Leaves:
                 yield pad(x, (0, 0) * (x.dim() - 2) + (0, self.padding), value=value)
 
     def cut(self, *results: Tensor | None) -> Iterator[Tensor]:
-        """Those of (N, T padded, ...) that there are, without the padding."""
+        """Each of (N, T padded, ...) that is not None, without the padding."""
         for x in results:
             if x is not None:
                 yield x[:, : self.length].contiguous()
@@ -92,19 +93,19 @@ def _score(name: str, p: int) -> Score:
     return Power(p) if name == "power" else name  # type: ignore[return-value]
 
 
-def climb_up(
+def tree_forward_pass(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gates: Tensor | None, score: str, p: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output (N, T, G, E), the same more precisely, if the score needs it (else empty), and the rows' statistic."""
-    leaves = Leaves(q, w is not None, gates, _score(score, p))
-    q, k, v, w, beta, gates = leaves.whole(q, k, v, w, beta, gates)
-    climb = Climb(q, k, v, w, beta, gates, _score(score, p), scale, leaves.size)
-    out, row = climb.ascend()
-    out, row = leaves.cut(climb.score.finish(out, row), row)
-    if not climb.score.careful:
-        return out.to(q.dtype), out.new_empty(0), row
-    return out.to(q.dtype, copy=True), out, row
+    """The output (N, T, G, E), the same in float64 if the score needs it (else empty), and the rows' statistic."""
+    padding = LeafPadding(q, w is not None, gates, _score(score, p))
+    q, k, v, w, beta, gates = padding.pad(q, k, v, w, beta, gates)
+    problem = Problem.prepare(q, k, v, w, beta, gates, _score(score, p), scale, padding.leaf)
+    out, statistic = forward(problem)
+    out, statistic = padding.cut(problem.dense.score.finish(out, statistic), statistic)
+    if not problem.dense.score.needs_double:
+        return out.to(q.dtype), out.new_empty(0), statistic
+    return out.to(q.dtype, copy=True), out, statistic
 
 
 def _room(
@@ -113,27 +114,28 @@ def _room(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     working, precise = work(q.dtype), exact(q.device)
     out = q.new_empty(*q.shape[:3], v.shape[2])
-    careful = torch.empty_like(out, dtype=precise) if score == "power" else out.new_empty(0, dtype=working)
-    return out, careful, q.new_empty(q.shape[:3], dtype=working if score == "softmax" else precise)
+    double = torch.empty_like(out, dtype=precise) if score == "power" else out.new_empty(0, dtype=working)
+    return out, double, q.new_empty(q.shape[:3], dtype=working if score == "softmax" else precise)
 
 
-def climb_down(
+def tree_backward_pass(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gates: Tensor | None,
-    out: Tensor, careful: Tensor, row: Tensor, score: str, p: int, scale: float,
+    out: Tensor, double_out: Tensor, statistic: Tensor, score: str, p: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, w, beta and gates, of those that there are."""
+    """Gradients of those of q, k, v, w, beta and gates that are not None."""
     with without_autocast(q):
-        leaves = Leaves(q, w is not None, gates, _score(score, p))
-        q, k, v, w, beta, gates = leaves.whole(q, k, v, w, beta, gates)
-        climb = Climb(q, k, v, w, beta, gates, _score(score, p), scale, leaves.size)
-        grad, out = leaves.whole(grad.contiguous(), careful if climb.score.careful else out)
-        (row,) = leaves.whole(row, value=climb.score.unseen)
-        return list(leaves.cut(*climb.descend(grad, out, row.clone())))
+        padding = LeafPadding(q, w is not None, gates, _score(score, p))
+        q, k, v, w, beta, gates = padding.pad(q, k, v, w, beta, gates)
+        problem = Problem.prepare(q, k, v, w, beta, gates, _score(score, p), scale, padding.leaf)
+        tiled = problem.dense.score
+        grad, out = padding.pad(grad.contiguous(), double_out if tiled.needs_double else out)
+        (statistic,) = padding.pad(statistic, value=tiled.padding_statistic)
+        return list(padding.cut(*backward(problem, grad, out, statistic)))
 
 
 def _gradient_room(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gates: Tensor | None,
-    out: Tensor, careful: Tensor, row: Tensor, score: str, p: int, scale: float,
+    out: Tensor, double_out: Tensor, statistic: Tensor, score: str, p: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     return room_like(q, k, v, w, beta, gates)
 
@@ -156,9 +158,9 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, 
     if grad is None:
         return (None,) * 9
     first_derivatives_only()
-    found = iter(tree_backward(grad, *ctx.saved_tensors, *ctx.settings))
-    return *(None if x is None else next(found) for x in ctx.saved_tensors[:6]), None, None, None
+    gradients = iter(tree_backward(grad, *ctx.saved_tensors, *ctx.settings))
+    return *(None if x is None else next(gradients) for x in ctx.saved_tensors[:6]), None, None, None
 
 
-tree_backward = operator("deadreckon::tree_backward", climb_down, _gradient_room)
-tree_forward = operator("deadreckon::tree", climb_up, _room, gradients=_gradients, save=_save)
+tree_backward = operator("deadreckon::tree_backward", tree_backward_pass, _gradient_room)
+tree_forward = operator("deadreckon::tree", tree_forward_pass, _room, gradients=_gradients, save=_save)

@@ -14,7 +14,7 @@ from deadreckon.ops.blockwise.precision import work
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Householder
 from deadreckon.ops.streaming.past import Decoder, Past
-from deadreckon.ops.streaming.routes import climb_alone, close_waiting
+from deadreckon.ops.streaming.routes import close_waiting, without_queries
 from deadreckon.ops.streaming.segments import Segment
 
 ROOM = LEAF + 128  # tokens of the tail, all but a leaf of which are closed when it is full
@@ -36,13 +36,13 @@ class Tail:
         assert past.waiting is not None
         fields, tokens = past.waiting.fields(), past.waiting.length
         dtype = work(fields["k"].dtype)
-        climb = climb_alone(fields)
-        assert climb.products is not None
-        self.keys, self.product = roomy(climb.keys[:, :tokens].to(dtype)), climb.products[:, 0].to(dtype)
+        top = without_queries(fields)
+        assert top.product is not None
+        self.keys, self.product = roomy(top.keys[:, :tokens].to(dtype)), top.product.to(dtype)
         self.bias = self.total = None
-        if climb.sums is not None:
-            last = climb.sums[:, tokens - 1 : tokens]
-            self.bias, self.total = roomy((last - climb.sums[:, :tokens]).to(dtype)), last[:, 0].to(dtype)
+        if top.sums is not None:
+            last = top.sums[:, tokens - 1 : tokens]
+            self.bias, self.total = roomy((last - top.sums[:, :tokens]).to(dtype)), last[:, 0].to(dtype)
         self.waiting = Segment({name: roomy(x) for name, x in fields.items()}).of_length(tokens)
         product = torch.eye(self.keys.shape[2], dtype=dtype, device=self.keys.device).repeat(self.keys.shape[0], 1, 1)
         total = None if self.total is None else torch.zeros_like(self.total)

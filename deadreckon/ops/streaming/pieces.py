@@ -4,17 +4,22 @@
     [ keys in their own  ]  [ as they came | queries, keys ]
       end's frame, P
 
-One climb over the tokens that wait and the new ones; then the new queries go back over the segments, youngest first.
+One route tree over the tokens that wait and the new ones; then the new queries go back over the segments, youngest
+first.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deadreckon.ops.blockwise.climb import Climb, by_head, gates_by_head, leaf_tokens
+from deadreckon.ops.blockwise.dense import DenseBlocks
+from deadreckon.ops.blockwise.forward import Top, forward_to_top
 from deadreckon.ops.blockwise.precision import lengths, work
+from deadreckon.ops.blockwise.problem import Problem, by_head, gates_by_head, leaf_tokens
 from deadreckon.ops.blockwise.runs import Gate
 from deadreckon.ops.blockwise.scores import EvenPower
 from deadreckon.ops.factors import Householder, Score
@@ -52,7 +57,7 @@ def in_units(queries: Tensor, keys: Tensor, past: Past) -> Tensor:
     return queries / lengths(queries) / past.longest.unsqueeze(-1)
 
 
-def climb_over(queries: Tensor, fields: Fields, score: Score, scale: float) -> Climb:
+def problem_over(queries: Tensor, fields: Fields, score: Score, scale: float) -> Problem:
     """The route tree of these tokens, padded to whole leaves."""
     total = queries.shape[1]
     leaf = leaf_tokens(total, "w" in fields, fields.get("gates"), score, queries)
@@ -65,56 +70,57 @@ def climb_over(queries: Tensor, fields: Fields, score: Score, scale: float) -> C
     k, v = whole("k"), whole("v")
     assert k is not None
     assert v is not None
-    return Climb(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)
+    return Problem.prepare(q, k, v, whole("w"), whole("beta"), whole("gates"), score, scale, leaf)
 
 
-def attend_piece(
-    queries: Tensor, fields: Fields, score: Score, scale: float, past: Past
-) -> tuple[Tensor, Climb, Fields]:
+def attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, past: Past) -> tuple[Tensor, Top, Fields]:
     """Attention of new tokens over themselves and the past, which stays as it is.
 
     Returns:
-        The output (N, L, G, E), and the climb and fields of the tokens that wait and the new ones.
+        The output (N, L, G, E), and the top of the tree and the fields of the tokens that wait and the new ones.
     """
     length = queries.shape[1]
     if past.waiting is not None:  # their keys are needed again, their outputs are not
         fields = {name: torch.cat([past.waiting[name], x], dim=1) for name, x in fields.items()}
         queries = pad(queries, (0, 0, 0, 0, past.waiting.length, 0))
     total = queries.shape[1]
-    climb = climb_over(queries, fields, score, scale)
+    problem = problem_over(queries, fields, score, scale)
+    top = forward_to_top(problem)
     new = slice(total - length, total)
-    out, statistic = (x[:, new] for x in climb.ascend(to_top=True))
-    look_back(climb, climb.queries[:, new], None if climb.sums is None else climb.sums[:, new], out, statistic, past)
-    return climb.score.finish(out, statistic), climb, fields
+    out, statistic, queries = (x[:, new] for x in (top.out, top.statistic, top.queries))
+    look_back(problem.dense, queries, None if top.sums is None else top.sums[:, new], out, statistic, past)
+    return problem.dense.score.finish(out, statistic), top, fields
 
 
-def look_back(climb: Climb, queries: Tensor, sums: Tensor | None, out: Tensor, statistic: Tensor, past: Past) -> None:
-    """Adds the segments, from the youngest to the oldest, to the rows (N, L, G) of new tokens.
+def look_back(
+    dense: DenseBlocks, queries: Tensor, sums: Tensor | None, out: Tensor, statistic: Tensor, past: Past
+) -> None:
+    """Adds the segments, from the youngest to the oldest, to the output and statistic (N, L, G) of new tokens.
 
     Their queries (N, L, G, D) are in the frame of the piece's first token, the sums (N, L, 1 | G) of gates count from
     there.
     """
-    if climb.stock == "cudnn":  # which would plan anew for every length of the past
-        climb.stock = "flash"
+    if dense.stock == "cudnn":  # which would plan anew for every length of the past
+        dense = replace(dense, stock="flash")
     queries, out, statistic = (x.unsqueeze(1) for x in (queries, out, statistic))
     shift = None if sums is None else sums.unsqueeze(1)
     for segment in reversed(past.segments):
         keys, values = (segment[name].unsqueeze(1) for name in ("k", "v"))
-        if climb.stock is None:
+        if dense.stock is None:
             keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         gate, gates = None, segment.gates()
         if shift is not None and gates is not None:
             bias, total = (x.unsqueeze(1) for x in gates)
             gate, shift = Gate(shift, bias), shift + total
-        climb.add_block(queries, keys, values, gate, out, statistic)
+        dense.forward(queries, keys, values, gate, out, statistic)
         if segment.product is not None:
             crossed = queries.flatten(2, 3) @ segment.product.mT.unsqueeze(1)
             queries = crossed.unflatten(2, queries.shape[2:4])
     if past.folded is not None:
-        assert isinstance(climb.score, EvenPower)
+        assert isinstance(dense.score, EvenPower)
         assert past.longest is not None
         unit_queries = queries.squeeze(1) * past.longest.unsqueeze(-1)
         shift = None if shift is None else shift.squeeze(1)
-        added = past.folded.read(unit_queries, shift, past.longest, climb.score.p)
+        added = past.folded.read(unit_queries, shift, past.longest, dense.score.p)
         out += added[..., :-1].unsqueeze(1)
         statistic += added[..., -1].unsqueeze(1)

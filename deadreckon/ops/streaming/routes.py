@@ -19,18 +19,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deadreckon.ops.blockwise.climb import Climb, by_head
+from deadreckon.ops.blockwise.dense import DenseBlocks
+from deadreckon.ops.blockwise.forward import Top, forward_to_top
 from deadreckon.ops.blockwise.precision import work
+from deadreckon.ops.blockwise.problem import by_head
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Householder, Power, Score
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.pieces import (
     attend_piece,
-    climb_over,
     fields_by_head,
     from_heads,
     in_units,
     look_back,
+    problem_over,
     queries_by_head,
 )
 from deadreckon.ops.streaming.segments import Fields, Segment, joined
@@ -59,13 +61,13 @@ def attend_routes(
     for tokens in (slice(0, cut), slice(cut, length)):
         if tokens.start < tokens.stop:
             piece = {name: x[:, tokens] for name, x in fields.items()}
-            output, climb, kept = attend_piece(queries[:, tokens], piece, score, scale, past)
+            output, top, kept = attend_piece(queries[:, tokens], piece, score, scale, past)
             outputs.append(from_heads(output, batch).to(dtype))
             past.waiting = past.decoder = None
             if tokens.stop == cut:
-                close(past, climb, kept)
+                close(past, top, kept)
             else:
-                past.waiting = Segment(kept)
+                past.waiting = Segment({name: x.clone() for name, x in kept.items()})  # no views of the whole piece
     return torch.cat(outputs, dim=1)
 
 
@@ -90,11 +92,10 @@ def attend_routes_fused(
     tree = ascend(q, k, v, w, beta, log_gate, scale, closed, bool(past.segments))
     output = tree.out[:, new]
     if tree.queries is not None:
-        first = fields_by_head(k[:, :LEAF], v[:, :LEAF], None, None)
-        climb = climb_over(by_head(q[:, :LEAF], heads), first, "softmax", scale)
+        dense = DenseBlocks.choose(q, "softmax", scale, total)
         out, lse = by_head(output, heads).float(), tree.lse[:, new]
         sums = None if tree.sums is None else tree.sums[..., new].mT
-        look_back(climb, tree.queries[:, new].float(), sums, out, lse, past)
+        look_back(dense, tree.queries[:, new].float(), sums, out, lse, past)
         output = from_heads(out, batch).to(dtype)
     gates = None if log_gate is None else log_gate[:, closed:]
     rest = fields_by_head(k[:, closed:], v[:, closed:], Householder(w[:, closed:], beta[:, closed:]), gates)
@@ -116,25 +117,24 @@ def close_waiting(past: Past, tokens: int) -> None:
     assert past.waiting is not None
     oldest = {name: x[:, :tokens] for name, x in past.waiting.fields().items()}
     rest = {name: x[:, tokens:] for name, x in past.waiting.fields().items()}
-    close(past, climb_alone(oldest), oldest)
+    close(past, without_queries(oldest), oldest)
     past.waiting = Segment(rest) if rest["k"].shape[1] else None
 
 
-def climb_alone(fields: Fields) -> Climb:
-    """Takes tokens up to the top without queries of their own: their keys to the last frame, and all their steps."""
+def without_queries(fields: Fields) -> Top:
+    """Tokens at the top of their tree, for their keys and steps alone: their queries are zeros."""
     keys, group = fields["k"], fields["gates"].shape[2] if "gates" in fields else 1
-    climb = climb_over(keys.new_zeros(*keys.shape[:2], group, keys.shape[2]), fields, "softmax", 1.0)
-    climb.ascend(to_top=True)
-    return climb
+    queries = keys.new_zeros(*keys.shape[:2], group, keys.shape[2])
+    return forward_to_top(problem_over(queries, fields, "softmax", 1.0))
 
 
-def close(past: Past, climb: Climb, fields: Fields) -> None:
-    """Adds tokens as a segment, after a climb to the top."""
-    assert climb.products is not None
+def close(past: Past, top: Top, fields: Fields) -> None:
+    """Adds tokens as a segment."""
+    assert top.product is not None
     total = fields["k"].shape[1]
-    keys = climb.keys[:, :total].to(fields["k"].dtype)
-    sums = None if climb.sums is None else climb.sums[:, :total].mT
-    _add_segment(past, keys, fields["v"], climb.products[:, 0], sums)
+    keys = top.keys[:, :total].to(fields["k"].dtype)
+    sums = None if top.sums is None else top.sums[:, :total].mT
+    _add_segment(past, keys, fields["v"], top.product, sums)
 
 
 def _add_segment(past: Past, keys: Tensor, values: Tensor, product: Tensor, sums: Tensor | None) -> None:

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.attend import attend_blockwise
-from deadreckon.ops.blockwise.climb import Climb
+from deadreckon.ops.blockwise.forward import Top
 from deadreckon.ops.blockwise.power import chunk_tokens
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, turned
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score
+from deadreckon.ops.layout import dense
 from deadreckon.ops.streaming.decode import TokenDecoder, decode_token
 from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.pieces import attend_piece, fields_by_head, from_heads, in_units, queries_by_head
@@ -73,7 +74,7 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
     q, scale = usual_scale(q, scale, score)
     if isinstance(transport, Rotation):
         return attend_turned(q, k, v, transport, log_gate, score, scale, past, kernels)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels take them
+    q, k, v = (dense(x) for x in (q, k, v))  # as kernels take them
     if isinstance(transport, Householder):
         length, waiting = q.shape[1], 0 if past.waiting is None else past.waiting.length
         if score == "softmax" and length == 1 and waiting:
@@ -95,7 +96,7 @@ def attend_turned(
     """Turns the piece by phases that go on from those of the past. The KV cache holds keys as they are turned."""
     if past.phases is None:
         turn = kernels.turned(q, k, v, log_gate, rotation)
-        phases = turn.phase
+        phases = turn.phase[:, -LEAF - 1 :].clone()  # a view would hold the whole prefill
     else:
         turn = turned(q, k, v, log_gate, rotation, past.phases[:, -1:])
         before = past.phases.expand(turn.phase.shape[0], -1, *turn.phase.shape[2:])
@@ -123,8 +124,8 @@ def attend_cached(
     """A later piece over the KV cache, without transport."""
     batch, _, heads, _ = k.shape
     queries, fields = queries_by_head(q, heads, score), fields_by_head(k, v, None, log_gate)
-    output, climb, fields = attend_piece(queries, fields, score, scale, past)
-    extend_cache(past, climb, fields)
+    output, top, fields = attend_piece(queries, fields, score, scale, past)
+    extend_cache(past, top, fields)
     return from_heads(output, batch).to(q.dtype)
 
 
@@ -138,20 +139,20 @@ def attend_powers(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scor
     for start in range(0, length, size):
         chunk = slice(start, start + size)
         piece = {name: x[:, chunk] for name, x in fields.items()}
-        output, climb, piece = attend_piece(queries[:, chunk], piece, score, 1.0, past)
+        output, top, piece = attend_piece(queries[:, chunk], piece, score, 1.0, past)
         outputs.append(from_heads(output, batch).to(q.dtype))
-        extend_cache(past, climb, piece)
+        extend_cache(past, top, piece)
         if folds:
             past.fold(score.p)
     return torch.cat(outputs, dim=1)
 
 
-def extend_cache(past: Past, climb: Climb, fields: Fields) -> None:
+def extend_cache(past: Past, top: Top, fields: Fields) -> None:
     """Appends tokens to the KV cache, in a segment of their own if the last one is another continuation's, too."""
     kept = {"k": fields["k"], "v": fields["v"]}
     last = past.segments[-1] if past.segments and not past.segments[-1].shared else None
-    if climb.sums is not None:
-        sums = climb.sums[:, : kept["k"].shape[1]]
+    if top.sums is not None:
+        sums = top.sums[:, : kept["k"].shape[1]]
         kept["sums"] = sums if last is None else sums + last["sums"][:, -1:]
     if last is None:
         past.segments.append(Segment(kept))

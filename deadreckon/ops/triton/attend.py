@@ -21,10 +21,10 @@ from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, for_each_query_head
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+from deadreckon.ops.layout import dense
 from deadreckon.ops.tracing import traced
 from deadreckon.ops.triton.gated.operator import attend_gated
 from deadreckon.ops.triton.householder.operator import attend_householder
-from deadreckon.ops.triton.operators import dense
 from deadreckon.ops.triton.power.operator import WIDEST, attend_power
 from deadreckon.ops.triton.rotation import turn, turn_back
 from deadreckon.ops.triton.stick.operator import stick_breaking

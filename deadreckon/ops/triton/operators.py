@@ -22,11 +22,6 @@ def gradients_for(*inputs: Tensor) -> list[Tensor]:
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
 
 
-def dense(x: Tensor) -> Tensor:
-    """x, or a copy if its last stride is not 1."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Saves inputs and outputs. Only output 0 is differentiable; missing gradients are not materialised."""
     *tensors, ctx.scale = inputs

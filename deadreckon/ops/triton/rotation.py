@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.tiles import ceil_div, power_of_two
 
 TURN = tl.constexpr(2 * math.pi)
@@ -229,10 +230,6 @@ def _grid(phase: Tensor, tensors: Sequence[Tensor]) -> _Grid:
     return _Grid(BT, BD, ceil_div(T, BT), ceil_div(group, HEADS))
 
 
-def _aligned(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _sum_before(totals: Tensor, reverse: bool) -> None:
     rows, tiles, turns, pairs = totals.shape
     grid = (ceil_div(turns * pairs, COLUMNS), rows)
@@ -242,8 +239,8 @@ def _sum_before(totals: Tensor, reverse: bool) -> None:
 @torch.library.custom_op("deadreckon::turn", mutates_args=())
 def _turn(q: Tensor, k: Tensor, v: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k and v turned (nothing in v's place if there is none), and the phase."""
-    q, k, angles = _aligned(q), _aligned(k), _aligned(angles)
-    values = k if v is None else _aligned(v)
+    q, k, angles = dense(q), dense(k), dense(angles)
+    values = k if v is None else dense(v)
     (B, T, _, D), (rows, _, turns, pairs) = q.shape, angles.shape
     q_turned, k_turned, v_turned, phase = _turn_fake(q, k, v, angles)
     grid = _grid(angles, (q, k))
@@ -280,7 +277,7 @@ def _by_phase(
 
     `grad_phase`, from where else the phase was used, is added to its gradient.
     """
-    tensors, phase = [_aligned(x) for x in tensors], phase.contiguous()
+    tensors, phase = [dense(x) for x in tensors], phase.contiguous()
     outputs = [x.new_empty(x.shape) for x in tensors]
     rows, T, turns, pairs = phase.shape
     B = tensors[0].shape[0] if tensors else rows

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.gated.backward import flash_backward
 from deadreckon.ops.triton.gated.delta import prepare
 from deadreckon.ops.triton.gated.forward import flash_forward
 from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, pruned, reach_of, reach_within, room_for_reach
 from deadreckon.ops.triton.gated.launch import EDGE, Documents, Reach, documents_of
-from deadreckon.ops.triton.operators import dense, gradients_for, results, save
+from deadreckon.ops.triton.operators import gradients_for, results, save
 from deadreckon.ops.triton.tiles import LOG2E
 
 

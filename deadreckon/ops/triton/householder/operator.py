@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF, Run, levels
+from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.gated.delta import prepare
 from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, growth_of, pruned, reach_of, room_for_reach
 from deadreckon.ops.triton.gated.launch import Reach, Sums, documents_of
@@ -42,7 +43,7 @@ from deadreckon.ops.triton.householder.levels import Levels, Routes
 from deadreckon.ops.triton.householder.merge import Part, merge
 from deadreckon.ops.triton.householder.prefill import Ascended, Closed
 from deadreckon.ops.triton.householder.walk import WALK, Walk
-from deadreckon.ops.triton.operators import dense, gradients_for, results, save
+from deadreckon.ops.triton.operators import gradients_for, results, save
 
 ROWS = 1 << 21  # rows of queries that are worked on at a time: what is kept between kernels stays small
 

@@ -38,9 +38,10 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.factors import Form
+from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.gated.gates import gate_sums
 from deadreckon.ops.triton.gated.launch import Sums
-from deadreckon.ops.triton.operators import dense, gradients_for
+from deadreckon.ops.triton.operators import gradients_for
 from deadreckon.ops.triton.power.chunks import Chunks, chunk_for
 from deadreckon.ops.triton.power.products import state_channels, state_channels_gradient, state_width
 from deadreckon.ops.triton.power.read import overlap, read, read_gradient
