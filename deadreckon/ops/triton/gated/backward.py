@@ -50,12 +50,16 @@ def _query_gradients_along(
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _query_gradients(
     p_q, p_k, p_v, p_do, p_dq, p_by_query, p_delta, p_row_shift, p_left, p_edge, p_first, p_start, scale, scale2,
-    s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
-    s_ob, s_oh, s_og, s_op, s_or, s_lb, s_lh, s_lg, s_lp, s_lr, s_xb, s_xh, s_xg, s_xp, s_xr,
-    ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
+    s_q, s_k, s_v, s_o, s_l, s_dq, ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    s_qb, s_qh, s_qg, s_qp, s_qr = s_q  # batch, head, query of a group, block, row
+    s_kb, s_kh, s_kp, s_kr = s_k
+    s_vb, s_vh, s_vp, s_vr = s_v
+    s_ob, s_oh, s_og, s_op, s_or = s_o
+    s_lb, s_lh, s_lg, s_lp, s_lr = s_l
+    s_xb, s_xh, s_xg, s_xp, s_xr = s_dq
     i_tile, i_head, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
     i_n, i_g = i_head // GROUP, i_head % GROUP
     i_b, i_h, i_c = i_n // HEADS, i_n % HEADS, i_n * GATES + i_g % GATES
@@ -153,12 +157,17 @@ def _key_gradients_along(
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _key_gradients(
     p_q, p_k, p_v, p_do, p_dk, p_dv, p_by_key, p_delta, p_row_shift, p_left, p_edge, p_last, p_end, scale, scale2,
-    s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
-    s_ob, s_oh, s_og, s_op, s_or, s_lb, s_lh, s_lg, s_lp, s_lr, s_xb, s_xh, s_xp, s_xr, s_yb, s_yh, s_yp, s_yr,
-    ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
+    s_q, s_k, s_v, s_o, s_l, s_dk, s_dv, ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    s_qb, s_qh, s_qg, s_qp, s_qr = s_q  # batch, head, query of a group, block, row
+    s_kb, s_kh, s_kp, s_kr = s_k
+    s_vb, s_vh, s_vp, s_vr = s_v
+    s_ob, s_oh, s_og, s_op, s_or = s_o
+    s_lb, s_lh, s_lg, s_lp, s_lr = s_l
+    s_xb, s_xh, s_xp, s_xr = s_dk
+    s_yb, s_yh, s_yp, s_yr = s_dv
     i_tile, i_n, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
     i_b, i_h = i_n // HEADS, i_n % HEADS
     origin_k = start + i_pair * (left + right)
@@ -246,7 +255,7 @@ def flash_backward(
     which a block may be a part: so each part has its exact gradient, as in ring attention.
     """
     launch = Launch(q, k, v, sums, pairs, reach, documents)
-    inputs = (*strides(q, k, v, grad), *delta.stride())
+    inputs = (*strides(q, k, v, grad), delta.stride())
     first, last = (delta, delta) if reach is None else reach
     start, end = (delta, delta) if documents is None else documents
     launch(

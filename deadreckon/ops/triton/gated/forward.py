@@ -67,12 +67,15 @@ def _forward_along(
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _forward(
     p_q, p_k, p_v, p_o, p_lse, p_left, p_edge, p_first, p_start, scale2,
-    s_qb, s_qh, s_qg, s_qp, s_qr, s_kb, s_kh, s_kp, s_kr, s_vb, s_vh, s_vp, s_vr,
-    s_ob, s_oh, s_og, s_op, s_or, s_lb, s_lh, s_lg, s_lp, s_lr,
-    ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
+    s_q, s_k, s_v, s_o, s_l, ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    s_qb, s_qh, s_qg, s_qp, s_qr = s_q  # batch, head, query of a group, block, row
+    s_kb, s_kh, s_kp, s_kr = s_k
+    s_vb, s_vh, s_vp, s_vr = s_v
+    s_ob, s_oh, s_og, s_op, s_or = s_o
+    s_lb, s_lh, s_lg, s_lp, s_lr = s_l
     i_tile, i_head, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
     i_n, i_g = i_head // GROUP, i_head % GROUP
     i_b, i_h, i_c = i_n // HEADS, i_n % HEADS, i_n * GATES + i_g % GATES
@@ -144,5 +147,5 @@ def flash_forward(
     launch = Launch(q, k, v, sums, pairs, reach, documents)
     launch(
         _forward, "forward", q, k, v, out, lse, *launch.gates, lse if reach is None else reach.first,
-        lse if documents is None else documents.start, scale * LOG2E, *strides(q, k, v, out), *lse.stride(),
+        lse if documents is None else documents.start, scale * LOG2E, *strides(q, k, v, out), lse.stride(),
     )  # fmt: skip

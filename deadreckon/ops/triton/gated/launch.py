@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +114,6 @@ class Launch:
         )  # fmt: skip
 
 
-def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Strides of all dimensions but the last, which is 1."""
-    return tuple(step for x in tensors for step in x.stride()[:-1])
+def strides(*tensors: Tensor) -> Iterator[tuple[int, ...]]:
+    """Of each tensor the strides of all dimensions but the last, which is 1."""
+    return (x.stride()[:-1] for x in tensors)
