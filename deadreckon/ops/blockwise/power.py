@@ -282,9 +282,7 @@ def _state_gradients(
     """Gradients of q, k, v and gates through states, from the last chunk to the first."""
     p, kinds = chunks.p, chunks.across.shape[2]
     grad_read = torch.cat([grad.to(out.dtype), -(grad * out).sum(-1, keepdim=True)], dim=-1) / total.unsqueeze(-1)
-    grad_read = chunks.split(grad_read.to(chunks.dtype)) * chunks.from_start.unsqueeze(
-        -1
-    )  # (N, chunks, chunk, G, E + 1)
+    grad_read = chunks.split(grad_read.to(chunks.dtype)) * chunks.from_start.unsqueeze(-1)  # of what was read
     grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in chunks.tensors)
     grad_gates = torch.zeros(chunks.from_start.shape, dtype=exact(out.device), device=out.device)
     grad_state = torch.zeros_like(states[0])
