@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from deadreckon.lab.evaluation import mean_of_best, score, tally
+from deadreckon.lab.evaluation.scores import mean_of_best, score, tally
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import Training, make_model, train
 from deadreckon.tasks import TASKS, task
