@@ -20,15 +20,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers.cache_utils import DynamicCache
 
 import deadreckon as dr
-from deadreckon.lab.evaluation.scores import autocast, isolated_rng
+from deadreckon.lab.evaluation.scores import autocast, isolated_rng, judge
 from deadreckon.tasks.language import Corpus
 
 LAST = 4  # one part in so many, at the end of a row
-HEAD = 8192  # logits of so many tokens at once
 ENOUGH = 1 << 18
 
 
@@ -173,18 +171,10 @@ def token_losses(
             batch = batch.to(device)
             cache = None if piece is None else DynamicCache(config=model.config)
             pairs = zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True)
-            batches.append(torch.cat([_losses(model, *pair, cache) for pair in pairs], dim=1).cpu())
+            hidden = ((model.model(piece, past_key_values=cache).last_hidden_state, next_) for piece, next_ in pairs)
+            batches.append(torch.cat([judge(model, *pair)[0] for pair in hidden], dim=1).cpu())
     model.train(training)
     return torch.cat(batches)
-
-
-def _losses(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, cache: DynamicCache | None) -> Tensor:
-    """Losses (B, T) of the labels, each the token behind; moves the cache on."""
-    hidden = model.model(tokens, past_key_values=cache).last_hidden_state.flatten(0, 1)
-    # All logits of a long row would be the greatest tensor there is.
-    parts = zip(hidden.split(HEAD), labels.flatten().split(HEAD), strict=True)
-    losses = [cross_entropy(model.lm_head(part).float(), expected, reduction="none") for part, expected in parts]
-    return torch.cat(losses).view_as(labels)
 
 
 def _mean(losses: Tensor) -> float:
