@@ -38,9 +38,8 @@ class LengthScore:
     window: int | None
     tokens: int  # that were predicted
     loss: float
-    perplexity: float
+    perplexity: float  # cut off at the greatest that a double holds
     last_loss: float  # in the last quarter of a row
-    last_perplexity: float
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def perplexity_by_length(
         else:
             losses = windowed_losses(model, rows, window, stride, batch_tokens=batch_tokens, seed=seed)
         loss, last = _mean(losses), _mean(losses[:, length - math.ceil(length / LAST) :])
-        scores.append(LengthScore(length, window, losses.numel(), loss, _exp(loss), last, _exp(last)))
+        scores.append(LengthScore(length, window, losses.numel(), loss, math.exp(min(loss, 700.0)), last))
     return scores
 
 
@@ -170,16 +169,14 @@ def token_losses(
         for batch in rows.split(max(1, batch_tokens // rows.shape[1])):
             batch = batch.to(device)
             cache = None if piece is None else DynamicCache(config=model.config)
-            pairs = zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True)
-            hidden = ((model.model(piece, past_key_values=cache).last_hidden_state, next_) for piece, next_ in pairs)
-            batches.append(torch.cat([judge(model, *pair)[0] for pair in hidden], dim=1).cpu())
+            losses = []
+            for tokens, labels in zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True):
+                hidden = model.model(tokens, past_key_values=cache).last_hidden_state
+                losses.append(judge(model, hidden, labels)[0])
+            batches.append(torch.cat(losses, dim=1).cpu())
     model.train(training)
     return torch.cat(batches)
 
 
 def _mean(losses: Tensor) -> float:
     return float(losses.double().mean())
-
-
-def _exp(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # a double holds no more

@@ -125,9 +125,8 @@ def tally(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, batch
 def judge(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Losses (B, T) of labels, zero where nothing is scored, and which are predicted wrongly, from hidden (B, T, D)."""
     losses, errors = [], []
-    for part, expected in zip(
-        hidden.flatten(0, 1).split(HEAD_TOKENS), labels.flatten().split(HEAD_TOKENS), strict=True
-    ):
+    parts = hidden.flatten(0, 1).split(HEAD_TOKENS), labels.flatten().split(HEAD_TOKENS)
+    for part, expected in zip(*parts, strict=True):
         logits = model.lm_head(part).float()
         losses.append(cross_entropy(logits, expected, ignore_index=NOT_SCORED, reduction="none"))
         errors.append(is_wrong(logits, expected))
