@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import theory
 import torch
 from rich.console import Console
 from small_runs import run_cli
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.probe import Findings, attention, mean_gates, run_probe, theory
+from deadreckon.lab.probe import Findings, attention, mean_gates, run_probe
 from deadreckon.lab.probe.probe import _losses_as_trained
 from deadreckon.lab.probe.reach import measure_more
 from deadreckon.lab.probe.report import print_findings

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import theory
 import torch
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.probe import attention, fit_decay, mean_transport, theory
+from deadreckon.lab.probe import attention, fit_decay, mean_transport
 from deadreckon.lab.probe.reach import FarTokens, measure, middle, predict
 from deadreckon.lab.probe.transport import MeanTransport
 

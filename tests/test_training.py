@@ -12,7 +12,7 @@ from small_runs import quiet, small
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from deadreckon.lab.evaluation import Score, mean_of_best, score, tally
+from deadreckon.lab.evaluation.scores import Score, mean_of_best, score, tally
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import Run, Training, make_model, train, train_run
 from deadreckon.tasks import TASKS, task

@@ -1,9 +1,12 @@
-"""The command line: `deadreckon demo | list | train | eval | compare | report | probe | bench | generate`."""
+"""The command line: `deadreckon demo | list | train | eval | compare | report | probe | bench | generate`.
+
+A command is a dataclass: fields are its arguments, `run` carries it out, and imports what is heavy.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,289 +14,241 @@ try:
     import tyro
     from rich.console import Console
     from rich.text import Text
+    from tyro.conf import Positional, arg
 except ModuleNotFoundError as absent:
     sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
 
 from deadreckon.lab.bench.flags import Attention, Benchmark
 
 Size = Literal["tiny", "small", "paper"]
+Checkpoint = Literal["last", "best"]
 
 
-def demo(
-    encodings: tuple[str, ...] = ("rope", "fox", "path"),
-    steps: int = 500,
-    length: int = 128,
-    seed: int = 0,
-    picture: Path = Path("flipflop.png"),
-    device: str = "cpu",
-) -> None:
-    """Train small transformers side by side on flip-flop, and see which of them remember.
+@dataclass(frozen=True)
+class Demo:
+    """Train small transformers side by side on flip-flop, and see which of them remember."""
 
-    Args:
-        encodings: names to compare (see `deadreckon list`).
-        steps: training steps of 32 sequences.
-        length: tokens of a training sequence.
-        seed: of weights and data.
-        picture: where to save the picture.
-        device: cpu, cuda, …
-    """
-    console = Console()
-    console.print("Loading PyTorch and transformers; about a minute on two free cores, measured in a moment …")
-    from deadreckon.lab.environment import check_device
-    from deadreckon.lab.pages.compare import names_in
-    from deadreckon.lab.pages.demo import demo_recipe, run_demo
-    from deadreckon.lab.recipes import check_encodings
+    encodings: tuple[str, ...] = ("rope", "fox", "path")  # names to compare (see `deadreckon list`)
+    steps: int = 500  # training steps of 32 sequences
+    length: int = 128  # tokens of a training sequence
+    seed: int = 0  # of weights and data
+    picture: Path = Path("flipflop.png")  # where to save the picture
+    device: str = "cpu"  # cpu, cuda, …
 
-    names = names_in(encodings)
-    check_encodings(names)
-    check_device(device)
-    run_demo(console, names, demo_recipe(steps, length, seed), picture, device)
+    def run(self) -> None:
+        console = Console()
+        console.print("Loading PyTorch and transformers; about a minute on two free cores, measured in a moment …")
+        from deadreckon.lab.environment import check_device
+        from deadreckon.lab.pages.compare import names_in
+        from deadreckon.lab.pages.demo import demo_recipe, run_demo
+        from deadreckon.lab.recipes import check_encodings
+
+        names = names_in(self.encodings)
+        check_encodings(names)
+        check_device(self.device)
+        run_demo(console, names, demo_recipe(self.steps, self.length, self.seed), self.picture, self.device)
 
 
-def list_() -> None:
+@dataclass(frozen=True)
+class List:
     """List experiments, encodings and implementations, and what `impl="auto"` picks."""
-    from deadreckon.lab.pages.listing import print_listing
 
-    print_listing()
+    def run(self) -> None:
+        from deadreckon.lab.pages.listing import print_listing
+
+        print_listing()
 
 
-def train(
-    recipe: str,
-    /,
-    out: Path,
-    encoding: str = "path-fox",
-    size: Size = "tiny",
-    seed: int = 0,
-    change: tuple[str, ...] = (),
-    device: str = "cpu",
-    tensorboard: bool = False,
-) -> None:
+@dataclass(frozen=True)
+class Train:
     """Train one model by a recipe, in a folder of its own, and score it by length.
 
     If killed, run the same command again: it resumes from the last checkpoint. On a CPU with as many threads the result
     is the same, bit for bit, as without the interruption.
-
-    Args:
-        recipe: what to learn, such as flipflop, mqrar-2 or reverse (see `deadreckon list`).
-        out: folder of the run; made if it is not there.
-        encoding: name of the position encoding (see `deadreckon list`).
-        size: tiny takes about a minute on a CPU, small minutes on a GPU, paper what the paper took.
-        seed: of weights and data.
-        change: fields of the recipe to change, such as steps=1000 learning_rate=1e-3 options.ignore=0.9.
-        device: cpu, cuda, …; on CUDA it computes in bfloat16.
-        tensorboard: also write metrics for TensorBoard, in the folder.
     """
-    from deadreckon.lab.recipes import find_recipe
-    from deadreckon.lab.training import summary, train_run
 
-    console = Console()
-    run = train_run(
-        find_recipe(recipe, size, encoding, seed, change), out, device=device, console=console, tensorboard=tensorboard
-    )
-    console.print(summary(run, run.scores()), highlight=False, soft_wrap=True)
+    recipe: Positional[str]  # what to learn, such as flipflop, mqrar-2 or reverse (see `deadreckon list`)
+    out: Path  # folder of the run; made if it is not there
+    encoding: str = "path-fox"  # name of the position encoding (see `deadreckon list`)
+    size: Size = "tiny"  # tiny takes about a minute on a CPU, small minutes on a GPU, paper what the paper took
+    seed: int = 0  # of weights and data
+    change: tuple[str, ...] = ()  # fields of the recipe, such as steps=1000 learning_rate=1e-3 options.ignore=0.9
+    device: str = "cpu"  # cpu, cuda, …; on CUDA it computes in bfloat16
+    tensorboard: bool = False  # also write metrics for TensorBoard, in the folder
 
+    def run(self) -> None:
+        from deadreckon.lab.recipes import find_recipe
+        from deadreckon.lab.training import summary, train_run
 
-def eval_(
-    run: Path,
-    /,
-    lengths: tuple[str, ...] = (),
-    checkpoint: Literal["last", "best"] = "last",
-    recipe: str = "",
-    size: Size = "small",
-    change: tuple[str, ...] = (),
-    device: str = "cpu",
-) -> None:
-    """Score a trained model by length, in every test of its recipe.
-
-    Args:
-        run: folder of a run; or, with --recipe, of any saved model.
-        lengths: where to score, such as 512,4096,65536; by default where its recipe says.
-        checkpoint: the last weights, or those that did best while training.
-        recipe: the tests to run on a saved model that is no run, such as addition.
-        size: of that recipe.
-        change: fields of that recipe to change, such as test_rows=1000.
-        device: cpu, cuda, …
-    """
-    from deadreckon.lab.environment import check_device
-    from deadreckon.lab.pages.compare import numbers_in
-    from deadreckon.lab.recipes import find_recipe
-    from deadreckon.lab.training import Run, list_scores, quiet_transformers, score_model, score_run, summary
-
-    check_device(device)
-    console, wanted = Console(), numbers_in(lengths)
-    with quiet_transformers():
-        if recipe:
-            scores = score_model(run, chosen := find_recipe(recipe, size, changes=change), wanted, device)
-            lines = "\n".join(list_scores(chosen, scores))
-        else:
-            trained = Run(run)
-            lines = summary(trained, score_run(trained, wanted, kind=checkpoint, device=device, console=console))
-    console.print(lines, highlight=False, soft_wrap=True)
+        console, recipe = Console(), find_recipe(self.recipe, self.size, self.encoding, self.seed, self.change)
+        run = train_run(recipe, self.out, device=self.device, console=console, tensorboard=self.tensorboard)
+        console.print(summary(run, run.scores()), highlight=False, soft_wrap=True)
 
 
-def compare(
-    experiment: str,
-    /,
-    encodings: tuple[str, ...] = (),
-    seeds: int = 1,
-    size: Size = "tiny",
-    lengths: tuple[str, ...] = (),
-    change: tuple[str, ...] = (),
-    sweep: tuple[str, ...] = (),
-    runs: Path = Path("runs"),
-    picture: Path | None = None,
-    page: Path | None = None,
-    device: str = "cpu",
-    jobs: int = 1,
-) -> None:
+@dataclass(frozen=True)
+class Eval:
+    """Score a trained model by length, in every test of its recipe."""
+
+    folder: Annotated[Positional[Path], arg(name="run")]  # folder of a run; or, with --recipe, of any saved model
+    lengths: tuple[str, ...] = ()  # where to score, such as 512,4096,65536; by default where its recipe says
+    checkpoint: Checkpoint = "last"  # the last weights, or those that did best while training
+    recipe: str = ""  # the tests to run on a saved model that is no run, such as addition
+    size: Size = "small"  # of that recipe
+    change: tuple[str, ...] = ()  # fields of that recipe to change, such as test_rows=1000
+    device: str = "cpu"  # cpu, cuda, …
+
+    def run(self) -> None:
+        from deadreckon.lab.environment import check_device
+        from deadreckon.lab.pages.compare import numbers_in
+        from deadreckon.lab.recipes import find_recipe
+        from deadreckon.lab.training import Run, list_scores, quiet_transformers, score_model, score_run, summary
+
+        check_device(self.device)
+        console, wanted = Console(), numbers_in(self.lengths)
+        with quiet_transformers():
+            if self.recipe:
+                recipe = find_recipe(self.recipe, self.size, changes=self.change)
+                lines = "\n".join(list_scores(recipe, score_model(self.folder, recipe, wanted, self.device)))
+            else:
+                run = Run(self.folder)
+                lines = summary(run, score_run(run, wanted, kind=self.checkpoint, device=self.device, console=console))
+        console.print(lines, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Compare:
     """Run an experiment: the same data and budget for each encoding, scores by length, as tables and a picture.
 
     Finished runs are used as they are, unfinished ones resume, missing ones are trained.
-
-    Args:
-        experiment: its name, such as flipflop, copy, rotations or powers (see `deadreckon list`).
-        encodings: names, such as rope,fox,path,path-fox; by default those that the experiment compares.
-        seeds: how many models of each, from seed 0 on; tables then show mean ± standard deviation.
-        size: tiny takes about a minute a model on a CPU, small minutes on a GPU, paper what the paper took.
-        lengths: where to score, such as 512,4096; by default where the recipe says.
-        change: fields of the recipe to change, such as steps=1000 learning_rate=1e-3.
-        sweep: values to compare, such as length=256,1024 p=2,4, in place of the experiment's.
-        runs: folder of all runs.
-        picture: where to save the picture; beside the runs by default.
-        page: where to save the tables as Markdown too, with the paper's figures.
-        device: cpu, cuda, …
-        jobs: how many to train at a time; small models leave most of a GPU to others.
     """
-    from deadreckon.lab.pages.compare import compare as run_compare
-    from deadreckon.lab.pages.compare import names_in, numbers_in
 
-    run_compare(
-        experiment, names_in(encodings), seeds=seeds, size=size, lengths=numbers_in(lengths), changes=change,
-        sweep=sweep, runs=runs, device=device, jobs=jobs, picture=picture, page=page,
-    )  # fmt: skip
+    experiment: Positional[str]  # its name, such as flipflop, copy, rotations or powers (see `deadreckon list`)
+    encodings: tuple[str, ...] = ()  # names, such as rope,fox,path; by default those that the experiment compares
+    seeds: int = 1  # how many models of each, from seed 0 on; tables then show mean ± standard deviation
+    size: Size = "tiny"  # tiny takes about a minute a model on a CPU, small minutes on a GPU, paper what the paper took
+    lengths: tuple[str, ...] = ()  # where to score, such as 512,4096; by default where the recipe says
+    change: tuple[str, ...] = ()  # fields of the recipe to change, such as steps=1000 learning_rate=1e-3
+    sweep: tuple[str, ...] = ()  # values to compare, such as length=256,1024 p=2,4, in place of the experiment's
+    runs: Path = Path("runs")  # folder of all runs
+    picture: Path | None = None  # where to save the picture; beside the runs by default
+    page: Path | None = None  # where to save the tables as Markdown too, with the paper's figures
+    device: str = "cpu"  # cpu, cuda, …
+    jobs: int = 1  # how many to train at a time; small models leave most of a GPU to others
 
+    def run(self) -> None:
+        from deadreckon.lab.pages.compare import compare, names_in, numbers_in
 
-def report(
-    runs: tuple[Path, ...], /, output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
-) -> None:
-    """Write one self-contained page of HTML about runs: tables, pictures, recipes, environments.
-
-    Args:
-        runs: folders of runs, or folders with such folders in them.
-        output: the page.
-    """
-    from deadreckon.lab.pages.report import write_report
-
-    if not runs:
-        raise ValueError("runs: expected one or more folders, got none")
-    count = write_report(runs, output)
-    print(f"{output}: {count} run{'s' * (count != 1)}, {output.stat().st_size:,} bytes")
+        compare(
+            self.experiment, names_in(self.encodings), seeds=self.seeds, size=self.size,
+            lengths=numbers_in(self.lengths), changes=self.change, sweep=self.sweep, runs=self.runs,
+            device=self.device, jobs=self.jobs, picture=self.picture, page=self.page,
+        )  # fmt: skip
 
 
-def probe(
-    run: Path,
-    /,
-    data: str = "",
-    length: int = 0,
-    rows: int = 4,
-    trained: int = 0,
-    window: int = 0,
-    queries: int = 32,
-    cursors: bool = False,
-    question: str = "",
-    layer: int | None = None,
-    head: int | None = None,
-    cursor: int | None = None,
-    checkpoint: Literal["last", "best"] = "last",
-    seed: int = 0,
-    device: str = "cpu",
-    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None,
-) -> None:
+@dataclass(frozen=True)
+class Report:
+    """Write one self-contained page of HTML about runs: tables, pictures, recipes, environments."""
+
+    runs: Positional[tuple[Path, ...]]  # folders of runs, or folders with such folders in them
+    output: Annotated[Path, arg(aliases=["-o"])] = Path("report.html")  # the page
+
+    def run(self) -> None:
+        from deadreckon.lab.pages.report import write_report
+
+        if not self.runs:
+            raise ValueError("runs: expected one or more folders, got none")
+        count = write_report(self.runs, self.output)
+        print(f"{self.output}: {count} run{'s' * (count != 1)}, {self.output.stat().st_size:,} bytes")
+
+
+@dataclass(frozen=True)
+class Probe:
     """Look into a trained model for why it works beyond its training length, or does not.
 
     For each layer and head: how fast the mean of routes fades with their length, the attention that goes to far tokens
     beside the theory's lower bound, what their values add up to; and the range that follows, beside the one measured.
     With --cursors, how PRISM's cursors move while the model answers a question.
-
-    Args:
-        run: folder of a run, or of a model as save_pretrained writes it.
-        data: what to read, a task or a text file; by default what the run was trained on.
-        length: of the sequences to look at; by default four times the training length.
-        rows: how many of them.
-        trained: tokens of a training sequence; by default those of the run.
-        window: tokens after which a token is far; by default each head's own.
-        queries: looked at in each sequence.
-        cursors: draw cursors.png instead.
-        question: to answer, without its =; by default one of the task, as long as in training.
-        layer: to draw; by default the one that position matters most to, and so on.
-        head: to draw.
-        cursor: to draw.
-        checkpoint: the last weights, or those that did best while training.
-        seed: of the sequences.
-        device: cpu, cuda, …
-        output: folder for probe.json and probe.png, or cursors.png; by default `probe` in that of the run.
     """
-    from deadreckon.lab.probe import run_probe
-    from deadreckon.lab.probe.report import print_findings
-    from deadreckon.lab.probe.source import Source
 
-    console, folder, source = Console(), output or run / "probe", Source(run, checkpoint, device)
-    if cursors:
-        from deadreckon.lab.probe.cursors_picture import show
+    folder: Annotated[Positional[Path], arg(name="run")]  # folder of a run, or of a model as save_pretrained writes it
+    data: str = ""  # what to read, a task or a text file; by default what the run was trained on
+    length: int = 0  # of the sequences to look at; by default four times the training length
+    rows: int = 4  # how many of them
+    trained: int = 0  # tokens of a training sequence; by default those of the run
+    window: int = 0  # tokens after which a token is far; by default each head's own
+    queries: int = 32  # looked at in each sequence
+    cursors: bool = False  # draw cursors.png instead
+    question: str = ""  # to answer, without its =; by default one of the task, as long as in training
+    layer: int | None = None  # to draw; by default the one that position matters most to, and so on
+    head: int | None = None  # to draw
+    cursor: int | None = None  # to draw
+    checkpoint: Checkpoint = "last"  # the last weights, or those that did best while training
+    seed: int = 0  # of the sequences
+    device: str = "cpu"  # cpu, cuda, …
+    # Folder for probe.json and probe.png, or cursors.png; by default `probe` in that of the run.
+    output: Annotated[Path | None, arg(aliases=["-o"])] = None
 
-        asked = question or source.question(data, length, seed)
-        console.print(show(source.model, asked, folder / "cursors.png", layer, head, cursor), highlight=False)
-    else:
-        tokens, labels, usual = source.rows(data, rows, length, seed)
-        found = run_probe(
-            source.model, tokens, folder, labels=labels, trained=trained or usual, window=window or None,
-            queries=queries, seed=seed,
-        )  # fmt: skip
-        print_findings(found, console)
-    console.print(f"Saved: {folder}", highlight=False)
+    def run(self) -> None:
+        from deadreckon.lab.probe import run_probe
+        from deadreckon.lab.probe.report import print_findings
+        from deadreckon.lab.probe.source import Source
+
+        console, out = Console(), self.output or self.folder / "probe"
+        source = Source(self.folder, self.checkpoint, self.device)
+        if self.cursors:
+            from deadreckon.lab.probe.cursors_picture import show
+
+            question = self.question or source.question(self.data, self.length, self.seed)
+            answer = show(source.model, question, out / "cursors.png", self.layer, self.head, self.cursor)
+            console.print(answer, highlight=False)
+        else:
+            tokens, labels, usual = source.rows(self.data, self.rows, self.length, self.seed)
+            found = run_probe(
+                source.model, tokens, out, labels=labels, trained=self.trained or usual, window=self.window or None,
+                queries=self.queries, seed=self.seed,
+            )  # fmt: skip
+            print_findings(found, console)
+        console.print(f"Saved: {out}", highlight=False)
 
 
-def bench(benchmark: Annotated[Benchmark, tyro.conf.arg(name="")] = Attention()) -> None:  # noqa: B008
+@dataclass(frozen=True)
+class Bench:
     """Time ours beside what else there is, after checking it: attention unless another is named."""
-    from importlib import import_module
 
-    import_module(f"deadreckon.lab.bench.{benchmark.name}").run(benchmark)
+    benchmark: Annotated[Benchmark, arg(name="")] = field(default_factory=Attention)
+
+    def run(self) -> None:
+        from importlib import import_module
+
+        import_module(f"deadreckon.lab.bench.{self.benchmark.name}").run(self.benchmark)
 
 
-def generate(
-    model: str,
-    /,
-    prompt: str,
-    tokens: int = 100,
-    temperature: float = 0.8,
-    seed: int = 0,
-    device: str = "cpu",
-) -> None:
-    """Continue a text with a model, printed as it comes, with tokens per second.
+@dataclass(frozen=True)
+class Generate:
+    """Continue a text with a model, printed as it comes, with tokens per second."""
 
-    Args:
-        model: folder with a model and its tokenizer, as save_pretrained writes them.
-        prompt: the text to continue.
-        tokens: how many tokens to add, at most.
-        temperature: of sampling; 0 takes the likeliest token each time.
-        seed: of sampling.
-        device: cpu, cuda, …
-    """
-    from deadreckon.lab.evaluation.generation import run_generate
+    model: Positional[str]  # folder with a model and its tokenizer, as save_pretrained writes them
+    prompt: str  # the text to continue
+    tokens: int = 100  # how many tokens to add, at most
+    temperature: float = 0.8  # of sampling; 0 takes the likeliest token each time
+    seed: int = 0  # of sampling
+    device: str = "cpu"  # cpu, cuda, …
 
-    run_generate(model, prompt, tokens, temperature, seed, device, Console())
+    def run(self) -> None:
+        from deadreckon.lab.evaluation.generation import run_generate
+
+        run_generate(**asdict(self), console=Console())
 
 
 def main() -> None:
     """The console command."""
-    commands: dict[str, Callable[..., Any]] = {
-        "demo": demo, "list": list_, "train": train, "eval": eval_, "compare": compare, "report": report,
-        "probe": probe, "bench": bench, "generate": generate,
-    }  # fmt: skip
+    commands = (Demo, List, Train, Eval, Compare, Report, Probe, Bench, Generate)
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            commands, prog="deadreckon", description="Attention with data-dependent position encodings."
-        )
+        command: Any = tyro.extras.subcommand_cli_from_dict(
+            {command.__name__.lower(): command for command in commands}, prog="deadreckon",
+            description="Attention with data-dependent position encodings.",
+        )  # fmt: skip
+        command.run()
     except (ValueError, OSError) as error:
         Console(stderr=True).print("[red]error[/]:", Text(str(error)), highlight=False)
         sys.exit(2)

@@ -312,19 +312,19 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next tokens and, with labels, the loss, which in training includes the encodings' penalties.
 
-                Args:
-                    input_ids: (B, T) tokens.
-                    attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
-                        (B, past and new tokens), padding on the left only.
-                            past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
-                            inputs_embeds: (B, T, hidden_size), in place of input_ids.
-                    labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
-                        packed sequence has no loss.
-                    cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
-                    logits_to_keep: compute logits of so many last tokens only; 0 for all.
-                    num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
-                    return_dict: False for a plain tuple.
-                    use_cache: create a KV cache if past_key_values is None, and return it.
+        Args:
+            input_ids: (B, T) tokens.
+            attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
+                (B, past and new tokens), padding on the left only.
+                    past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
+                    inputs_embeds: (B, T, hidden_size), in place of input_ids.
+            labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
+                packed sequence has no loss.
+            cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
+            logits_to_keep: compute logits of so many last tokens only; 0 for all.
+            num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
+            return_dict: False for a plain tuple.
+            use_cache: create a KV cache if past_key_values is None, and return it.
         """
         outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
         hidden = outputs.last_hidden_state

@@ -103,6 +103,11 @@ def attend(kind: str, impl: Any, inputs: Inputs) -> Tensor:
     return dr.attend(inputs["q"], inputs["k"], inputs["v"], **factors, cu_seqlens=documents, impl=impl)
 
 
+def bytes_of(past: dr.Past) -> int:
+    """What a cache takes."""
+    return sum(x.nbytes for x in past.tensors())
+
+
 def output_and_gradients(run: Callable[[Inputs], Tensor], inputs: Inputs) -> Inputs:
     """By name."""
     leaves = {name: x for name, x in inputs.items() if x.requires_grad}
@@ -112,9 +117,14 @@ def output_and_gradients(run: Callable[[Inputs], Tensor], inputs: Inputs) -> Inp
     return {"output": output.detach(), **found}
 
 
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """‖found − exact‖ / ‖exact‖."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
 def relative_errors(found: Inputs, truth: Inputs) -> dict[str, float]:
     """By name; infinite where something is missing or not a number."""
-    errors = {name: float((found[name].double() - x).norm() / x.norm()) for name, x in truth.items() if name in found}
+    errors = {name: relative_error(found[name], x) for name, x in truth.items() if name in found}
     return {name: errors[name] if errors.get(name, torch.nan) >= 0 else torch.inf for name in truth}
 
 
@@ -130,8 +140,8 @@ def definition(kind: str, shape: Shape, strength: float, device: str) -> tuple[I
     dtype = DTYPES[device]
     limits = {name: LIMITS[dtype][name != "output"] for name in truth}
     if dtype == torch.bfloat16:
-        own = relative_errors(output_and_gradients(run, inputs), truth)
-        limits |= {name: min(limit, 2 * own[name]) for name, limit in limits.items() if name != "angles"}
+        rounding = relative_errors(output_and_gradients(run, inputs), truth)
+        limits |= {name: min(limit, 2 * rounding[name]) for name, limit in limits.items() if name != "angles"}
     return truth, limits
 
 

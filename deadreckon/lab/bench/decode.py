@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import deadreckon as dr
-from deadreckon.lab.bench.cases import DTYPES, Inputs, Shape, make_inputs
+from deadreckon.lab.bench.cases import Inputs, Shape, bytes_of, make_inputs, relative_error
 from deadreckon.lab.bench.flags import Decode
 from deadreckon.lab.bench.page import Page, Row, microseconds, milliseconds, ratio
 from deadreckon.lab.bench.rivals import rotate
@@ -28,14 +28,12 @@ BACKEND = SDPBackend.FLASH_ATTENTION  # cuDNN, PyTorch's choice on an H200, plan
 
 
 class Rope:
-    """RoPE as models on Hugging Face have it, with a cache that has room for all tokens."""
+    """RoPE as models on Hugging Face have it, with a cache that has room for all tokens of the inputs."""
 
-    def __init__(self, batch: int, length: int, dtype: torch.dtype, device: str) -> None:
-        shape = (batch, KEY_HEADS, length, WIDTH)
-        self.keys, self.values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
-        theta = 10000 ** -(torch.arange(0, WIDTH, 2, device=device) / WIDTH)
-        phases = (torch.arange(length, device=device)[:, None] * theta).repeat(1, 2)
-        self.cos, self.sin = phases.cos().to(dtype), phases.sin().to(dtype)
+    def __init__(self, batch: int, inputs: Inputs) -> None:
+        self.cos, self.sin = inputs["cos"], inputs["sin"]  # (T, 1, D)
+        shape = (batch, KEY_HEADS, len(self.cos), WIDTH)
+        self.keys, self.values = (self.cos.new_empty(shape).normal_() for _ in range(2))
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, place: int) -> Tensor:
         """The next token: q (B, 1, Hq, D), k and v (B, 1, H, D)."""
@@ -46,10 +44,6 @@ class Rope:
         with sdpa_kernel(BACKEND):
             return scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
-    def bytes(self) -> int:
-        """What the cache takes."""
-        return 2 * self.keys.nbytes
-
 
 Piece = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # q, k and v, and factors
 
@@ -57,25 +51,21 @@ Piece = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # q, k and v, and 
 def piece_of(x: Inputs, gated: bool, tokens: slice, batch: int = 1) -> Piece:
     """Some tokens of a sequence, the same in all of a batch."""
 
-    def some(name: str, heads: int) -> Tensor:
+    def part_of(name: str, heads: int) -> Tensor:
         part = x[name].detach()[:, tokens, :heads]
         return part.expand(batch, *[-1] * (part.dim() - 1)).contiguous()
 
-    steps = dr.Householder(some("w", KEY_HEADS), some("beta", KEY_HEADS))
-    factors = {"transport": steps, "log_gate": some("log_gate", HEADS) if gated else None}
-    return (some("q", HEADS), some("k", KEY_HEADS), some("v", KEY_HEADS)), factors
-
-
-def held_by(past: dr.Past) -> int:
-    """Bytes of a cache."""
-    return sum(x.numel() * x.element_size() for x in past.tensors())
+    steps = dr.Householder(part_of("w", KEY_HEADS), part_of("beta", KEY_HEADS))
+    factors = {"transport": steps, "log_gate": part_of("log_gate", HEADS) if gated else None}
+    return (part_of("q", HEADS), part_of("k", KEY_HEADS), part_of("v", KEY_HEADS)), factors
 
 
 @torch.no_grad()
 def measure(batch: int, length: int, gated: bool, device: str) -> tuple[float, float, float, float]:
     """Seconds of a token with RoPE and with PaTH, PaTH's bytes over RoPE's, the error of the last against one pass."""
     end = length + 2 * STEPS
-    past, piece = dr.Past(), partial(piece_of, make_inputs(Shape(1, end, HEADS, WIDTH), device, WEAK), gated)
+    past, inputs = dr.Past(), make_inputs(Shape(1, end, HEADS, WIDTH), device, WEAK)
+    piece = partial(piece_of, inputs, gated)
     for start in range(0, length, LONGEST_CHECKED):  # in pieces, to keep what a piece needs small
         (q, k, v), factors = piece(slice(start, min(start + LONGEST_CHECKED, length)))
         dr.attend_next(q, k, v, **factors, past=past)
@@ -88,14 +78,14 @@ def measure(batch: int, length: int, gated: bool, device: str) -> tuple[float, f
         outputs.append(dr.attend_next(q, k, v, **factors, past=past))
 
     ours = seconds_per_step(path, STEPS, device)
-    rope = Rope(batch, end, DTYPES[device], device)
+    rope = Rope(batch, inputs)
     theirs = seconds_per_step(lambda number: rope.step(*pieces[number][0], length + number), STEPS, device)
     error = 0.0
     if length <= LONGEST_CHECKED:  # longer ones in one pass take long
         (q, k, v), factors = piece(slice(None))
         exact = dr.attend_next(q, k, v, **factors, past=dr.Past())[:, length:].double()
-        error = float((torch.cat(outputs, dim=1)[:1].double() - exact).norm() / exact.norm())
-    return theirs, ours, held_by(past) / rope.bytes(), error
+        error = relative_error(torch.cat(outputs, dim=1)[:1], exact)
+    return theirs, ours, bytes_of(past) / (2 * rope.keys.nbytes), error
 
 
 @torch.no_grad()

@@ -11,13 +11,9 @@ from torch.nn.functional import normalize
 from transformers import DynamicCache
 
 import deadreckon as dr
+from deadreckon.lab.bench.cases import relative_error
 from deadreckon.lab.bench.flags import Drift
 from deadreckon.lab.bench.page import Page, Row, ratio
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    """‖found − exact‖ / ‖exact‖."""
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 @torch.no_grad()
@@ -69,10 +65,8 @@ def run(flags: Drift) -> list[Row]:
     """Errors, and the second of each kind over the first."""
     page, began = Page(flags, "Drift of decoding"), time.perf_counter()
     page.note(f"PaTH, {flags.length} tokens in bfloat16; relative errors of the last {flags.last} against float64")
-    found = (
-        *model_drift(flags.length, flags.last, flags.device),
-        *in_place_drift(flags.length, flags.last, flags.device),
-    )
+    sizes = (flags.length, flags.last, flags.device)
+    found = [*model_drift(*sizes), *in_place_drift(*sizes)]
     names = ["model's logits, one forward pass", "model's logits, token by token"]
     names += ["attention's logits, keys rounded once", "attention's logits, keys rewritten in place"]
     rows = [[name, f"{error:.2e}", ""] for name, error in zip(names, found, strict=True)]

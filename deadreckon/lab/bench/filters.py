@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.lab.bench.cases import relative_error
 from deadreckon.lab.bench.flags import Filters
 from deadreckon.lab.bench.page import Page, Row, mebibytes, milliseconds, ratio, sizes_in
 from deadreckon.lab.bench.timing import peak_bytes, repeated
@@ -57,7 +58,7 @@ def check(size: Size, dtype: torch.dtype | None, impl: str, device: str) -> floa
     exact = run_once([x.double() for x in gates], None if table is None else table.double(), grad.double(), "reference")
     limits = [2.0**-8] + [2.0**-7] * 3 if dtype == torch.bfloat16 else [1e-5] + [1e-4] * 3
     pairs = zip(run_once(gates, table, grad, impl), exact, limits, strict=True)
-    worst = max(float((x.double() - y).norm() / y.norm()) / limit for x, y, limit in pairs)
+    worst = max(relative_error(x, y) / limit for x, y, limit in pairs)
     if not worst <= 1:
         raise RuntimeError(f"{NAMES[impl]} is off by {worst:.3g} × what is allowed: nothing was timed")
     return worst
@@ -96,11 +97,8 @@ def scaled(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device
 
 def run(flags: Filters) -> None:
     """Checks each, then measures it."""
-    device, size = flags.device, flags.size or SIZES[flags.device]
-    page, task = (
-        Page(flags, "Histogram filters"),
-        Size(*sizes_in(size, "size", "BxTxCxPxW, such as 100x512x140x512x340")),
-    )
+    device, size, page = flags.device, flags.size or SIZES[flags.device], Page(flags, "Histogram filters")
+    task = Size(*sizes_in(size, "size", "BxTxCxPxW, such as 100x512x140x512x340"))
     page.note(f"size {size}", "× is the loop's over ours", "error is over what is allowed")
     paths = [impl for impl in PATHS[device] if serves(impl, device)]
 

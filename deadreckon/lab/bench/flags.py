@@ -12,15 +12,10 @@ Mode = Literal["eager", "compiled"]
 
 @dataclass(frozen=True)
 class Flags:
-    """What all have in common.
+    """What all have in common."""
 
-    Args:
-        device: where to run; float32 on a CPU, bfloat16 on a GPU.
-        save: also write the tables as Markdown.
-    """
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    save: Path | None = None
+    device: Literal["cpu", "cuda"] = "cpu"  # where to run; float32 on a CPU, bfloat16 on a GPU
+    save: Path | None = None  # also write the tables as Markdown
 
     @property
     def name(self) -> str:
@@ -46,30 +41,18 @@ class Attention(Flags):
     The baseline is PyTorch's causal attention on a CPU, and RoPE with FlashAttention-2 on a GPU, where
     flash-linear-attention and the FoX authors' kernel run too, if installed. Each mechanism is checked against the
     float64 definition before anything is timed; the errors of the others are shown.
-
-    Args:
-        lengths: sequence lengths T.
-        batch: B.
-        heads: H.
-        head_dim: D.
-        shapes: in place of these four, any of BxTxHxD, such as 32x4096x32x64.
-        documents: packed rows too, of documents with these mean lengths: 600,2500,10000.
-        row: TxHxD of a packed row; the lengths of its documents are exponential, seed 0.
-        rounds: timings of each case; the best counts on a CPU, which others may share, and the median on a GPU.
-        only: names to run beside the baseline, separated by commas: "PaTH,fla PaTH".
-        profile: also show where the time of ours goes: kernels on a GPU, operators on a CPU.
     """
 
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
-    batch: int = 1
-    heads: int = 4
-    head_dim: int = 64
-    shapes: tuple[str, ...] = ()
-    documents: str = ""
-    row: str = "65536x16x64"
-    rounds: int = 5
-    only: str = ""
-    profile: bool = False
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)  # sequence lengths T
+    batch: int = 1  # B
+    heads: int = 4  # H
+    head_dim: int = 64  # D
+    shapes: tuple[str, ...] = ()  # in place of these four, any of BxTxHxD, such as 32x4096x32x64
+    documents: str = ""  # packed rows too, of documents with these mean lengths: 600,2500,10000
+    row: str = "65536x16x64"  # TxHxD of a packed row; the lengths of its documents are exponential, seed 0
+    rounds: int = 5  # timings of each case; the best counts on a CPU, which others may share, the median on a GPU
+    only: str = ""  # names to run beside the baseline, separated by commas: "PaTH,fla PaTH"
+    profile: bool = False  # also show where the time of ours goes: kernels on a GPU, operators on a CPU
 
 
 @dataclass(frozen=True)
@@ -78,14 +61,10 @@ class Decode(Flags):
 
     Each token is an attention of its own, with its position and its entry into the cache. Up to 8192 tokens, the error
     of what is decoded against one pass over everything is shown. On a GPU prefill is timed as well.
-
-    Args:
-        batches: sequences at a time.
-        caches: tokens in the cache; by default 1024 on a CPU, up to 131 072 on a GPU.
     """
 
-    batches: tuple[int, ...] = (1, 32)
-    caches: tuple[int, ...] = ()
+    batches: tuple[int, ...] = (1, 32)  # sequences at a time
+    caches: tuple[int, ...] = ()  # tokens in the cache; by default 1024 on a CPU, up to 131 072 on a GPU
 
 
 @dataclass(frozen=True)
@@ -94,14 +73,10 @@ class Filters(Flags):
 
     Times are of forward and backward pass; memory is what these took beyond inputs, the result and its gradient. Where
     the loop runs out of memory it is timed with fewer sequences, and time and memory are scaled up in proportion.
-
-    Args:
-        size: batch x tokens x cursors x positions x width; PRISM's on a GPU, smaller on a CPU by default.
-        rounds: timings of each.
     """
 
-    size: str = ""
-    rounds: int = 5
+    size: str = ""  # batch x tokens x cursors x positions x width; PRISM's on a GPU, smaller on a CPU by default
+    rounds: int = 5  # timings of each
 
 
 @dataclass(frozen=True)
@@ -110,23 +85,16 @@ class Powers(Flags):
 
     Power(p) with learned gates, one sequence, forward and backward, beside PyTorch's own causal attention, which has
     none, at the shorter lengths; then one more token after a context of each length.
-
-    Args:
-        heads: of attention.
-        width: channels of a head.
-        power: p.
-        lengths: of sequences; up to 32 768 on a CPU and a million on a GPU by default.
-        forms: compare the forms "attention" and "chunked" instead, over as many tokens in rows of growing length: from
-            where on is chunked the faster, which form="auto" goes by?
-        rounds: timings of each.
     """
 
-    heads: int = 8
-    width: int = 64
-    power: int = 2
-    lengths: tuple[int, ...] = ()
+    heads: int = 8  # of attention
+    width: int = 64  # channels of a head
+    power: int = 2  # p
+    lengths: tuple[int, ...] = ()  # of sequences; up to 32 768 on a CPU and a million on a GPU by default
+    # Compare the forms "attention" and "chunked" instead, over as many tokens in rows of growing length: from where on
+    # is chunked the faster, which form="auto" goes by?
     forms: bool = False
-    rounds: int = 3
+    rounds: int = 3  # timings of each
 
 
 @dataclass(frozen=True)
@@ -134,14 +102,10 @@ class Drift(Flags):
     """Measure how far decoding drifts from the truth: PaTH, token by token in bfloat16, against float64.
 
     Beside ours runs the rule that rewrites every past key at every step, in place and in the cache's precision.
-
-    Args:
-        length: tokens.
-        last: tokens at the end that errors are measured over.
     """
 
-    length: int = 16384
-    last: int = 256
+    length: int = 16384  # tokens
+    last: int = 256  # tokens at the end that errors are measured over
 
 
 @dataclass(frozen=True)
@@ -149,22 +113,14 @@ class Text(Flags):
     """Time training steps of language models on random tokens, beside Hugging Face's LlamaForCausalLM.
 
     A step is forward, backward, clipping and AdamW; in bfloat16 by autocast on a GPU. Heads have 64 channels.
-
-    Args:
-        encodings: names (see `deadreckon list`), separated by commas.
-        sizes: layers x width, such as 24x1024 16x2048.
-        batch: rows x tokens of a step, such as 8x4096.
-        vocab: tokens of the vocabulary.
-        modes: eager, compiled (by torch.compile) or both; on a CPU eager alone by default.
-        rounds: steps that are timed.
     """
 
-    encodings: str = "rope,fox,path,path-fox"
-    sizes: tuple[str, ...] = ()
-    batch: str = ""
-    vocab: int = 32000
-    modes: tuple[Mode, ...] = ()
-    rounds: int = 5
+    encodings: str = "rope,fox,path,path-fox"  # names (see `deadreckon list`), separated by commas
+    sizes: tuple[str, ...] = ()  # layers x width, such as 24x1024 16x2048
+    batch: str = ""  # rows x tokens of a step, such as 8x4096
+    vocab: int = 32000  # tokens of the vocabulary
+    modes: tuple[Mode, ...] = ()  # eager, compiled (by torch.compile) or both; on a CPU eager alone by default
+    rounds: int = 5  # steps that are timed
 
 
 Benchmark = Attention | Decode | Filters | Powers | Drift | Text

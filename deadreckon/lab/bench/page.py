@@ -11,7 +11,7 @@ from rich.console import Console
 from deadreckon.lab.bench.flags import Flags
 from deadreckon.lab.bench.timing import SUMMARIES
 from deadreckon.lab.environment import check_device, processor, version_of
-from deadreckon.lab.pages import markdown
+from deadreckon.lab.pages.tables import markdown
 
 Row = list[str]
 
@@ -52,7 +52,7 @@ class Page:
         for row in rows:
             kept.append(row)
             self._print(_aligned(row, headings, left))
-            self.parts[-1] = f"{title}:\n\n" * bool(title) + markdown.table(headings, kept, left)
+            self.parts[-1] = f"{title}:\n\n" * bool(title) + markdown(headings, kept, left)
             self._write()
 
     def say(self, text: str) -> None:
@@ -79,19 +79,16 @@ def _aligned(row: Row, headings: Row, left: int) -> str:
     return " ".join([*(f"{cell:24}" for cell in row[:left]), *numbers])
 
 
-def milliseconds(value: float) -> str:
-    """Of seconds."""
-    return f"{1e3 * value:.2f} ms"
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
-def microseconds(value: float) -> str:
-    """Of seconds."""
-    return f"{1e6 * value:.0f} µs"
+def microseconds(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} µs"
 
 
-def mebibytes(value: float) -> str:
-    """Of bytes."""
-    return f"{value / 2**20:.1f} MiB"
+def mebibytes(count: float) -> str:
+    return f"{count / 2**20:.1f} MiB"
 
 
 def ratio(value: float, base: float) -> str:

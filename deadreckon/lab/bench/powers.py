@@ -10,7 +10,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.bench.attention import Trial
-from deadreckon.lab.bench.cases import Inputs, Shape, make_inputs, output_and_gradients, relative_errors
+from deadreckon.lab.bench.cases import Inputs, Shape, bytes_of, make_inputs, output_and_gradients, relative_errors
 from deadreckon.lab.bench.flags import Powers
 from deadreckon.lab.bench.page import Page, Row, mebibytes, microseconds, milliseconds, ratio
 from deadreckon.lab.bench.rivals import Method, flash, sdpa
@@ -58,7 +58,7 @@ def decode(length: int, heads: int, width: int, p: int, device: str) -> tuple[fl
     for start in range(0, length, 65536):
         attend(start, min(start + 65536, length))
     time = seconds_per_step(lambda number: attend(length + number, length + number + 1), TOKENS, device)
-    return time, sum(x.numel() * x.element_size() for x in past.tensors())
+    return time, bytes_of(past)
 
 
 def form_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -45,16 +45,14 @@ def sdpa(x: Inputs) -> Tensor:
     return causal(x["q"], x["k"], x["v"])
 
 
-def flash(x: Inputs) -> Tensor:
-    """On CUDA: FlashAttention-2."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+def by_kernel(backend: SDPBackend, x: Inputs) -> Tensor:
+    """With this one."""
+    with sdpa_kernel(backend):
         return sdpa(x)
 
 
-def cudnn(x: Inputs) -> Tensor:
-    """NVIDIA's own."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa(x)
+flash = partial(by_kernel, SDPBackend.FLASH_ATTENTION)  # FlashAttention-2
+cudnn = partial(by_kernel, SDPBackend.CUDNN_ATTENTION)  # NVIDIA's own
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -85,8 +83,7 @@ def rope_flash(x: Inputs) -> Tensor:
     """Cosines and sines are given: a model computes them once for all its layers."""
     turn, _ = compiled_rotate(x["q"].device.type)
     q, k = turn(x["q"], x["k"], x["cos"], x["sin"])
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return causal(q, k, x["v"])
+    return flash({"q": q, "k": k, "v": x["v"]})
 
 
 def documents_apart(x: Inputs) -> Tensor:
@@ -106,19 +103,11 @@ def varlen(x: Inputs) -> Tensor:
     return output.unsqueeze(0)
 
 
-def fla_path(x: Inputs) -> Tensor:
-    """The kernel of PaTH's authors."""
+def fla_path(x: Inputs, gated: bool = False) -> Tensor:
+    """The kernel of PaTH's authors. Their scale multiplies gates as well: it is divided out first."""
     from fla.ops.path_attn import parallel_path_attn
 
-    output, _ = parallel_path_attn(x["q"], x["k"], x["v"], x["w"], x["beta"], cu_seqlens=x.get("cu_seqlens"))
-    return output
-
-
-def fla_path_fox(x: Inputs) -> Tensor:
-    """The same with a gate, which their scale multiplies as well: dividing by it first leaves the gate as it is."""
-    from fla.ops.path_attn import parallel_path_attn
-
-    gate = x["log_gate"] * x["q"].shape[-1] ** 0.5
+    gate = x["log_gate"] * x["q"].shape[-1] ** 0.5 if gated else None
     documents = x.get("cu_seqlens")
     output, _ = parallel_path_attn(x["q"], x["k"], x["v"], x["w"], x["beta"], gate, cu_seqlens=documents)
     return output
@@ -149,7 +138,7 @@ RIVALS: dict[str, dict[str, Method]] = {
         "fla FoX": Method(fla_fox, "FoX", "fla"),
         "official FoX": Method(official_fox, "FoX", "forgetting_transformer"),
         "fla PaTH": Method(fla_path, "PaTH", "fla", exact=("w",)),
-        "fla PaTH-FoX": Method(fla_path_fox, "PaTH-FoX", "fla", exact=("w",)),
+        "fla PaTH-FoX": Method(partial(fla_path, gated=True), "PaTH-FoX", "fla", exact=("w",)),
     },
 }
 """Device -> name -> rival. A device's first is its baseline."""

@@ -20,15 +20,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from transformers.cache_utils import DynamicCache
 
 import deadreckon as dr
-from deadreckon.lab.evaluation.scores import autocast, isolated_rng
+from deadreckon.lab.evaluation.scores import autocast, isolated_rng, judge
 from deadreckon.tasks.language import Corpus
 
 LAST = 4  # one part in so many, at the end of a row
-HEAD = 8192  # logits of so many tokens at once
 ENOUGH = 1 << 18
 
 
@@ -40,9 +38,8 @@ class LengthScore:
     window: int | None
     tokens: int  # that were predicted
     loss: float
-    perplexity: float
+    perplexity: float  # cut off at the greatest that a double holds
     last_loss: float  # in the last quarter of a row
-    last_perplexity: float
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def perplexity_by_length(
         else:
             losses = windowed_losses(model, rows, window, stride, batch_tokens=batch_tokens, seed=seed)
         loss, last = _mean(losses), _mean(losses[:, length - math.ceil(length / LAST) :])
-        scores.append(LengthScore(length, window, losses.numel(), loss, _exp(loss), last, _exp(last)))
+        scores.append(LengthScore(length, window, losses.numel(), loss, math.exp(min(loss, 700.0)), last))
     return scores
 
 
@@ -172,24 +169,14 @@ def token_losses(
         for batch in rows.split(max(1, batch_tokens // rows.shape[1])):
             batch = batch.to(device)
             cache = None if piece is None else DynamicCache(config=model.config)
-            pairs = zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True)
-            batches.append(torch.cat([_losses(model, *pair, cache) for pair in pairs], dim=1).cpu())
+            losses = []
+            for tokens, labels in zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True):
+                hidden = model.model(tokens, past_key_values=cache).last_hidden_state
+                losses.append(judge(model, hidden, labels)[0])
+            batches.append(torch.cat(losses, dim=1).cpu())
     model.train(training)
     return torch.cat(batches)
 
 
-def _losses(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, cache: DynamicCache | None) -> Tensor:
-    """Losses (B, T) of the labels, each the token behind; moves the cache on."""
-    hidden = model.model(tokens, past_key_values=cache).last_hidden_state.flatten(0, 1)
-    # All logits of a long row would be the greatest tensor there is.
-    parts = zip(hidden.split(HEAD), labels.flatten().split(HEAD), strict=True)
-    losses = [cross_entropy(model.lm_head(part).float(), expected, reduction="none") for part, expected in parts]
-    return torch.cat(losses).view_as(labels)
-
-
 def _mean(losses: Tensor) -> float:
     return float(losses.double().mean())
-
-
-def _exp(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # a double holds no more

@@ -17,6 +17,7 @@ from deadreckon.tasks.task import NOT_SCORED
 
 TEST_SEED = 1234
 BATCH_TOKENS = 2**15  # go through a model at a time
+HEAD_TOKENS = 2**13  # whose logits are held at a time: all of a long row would be the greatest tensor there is
 Place = tuple[str, int]  # a test, and a length in it
 
 
@@ -112,26 +113,24 @@ def tally(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, batch
     model.eval()
     wrong = exact = scored = 0
     loss = 0.0
-    for batch, expected in zip(tokens.split(batch_size), labels.split(batch_size), strict=True):
-        errors, nats = _judge(model, batch.to(device), expected.to(device))
+    for batch, expected in zip(tokens.split(batch_size), labels[:, 1:].to(device).split(batch_size), strict=True):
+        losses, errors = judge(model, model.model(batch.to(device)).last_hidden_state[:, :-1], expected)
         wrong += int(errors.sum())
-        exact += int((errors == 0).sum())
-        scored += int((expected[:, 1:] != NOT_SCORED).sum())
-        loss += nats
+        exact += int((~errors.any(1)).sum())
+        scored += int((expected != NOT_SCORED).sum())
+        loss += float(losses.double().sum())
     return Tally(len(tokens), scored, wrong, exact, loss)
 
 
-def _judge(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor) -> tuple[Tensor, float]:
-    """Errors in each row, and the summed loss. Logits, which may be wide, are made for a slice of tokens at a time."""
-    hidden = model.model(tokens).last_hidden_state[:, :-1]
-    errors = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
-    loss = 0.0
-    width = max(1, 2**14 // len(tokens))
-    for part, expected in zip(hidden.split(width, 1), labels[:, 1:].split(width, 1), strict=True):
+def judge(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses (B, T) of labels, zero where nothing is scored, and which are predicted wrongly, from hidden (B, T, D)."""
+    losses, errors = [], []
+    parts = hidden.flatten(0, 1).split(HEAD_TOKENS), labels.flatten().split(HEAD_TOKENS)
+    for part, expected in zip(*parts, strict=True):
         logits = model.lm_head(part).float()
-        errors += is_wrong(logits, expected).sum(1)
-        loss += float(cross_entropy(logits.flatten(0, 1), expected.flatten(), ignore_index=NOT_SCORED, reduction="sum"))
-    return errors, loss
+        losses.append(cross_entropy(logits, expected, ignore_index=NOT_SCORED, reduction="none"))
+        errors.append(is_wrong(logits, expected))
+    return torch.cat(losses).view_as(labels), torch.cat(errors).view_as(labels)
 
 
 def is_wrong(logits: Tensor, expected: Tensor) -> Tensor:

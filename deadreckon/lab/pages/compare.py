@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.pages.comparison import Comparison, gather
 from deadreckon.lab.pages.page import describe_solved, write_page
+from deadreckon.lab.pages.tables import terminal
 from deadreckon.lab.recipes import check_encodings, find_experiment, parse_sweep
 from deadreckon.lab.training.parallel import make_runs
 
@@ -35,18 +35,7 @@ def compare(
 ) -> Comparison:
     """Trains what is missing, scores what is not scored, prints tables and draws the picture.
 
-    Args:
-        name: in `EXPERIMENTS`.
-        encodings: names; by default the experiment's.
-        seeds: how many, from 0 on.
-        size: one of `SIZES`.
-        lengths: where to score, in place of the recipe's lengths.
-        changes: of the recipe; see `Recipe.change`.
-        sweep: values to compare, such as "length=256,1024" or "p=2,4", in place of the experiment's.
-        runs: folder of runs.
-        jobs: how many to train at a time. Small models leave most of a GPU to others.
-        picture: where to save it; beside the runs by default.
-        page: where to save the tables in Markdown, if anywhere.
+    Arguments are those of the command, `deadreckon.lab.cli.Compare`.
     """
     console = console or Console()
     experiment = find_experiment(name)
@@ -58,9 +47,8 @@ def compare(
             raise ValueError(f"{what}: expected 1 or more, got {count}")
     folder = runs / folder_name(name, size, changes)
     swept = parse_sweep(sweep, encodings) if sweep else None
-    wanted = {
-        folder / run: recipe for run, recipe in experiment.recipes(size, encodings, seeds, changes, swept).items()
-    }
+    recipes = experiment.recipes(size, encodings, seeds, changes, swept)
+    wanted = {folder / run: recipe for run, recipe in recipes.items()}
     recipe = next(iter(wanted.values()))
     if lengths and recipe.reporting != "last" and not set(lengths) <= set(recipe.test_lengths):
         raise ValueError(
@@ -90,13 +78,10 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for condition in comparison.tabulated:
         console.print(f"\n{comparison.describe(condition)}", highlight=False)
         headings, rows = comparison.table(condition)
-        table = Table()
-        for heading in headings:
-            table.add_column(heading, justify="right")
         for length, row in zip(comparison.lengths(condition), rows, strict=True):
             best = 1 + list(comparison.values).index(comparison.best(condition, length))
-            table.add_row(*(f"[bold]{cell}[/]" if place == best else cell for place, cell in enumerate(row)))
-        console.print(table)
+            row[best] = f"[bold]{row[best]}[/]"
+        console.print(terminal(headings, rows, left=0))
         if solved := describe_solved(comparison, condition):
             console.print(solved, highlight=False)
 

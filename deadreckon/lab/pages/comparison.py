@@ -29,18 +29,12 @@ class Test(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores of runs that are compared.
-
-    Args:
-        recipe: what they have in common.
-        values: by label (encoding and what sets its runs apart), then by (test, length); one for each seed.
-        tests: what each test measures; by default the recipe's metric, by length.
-    """
+    """Scores of runs that are compared."""
 
     title: str
-    recipe: Recipe
-    values: dict[str, dict[Place, list[float]]]
-    tests: dict[str, Test] = field(default_factory=dict)
+    recipe: Recipe  # what they have in common
+    values: dict[str, dict[Place, list[float]]]  # by label (encoding and what sets its runs apart); one for each seed
+    tests: dict[str, Test] = field(default_factory=dict)  # by default the recipe's metric, by length
 
     def test(self, name: str) -> Test:
         """What a test measures."""

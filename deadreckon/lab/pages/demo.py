@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import score
+from deadreckon.lab.pages.tables import terminal
 from deadreckon.lab.recipes import Recipe, find_recipe, title_of
 from deadreckon.lab.training import Step, Training, make_model, train
 from deadreckon.lab.training.display import format_seconds
@@ -140,22 +141,19 @@ def _say(console: Console, line: str) -> None:
 def _progress(contestants: list[Contestant], recipe: Recipe, seconds: float) -> Table:
     done = len(contestants[-1].steps)
     left = seconds / done * (recipe.steps - done)
-    table = Table(title=f"step {done}/{recipe.steps}, {seconds:.0f} s, {left:.0f} s left", title_justify="left")
-    for heading in ("encoding", "", "loss", "read-bit error"):
-        table.add_column(heading, justify="left" if heading in ("encoding", "") else "right")
+    rows = list[list[RenderableType]]()
     for contestant in contestants:
         loss, error = contestant.recent()
         bar = ProgressBar(total=recipe.steps, completed=len(contestant.steps), width=30)
-        table.add_row(contestant.title, bar, f"{loss:.3f}", f"{100 * error:.1f}%")
-    return table
+        rows.append([contestant.title, bar, f"{loss:.3f}", f"{100 * error:.1f}%"])
+    title = f"step {done}/{recipe.steps}, {seconds:.0f} s, {left:.0f} s left"
+    return terminal(("encoding", "", "loss", "read-bit error"), rows, 2, title)
 
 
 def _results(contestants: list[Contestant], recipe: Recipe) -> Table:
-    table = Table(title=f"Read-bit error, trained at length {recipe.length}", title_justify="left")
-    table.add_column("encoding")
-    for name, times in TESTS:
-        table.add_column(name if times == 1 else f"{times}× length", justify="right")
-    for contestant in contestants:
-        cells = [f"[{'green' if error <= 0.001 else 'red'}]{100 * error:.2f}%[/]" for error in contestant.errors]
-        table.add_row(contestant.title, *cells)
-    return table
+    headings = ["encoding", *(name if times == 1 else f"{times}× length" for name, times in TESTS)]
+    rows = [
+        [one.title, *(f"[{'green' if error <= 0.001 else 'red'}]{100 * error:.2f}%[/]" for error in one.errors)]
+        for one in contestants
+    ]
+    return terminal(headings, rows, title=f"Read-bit error, trained at length {recipe.length}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deadreckon.lab.evaluation import format_value
 from deadreckon.lab.pages.comparison import SOLVED, WORD_PROBLEMS, Comparison
-from deadreckon.lab.pages.markdown import table
+from deadreckon.lab.pages.tables import markdown
 from deadreckon.lab.recipes import Experiment, title_of
 from deadreckon.lab.training import Run
 
@@ -62,7 +62,7 @@ def score_table(comparison: Comparison, condition: str, experiment: Experiment) 
         figures = [reported.get(label, {}).get(length) for label in labels]
         cells = ["" if value is None else format_value(measure, value) for value in figures]
         rows.append([f"the paper's, {length}", *cells])
-    return table(headings, rows)
+    return markdown(headings, rows)
 
 
 def describe_solved(comparison: Comparison, condition: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from statistics import mean, stdev
@@ -20,17 +21,32 @@ from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from deadreckon.lab.pages.comparison import Comparison
 from deadreckon.lab.recipes import title_of
 
-PLAIN: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
+PLAIN: Any = {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
 MARKERS = "osD^vPX*"
 COLOURS = ("#999999", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
+
+
+@contextmanager
+def drawing(
+    target: Path | io.StringIO, rows: int = 1, columns: int = 1, font: int = 10, **options: Any
+) -> Iterator[tuple[Figure, Any]]:
+    """A figure and its panels to draw on; then it is written to a file, or as SVG."""
+    with plt.rc_context(PLAIN | {"font.size": font}):
+        figure, panels = plt.subplots(rows, columns, layout="constrained", **options)
+        yield figure, panels
+        if isinstance(target, Path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(target, dpi=160)
+        else:  # without the date, so that equal results are equal files
+            figure.savefig(target, format="svg", metadata={"Date": None})
+        plt.close(figure)
 
 
 def flipflop_picture(
     learning: dict[str, list[float]], tested: dict[str, list[float]], tests: Sequence[str], step: str, path: Path
 ) -> None:
     """Errors of each encoding while learning, by `step`, on the left, and in each test, on the right."""
-    with plt.rc_context(PLAIN):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=(1, 1.25), layout="constrained")
+    with drawing(path, 1, 2, figsize=(10, 3.8), width_ratios=(1, 1.25)) as (_, (left, right)):
         for (title, errors), colour in zip(learning.items(), cycle(COLOURS), strict=False):
             numbers, means = _smooth([100 * error for error in errors])
             left.plot(numbers, means, color=colour, linewidth=2, label=title)
@@ -46,54 +62,42 @@ def flipflop_picture(
         right.set_xticks(range(len(tests)), tests)
         right.set(ylabel="read-bit error, %", ylim=(0, 60), title="Flip-flop after training")
         right.tick_params(axis="x", length=0)
-        _save(figure, path)
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Scores against length, a panel for each test, the training length marked."""
     conditions = comparison.conditions
-    with plt.rc_context(PLAIN):
-        width = 1.2 + 3.6 * len(conditions)
-        measures = {comparison.test(condition).measure for condition in conditions}
-        figure, panels = plt.subplots(
-            1,
-            len(conditions),
-            figsize=(max(width, 5.5), 3.8),
-            sharey=len(measures) == 1,
-            squeeze=False,
-            layout="constrained",
-        )
+    measures = {comparison.test(condition).measure for condition in conditions}
+    size, shared = (max(1.2 + 3.6 * len(conditions), 5.5), 3.8), len(measures) == 1
+    with drawing(path, 1, len(conditions), figsize=size, sharey=shared, squeeze=False) as (figure, panels):
         for axes, condition in zip(panels[0], conditions, strict=True):
             _draw_scores(axes, comparison, condition)
             axes.set_title(condition if len(conditions) > 1 else "", pad=18)
-        for axes in panels[0][1:] if len(measures) == 1 else ():
+        for axes in panels[0][1:] if shared else ():
             axes.set_ylabel("")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
         figure.suptitle(comparison.title)
-        _save(figure, path)
 
 
 def scores_svg(comparison: Comparison, condition: str) -> str:
     """One test as SVG, narrow enough for a phone."""
-    with plt.rc_context(PLAIN):
-        figure, axes = plt.subplots(figsize=(5.2, 3.8), layout="constrained")
+    with drawing(file := io.StringIO(), figsize=(5.2, 3.8)) as (figure, axes):
         _draw_scores(axes, comparison, condition)
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        return _svg(figure)
+    return file.getvalue()
 
 
 def learning_svg(curves: dict[str, list[tuple[list[int], list[float]]]]) -> str:
     """Loss while learning: (steps, values) of each run, by label."""
-    with plt.rc_context(PLAIN):
-        figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
+    with drawing(file := io.StringIO(), figsize=(5.2, 3.4)) as (figure, axes):
         for (label, seeds), colour in zip(curves.items(), cycle(COLOURS), strict=False):
             for number, (steps, values) in enumerate(seeds):
                 title = None if number else title_of(label)
                 axes.plot(steps, _smooth(values)[1], color=colour, linewidth=1.5, label=title)
         axes.set(xlabel="training step", ylabel="loss")
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        return _svg(figure)
+    return file.getvalue()
 
 
 def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
@@ -128,20 +132,6 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         axes.set_ylim(-0.02 * top, 1.08 * top)
     labels = {"error": "error, %", "exact": "exact match, %", "perplexity": "perplexity", "loss": "loss"}
     axes.set(xlabel=test.axis, ylabel=labels[test.measure])
-
-
-def _svg(figure: Figure) -> str:
-    """Without the date, so that equal results are equal files."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return file.getvalue()
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
 
 
 def _smooth(values: list[float], span: int = 10) -> tuple[list[int], list[float]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import deadreckon as dr
 from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather
+from deadreckon.lab.pages.tables import html
 from deadreckon.lab.recipes import title_of
 from deadreckon.lab.training import Run, find_runs
 from deadreckon.lab.training.display import format_seconds
@@ -71,7 +72,7 @@ def _scores(comparison: Comparison, condition: str) -> str:
         rows.append([title_of(name), *zip(cells, best, strict=True)])
     heading = comparison.describe(condition)
     picture = _picture(scores_svg(comparison, condition), heading)
-    return f"<h3>{escape(heading)}</h3>{picture}{_table(['encoding', *map(str, lengths)], rows)}"
+    return f"<h3>{escape(heading)}</h3>{picture}{html(['encoding', *map(str, lengths)], rows)}"
 
 
 def _learning(runs: list[Run]) -> str:
@@ -98,7 +99,7 @@ def _runs(runs: list[Run]) -> str:
         row = [run.recipe.encoding, run.recipe.seed, state, f"{progress.tokens:,}", format_seconds(progress.seconds)]
         rows.append([run.path, *row, len(run.starts())])
     headings = ["run", "encoding", "seed", "steps", "tokens", "time", "starts"]
-    return f"<h3>Runs</h3>{_table(headings, rows)}"
+    return f"<h3>Runs</h3>{html(headings, rows)}"
 
 
 def _recipe(runs: list[Run]) -> str:
@@ -115,21 +116,9 @@ def _environment(runs: list[Run]) -> str:
             words = [start["date"], start["command"], machine, f"python {start['python']}, {versions}"]
             rows.append([run.path.name, *words, start["commit"] or "no commit known"])
     headings = ["run", "started", "command", "machine", "versions", "commit"]
-    return f"<details><summary>Environment</summary>{_table(headings, rows, 'words')}</details>"
+    return f"<details><summary>Environment</summary>{html(headings, rows, 'words')}</details>"
 
 
 def _picture(svg: str, title: str) -> str:
     data = base64.b64encode(svg.encode()).decode()
     return f'<figure><img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}"></figure>'
-
-
-def _table(headings: Iterable[str], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """Wider than the screen, it scrolls by itself. A pair is a cell and whether it is the best."""
-
-    def cell(value: Any) -> str:
-        text, best = value if isinstance(value, tuple) else (value, False)
-        return f"<td{' class=best' if best else ''}>{escape(str(text))}</td>"
-
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
-    return f'<div class="wide"><table class="{kind}"><tr>{head}</tr>{body}</table></div>'

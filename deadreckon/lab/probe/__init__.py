@@ -7,10 +7,6 @@ estimates means of routes, `attention` looks at a few queries, `layers` makes a 
 says how long a context that bears. Apart from these, `cursors` reads what PRISM's cursors do.
 """
 
-from __future__ import annotations
-
 from deadreckon.lab.probe.findings import Findings
 from deadreckon.lab.probe.probe import run_probe
 from deadreckon.lab.probe.transport import fit_decay, mean_gates, mean_transport
-
-__all__ = ["Findings", "fit_decay", "mean_gates", "mean_transport", "run_probe"]

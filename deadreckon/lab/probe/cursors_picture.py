@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import deadreckon as dr
-from deadreckon.lab.pages.pictures import COLOURS, plt
+from deadreckon.lab.pages.pictures import COLOURS, drawing
 from deadreckon.lab.probe.cursors import Trace, answer, trace, words
 
 
@@ -28,18 +29,17 @@ def cursors_picture(trace: Trace, path: Path) -> None:
     """Gates and histograms of a pair of cursors, the likeliest positions of all pairs of its head, its attention."""
     sides, size = {"query": COLOURS[2], "key": COLOURS[5]}, len(trace.words)
     reach = int(max(modes.max() for modes in trace.modes.values())) + 2
-    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        width = min(18.0, 9.5 + 0.16 * size)  # titles need so much
-        figure, grid = plt.subplots(2, 3, figsize=(width, 0.5 * width), layout="constrained")
+    width = min(18.0, 9.5 + 0.16 * size)  # titles need so much
+    fitting = max(3.0, min(9.0, 220 / size))  # font size at which so many words fit side by side
+    image: Any = {"aspect": "auto", "cmap": "Blues", "vmin": 0, "interpolation": "nearest"}
+    with drawing(path, 2, 3, font=9, figsize=(width, 0.5 * width)) as (figure, grid):
         for axes, side in zip(grid[:, 0], sides, strict=True):
-            axes.imshow(
-                trace.gates[side].T.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest"
-            )
+            axes.imshow(trace.gates[side].T.numpy(), vmax=1, **image)
             axes.set_yticks(range(4), ("reset", "+1", "−1", "stay"))
             axes.set_title(f"what its {side} cursor does")
         for axes, side in zip(grid[:, 1], sides, strict=True):
             shown = trace.histograms[side][:, :reach].T.numpy()
-            axes.imshow(shown, aspect="auto", cmap="Blues", vmin=0, origin="lower", interpolation="nearest")
+            axes.imshow(shown, origin="lower", **image)
             axes.set(title=f"where its {side} cursor may be", ylabel="position")
             axes.yaxis.get_major_locator().set_params(integer=True)
         modes, attention = grid[:, 2]
@@ -52,25 +52,13 @@ def cursors_picture(trace: Trace, path: Path) -> None:
         modes.set(title="likeliest positions, all its cursors", ylabel="position")
         modes.yaxis.get_major_locator().set_params(integer=True)
         modes.legend(frameon=False)
-        attention.imshow(trace.attention.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        attention.imshow(trace.attention.numpy(), vmax=1, **image)
         attention.set(title="attention of the head", ylabel="from")
-        attention.set_yticks(range(size), trace.words, fontsize=_fitting(size))
+        attention.set_yticks(range(size), trace.words, fontsize=fitting)
         for axes in grid.flat:
-            axes.set_xticks(range(size), trace.words, fontsize=_fitting(size), rotation=90 * (_longest(trace) > 1))
+            axes.set_xticks(range(size), trace.words, fontsize=fitting, rotation=90 * (max(map(len, trace.words)) > 1))
             if axes is not attention:
                 axes.axvline(trace.asked - 0.5, color="#555555", linestyle="--", linewidth=1)
                 axes.set_xlim(-0.5, size - 0.5)
         names = f"layer {trace.layer}, head {trace.head}, cursor {trace.cursor}"
         figure.suptitle(f"{names}:   μ = {trace.mix:.2f},  |α| = {', '.join(f'{a:.1f}' for a in trace.alpha.tolist())}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
-
-
-def _fitting(size: int) -> float:
-    """A font size at which so many words fit side by side."""
-    return max(3.0, min(9.0, 220 / size))
-
-
-def _longest(trace: Trace) -> int:
-    return max(len(word) for word in trace.words)

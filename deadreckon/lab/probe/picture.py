@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.lines import Line2D
 from matplotlib.ticker import ScalarFormatter
 
-from deadreckon.lab.pages.pictures import COLOURS, plt
-from deadreckon.lab.probe.findings import Findings, Head
+from deadreckon.lab.pages.pictures import COLOURS, drawing
+from deadreckon.lab.probe.findings import Findings
 from deadreckon.lab.probe.report import spell_tokens
 
 PALE = "#CCCCCC"
@@ -18,11 +17,9 @@ PALE = "#CCCCCC"
 
 def probe_picture(found: Findings, path: Path) -> None:
     """Mean transport, logits and attention by distance, far mass between its bounds, cancellation, and ranges."""
-    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, panels = plt.subplots(2, 3, figsize=(13, 7.2), layout="constrained")
-        for draw, panel in zip(
-            (_transport, _logits, _attention, _far, _cancellation, _ranges), panels.flat, strict=True
-        ):
+    draws = (_transport, _logits, _attention, _far, _cancellation, _ranges)
+    with drawing(path, 2, 3, font=9, figsize=(13, 7.2)) as (figure, panels):
+        for draw, panel in zip(draws, panels.flat, strict=True):
             draw(found, panel)
         about = found.about
         names = ", ".join(dict.fromkeys(about["encodings"]))
@@ -30,43 +27,33 @@ def probe_picture(found: Findings, path: Path) -> None:
         layers = sorted({head.layer for head in found.heads})
         lines = [Line2D([], [], color=_colour(layer), linewidth=2, label=f"layer {layer}") for layer in layers]
         figure.legend(handles=lines, loc="outside lower center", ncols=min(len(lines), 12), frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
 
 
 def _colour(layer: int) -> str:
     return COLOURS[1:][layer % (len(COLOURS) - 1)]
 
 
-def _lines(found: Findings, panel: Any, x: list[int], values: Callable[[Head], list[float] | None], **how: Any) -> None:
+def _lines(found: Findings, panel: Any, x: list[int], name: str, **how: Any) -> None:
+    """A line for each head that has values of this name."""
     for head in found.heads:
-        y = values(head)
+        y: Any = head
+        for word in name.split("."):
+            y = getattr(y, word, None)
         if y is not None:
             panel.plot(x[: len(y)], y, color=_colour(head.layer), linewidth=1.2, alpha=0.8, **how)
 
 
 def _transport(found: Findings, panel: Any) -> None:
-    _lines(found, panel, found.lengths, lambda head: None if head.mixing is None else head.mixing.norm)
-    for head in found.heads:
-        if head.mixing is not None:
-            panel.plot(found.lengths, head.mixing.typical, ":", color=_colour(head.layer), linewidth=1.2, alpha=0.8)
-    _lines(found, panel, found.lengths, lambda head: head.gates, linestyle="--")
-    _lines(found, panel, found.lengths, lambda head: None if head.mixing is None else head.mixing.mixed, linestyle="-.")
+    for name, style in (("mixing.norm", "-"), ("mixing.typical", ":"), ("mixing.mixed", "-."), ("gates", "--")):
+        _lines(found, panel, found.lengths, name, linestyle=style)
     noises = [head.mixing.noise for head in found.heads if head.mixing is not None]
     if noises:
         worst = [max(values) for values in zip(*noises, strict=True)]
         panel.fill_between(found.lengths, worst, 1e-4, color=PALE, alpha=0.6, linewidth=0)
         panel.axhline(found.about["tolerance"], color="black", linewidth=0.8, linestyle=(0, (1, 3)))
-    styles: dict[str, Any] = {
-        "‖E[T]‖": "-",
-        "root mean square": ":",
-        "share of pairs mixed": "-.",
-        "E[Π f], gates": "--",
-    }
-    panel.legend(
-        handles=[Line2D([], [], color="black", linestyle=s, label=n) for n, s in styles.items()], frameon=False
-    )
+    styles: Any = {"‖E[T]‖": "-", "root mean square": ":", "share of pairs mixed": "-.", "E[Π f], gates": "--"}
+    lines = [Line2D([], [], color="black", linestyle=style, label=name) for name, style in styles.items()]
+    panel.legend(handles=lines, frameon=False)
     panel.set(xscale="log", yscale="log", ylim=(1e-3, 1.5), xlabel="route length", title="Mean transport (grey: noise)")
     if not noises and all(head.gates is None for head in found.heads):
         panel.text(0.5, 0.5, "no transport, no gates:\nT = I, nothing mixes", transform=panel.transAxes, ha="center")
@@ -81,12 +68,12 @@ def _distance_axis(found: Findings, panel: Any) -> list[int]:
 
 
 def _logits(found: Findings, panel: Any) -> None:
-    _lines(found, panel, _distance_axis(found, panel), lambda head: head.scores.by_distance)
+    _lines(found, panel, _distance_axis(found, panel), "scores.by_distance")
     panel.set(ylabel="mean logit, nats", title="Score by distance, without gates")
 
 
 def _attention(found: Findings, panel: Any) -> None:
-    _lines(found, panel, _distance_axis(found, panel), lambda head: head.mass.by_distance)
+    _lines(found, panel, _distance_axis(found, panel), "mass.by_distance")
     panel.set(ylabel="share of attention", ylim=(0, None), title="Attention by distance")
 
 
@@ -108,11 +95,9 @@ def _cancellation(found: Findings, panel: Any) -> None:
             panel.plot([place] * 2, [head.values.plain, head.values.carried], color=colour, linewidth=0.8, alpha=0.5)
             panel.plot(place, head.values.carried, color=colour, marker="v", markersize=5)
     _head_axis(found, panel)
-    marks: list[tuple[str, Any, str]] = [("o", "none", "values as they are"), ("v", "full", "carried along routes")]
-    panel.legend(
-        handles=[Line2D([], [], color="black", linestyle="", marker=m, fillstyle=f, label=n) for m, f, n in marks],
-        frameon=False,
-    )  # fmt: skip
+    panel.plot([], [], "o", color="black", fillstyle="none", label="values as they are")
+    panel.plot([], [], "v", color="black", label="carried along routes")
+    panel.legend(frameon=False)
     panel.set(ylim=(0, 1.05), ylabel="‖Σ a v‖ / Σ a ‖v‖, far", title="What is left of far values")
 
 

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 import deadreckon as dr
+from deadreckon.lab.evaluation.scores import judge
 from deadreckon.lab.probe.findings import Findings, Head
 from deadreckon.lab.probe.layers import Options, UndefinedError, distance_bins, probe_layer
 from deadreckon.lab.probe.reach import measure, measure_more, middle
 from deadreckon.lab.probe.transport import SHORTEST, route_lengths
-
-AT_ONCE = 1 << 24  # logits of the vocabulary in memory
 
 
 @torch.no_grad()
@@ -165,25 +163,18 @@ def _watched(
 
 def _losses(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> Tensor:
     """The loss of each token but the first, (B, T − 1), zero where there is no label."""
-    some = max(AT_ONCE // (len(labels) * model.config.vocab_size), 1)
-    pieces = zip(hidden[:, :-1].split(some, dim=1), labels[:, 1:].split(some, dim=1), strict=True)
-    return torch.cat([
-        cross_entropy(model.lm_head(piece).float().transpose(1, 2), expected, reduction="none", ignore_index=-100)
-        for piece, expected in pieces
-    ], dim=1).double()  # fmt: skip
+    return judge(model, hidden[:, :-1], labels[:, 1:])[0].double()
 
 
 def _losses_as_trained(model: dr.DeadReckonForCausalLM, tokens: Tensor, trained: int) -> Tensor:
     """The same for tokens that have no more behind them than in training, and no less than half of that if there is."""
     length, half = tokens.shape[1], trained // 2
     losses = torch.empty(len(tokens), length - 1, dtype=torch.float64, device=tokens.device)
-    starts = [*range(0, length - trained, half), length - trained]
-    for start in starts:
+    for start in (*range(0, length - trained, half), length - trained):
         piece = tokens[:, start : start + trained]
         known = half - 1 if start else 0  # what the piece before has seen better
-        losses[:, start + known : start + trained - 1] = _losses(model, model.model(piece).last_hidden_state, piece)[
-            :, known:
-        ]
+        read = _losses(model, model.model(piece).last_hidden_state, piece)
+        losses[:, start + known : start + trained - 1] = read[:, known:]
     return losses
 
 

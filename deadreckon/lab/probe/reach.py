@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from deadreckon.lab.probe import theory
 from deadreckon.lab.probe.findings import Reach
 
@@ -19,50 +21,37 @@ WORSE = 0.1  # nats of loss by which a model is out of its range
 
 
 class FarTokens:
-    """How many far tokens there are at a length, counted for what gates let through.
+    """How many far tokens there are at a length, counted for what gates let through; without gates, all of each.
 
     E[Π f] is measured at some route lengths, is geometric between them, and beyond goes on as between the last two.
     """
 
     def __init__(self, window: int, lengths: Sequence[int], gates: Sequence[float] | None) -> None:
-        self.window, self.gates = window, gates
-        if gates is None:
-            return
-        logs = [0.0, *(math.log(max(gate, 1e-300)) for gate in gates)]
-        knots = [0, *lengths]
-        self.counts = [0.0]  # of far tokens up to each distance
-        for left in range(len(knots) - 1):
-            slope = (logs[left + 1] - logs[left]) / (knots[left + 1] - knots[left])
-            for distance in range(knots[left] + 1, knots[left + 1] + 1):
-                let_through = math.exp(logs[left] + slope * (distance - knots[left]))
-                self.counts.append(self.counts[-1] + (let_through if distance >= window else 0.0))
-        self.rate = -slope
-        self.last = math.exp(logs[-1])
+        knots, logs = [0, *lengths], np.log([1.0, *np.maximum(gates or [1.0] * len(lengths), 1e-300)])
+        self.rate = float(logs[-2] - logs[-1]) / (knots[-1] - knots[-2])  # at which gates close beyond
+        self.end = max(window, knots[-1])
+        beyond = np.arange(self.end - knots[-1] + 1)
+        through = np.exp([*np.interp(range(knots[-1]), knots, logs), *(logs[-1] - self.rate * beyond)])
+        through[:window] = 0
+        self.window, self.last = window, max(float(through[-1]), 1e-300)
+        self.counts = through.cumsum()  # of far tokens up to each distance
 
     def at(self, length: float) -> float:
         """Far tokens of a query that has so many tokens behind it."""
-        if self.gates is None:
-            return max(length - self.window + 1, 0.0)
-        beyond = length - (len(self.counts) - 1)
-        if beyond <= 0:
-            return self.counts[int(length)]
-        return self.counts[-1] + self._tail(beyond)
-
-    def _tail(self, beyond: float) -> float:
-        if self.rate < 1e-12:
-            return self.last * beyond
-        return self.last * math.expm1(-self.rate * beyond) / -math.expm1(self.rate)
+        if (beyond := length - self.end) <= 0:
+            return float(self.counts[int(length)])
+        tail = beyond if self.rate < 1e-12 else math.expm1(-self.rate * beyond) / -math.expm1(self.rate)
+        return float(self.counts[-1] + self.last * tail)
 
     def reaching(self, count: float) -> float:
         """The length at which there are so many; infinite where there never are."""
-        if self.gates is None:
-            return count + self.window - 1
-        if count <= self.counts[-1]:
-            return next(length for length, found in enumerate(self.counts) if found >= count)
+        if (more := (count - self.counts[-1]) / self.last) <= 0:
+            begin = self.window - 1
+            return float(np.interp(count, self.counts[begin:], range(begin, self.end + 1)))
         if self.rate < 1e-12:
-            return len(self.counts) - 1 + (count - self.counts[-1]) / self.last
-        share = (count - self.counts[-1]) * math.expm1(self.rate) / self.last
-        return len(self.counts) - 1 - math.log1p(-share) / self.rate if share < 1 else math.inf
+            return float(self.end + more)
+        share = more * math.expm1(self.rate)
+        return self.end - math.log1p(-share) / self.rate if share < 1 else math.inf
 
 
 def predict(odds: float, tokens: FarTokens, trained: int, keep: float) -> Reach:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
+from deadreckon.lab.pages.tables import terminal
 from deadreckon.lab.probe.findings import Findings, Head
 
 TABLES = {
-    "Routes": ("layer", "head", "encoding", "‖E[T₁]‖", "gap", "window", "far from", "predicted range"),
+    "Routes": ("encoding", "layer", "head", "‖E[T₁]‖", "gap", "window", "far from", "predicted range"),
     "Attention": ("layer", "head", "Δ logit", "far mass", "floor", "ceiling", "far values", "carried"),
 }
 """Title -> headings of two tables, each narrow enough for a terminal."""
@@ -19,13 +19,8 @@ def print_findings(found: Findings, console: Console) -> None:
     about = found.about
     looked_at = f"{about['rows']} × {about['length']} tokens, {about['queries']} queries a row"
     for title, headings in TABLES.items() if found.heads else ():
-        table = Table(title=f"{title}: {looked_at}", title_justify="left")
-        for heading in headings:
-            table.add_column(heading, justify="left" if heading == "encoding" else "right")
-        for head in found.heads:
-            cells = _cells(head)
-            table.add_row(*(cells[heading] for heading in headings))
-        console.print(table)
+        rows = [[_cells(head)[heading] for heading in headings] for head in found.heads]
+        console.print(terminal(headings, rows, left=1, title=f"{title}: {looked_at}"))
     if found.heads:
         console.print(
             "window: after which ‖E[T]‖ is below the tolerance; far from: that, or, with a *, assumed; floor, ceiling: "

@@ -18,32 +18,22 @@ SHORTEST = 32  # tokens, below which there is nothing to average
 
 @dataclass(frozen=True, eq=False)
 class MeanTransport:
-    """Routes of each length on average, by head.
+    """Routes of each length on average, by head."""
 
-    Attributes:
-        lengths: L route lengths.
-        norm: (L, H) the largest singular value of the mean route, ‖E[T_ℓ]‖.
-        typical: (L, H) the root of the mean squared singular value, with the square of its noise taken away.
-        noise: (L, H) what `norm` would be, for so many routes that spread as these do, if the true mean were zero.
-        size: (L, H) the same root for single routes: 1 if steps are orthogonal, less if they shrink.
-        pairs: (L, H, D/2) for rotations, the size of each pair's mean phasor, with its noise taken away.
-        pairs_noise: (L, H, D/2) of these.
-    """
-
-    lengths: list[int]
-    norm: Tensor
-    typical: Tensor
-    noise: Tensor
-    size: Tensor
-    pairs: Tensor | None = None
-    pairs_noise: Tensor | None = None
+    lengths: list[int]  # L route lengths
+    norm: Tensor  # (L, H) the largest singular value of the mean route, ‖E[T_ℓ]‖
+    typical: Tensor  # (L, H) the root of the mean squared singular value, with the square of its noise taken away
+    noise: Tensor  # (L, H) what `norm` would be, for so many routes that spread as these do, if the true mean were zero
+    size: Tensor  # (L, H) the same root for single routes: 1 if steps are orthogonal, less if they shrink
+    pairs: Tensor | None = None  # (L, H, D/2) for rotations, the size of each pair's mean phasor, its noise taken away
+    pairs_noise: Tensor | None = None  # (L, H, D/2) of these
 
     def decay(self, head: int) -> Decay:
         """How fast the mean route decays; for rotations, that of the slowest pair, which is what is left of it.
 
         The slowest as measured: if many are equally slow, it errs on the slow side.
         """
-        if self.pairs is None or self.pairs_noise is None:
+        if self.pairs is None:
             return fit_decay(self.lengths, self.norm[:, head], self.noise[:, head])
         return max(self.pair_decays(head), key=lambda decay: decay.rate)
 
@@ -59,17 +49,11 @@ class MeanTransport:
 
 @dataclass(frozen=True)
 class Decay:
-    """A fit of C · rate^ℓ to norms of mean routes.
+    """A fit of C · rate^ℓ to norms of mean routes."""
 
-    Attributes:
-        rate: per step; exp of the slope.
-        error: standard error of the rate.
-        used: how many lengths stood clear of the noise.
-    """
-
-    rate: float
-    error: float
-    used: int
+    rate: float  # per step; exp of the slope
+    error: float  # standard error of the rate
+    used: int  # how many lengths stood clear of the noise
 
     @property
     def gap(self) -> float | None:
@@ -161,8 +145,9 @@ def _products(steps: dr.Householder | Tensor, lengths: list[int], segments: int,
 
 def _row_products(steps: dr.Householder | Tensor, row: int, grid: int, lengths: list[int]) -> list[tuple[int, Tensor]]:
     """The routes (count, H, D, D) of each length that begin on the grid."""
-    advance, dim, heads, tokens = _stepper(steps, row)
-    device = (steps if isinstance(steps, Tensor) else steps.w).device
+    advance = _stepper(steps, row)
+    first = steps if isinstance(steps, Tensor) else steps.w
+    (tokens, heads), dim, device = first.shape[1:3], first.shape[-1], first.device
     cells = (tokens - 1) // grid
     product = torch.eye(dim, dtype=torch.float64, device=device).expand(cells, heads, dim, dim)
     found = []
@@ -185,18 +170,18 @@ def _row_products(steps: dr.Householder | Tensor, row: int, grid: int, lengths: 
     return found
 
 
-def _stepper(steps: dr.Householder | Tensor, row: int) -> tuple[Callable[[Tensor, slice], Tensor], int, int, int]:
-    """How products (count, H, D, D) take the steps of some tokens, and the sizes."""
+def _stepper(steps: dr.Householder | Tensor, row: int) -> Callable[[Tensor, slice], Tensor]:
+    """How products (count, H, D, D) take the steps of some tokens."""
     if isinstance(steps, Tensor):
         matrices = steps[row].double()
-        return (lambda product, which: product @ matrices[which]), matrices.shape[-1], *matrices.shape[1::-1]
+        return lambda product, which: product @ matrices[which]
     w, beta = steps.w[row].double(), steps.beta[row].double()
 
     def reflect(product: Tensor, which: slice) -> Tensor:
         direction = w[which].unsqueeze(-1)  # (count, H, D, 1)
         return product - (product @ direction) * (beta[which, :, None, None] * direction.mT)
 
-    return reflect, w.shape[-1], *w.shape[1::-1]
+    return reflect
 
 
 def _segment_means(routes: Tensor, segments: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """Recipes and experiments. Adding an experiment is one entry in a file of its theme."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,19 +10,6 @@ from deadreckon.lab.recipes.state_tracking import STATE_TRACKING
 from deadreckon.lab.recipes.text import TEXT
 
 EXPERIMENTS: dict[str, Experiment] = {**STATE_TRACKING, **PRISM, **TEXT}
-
-__all__ = [
-    "EXPERIMENTS",
-    "MEASURES",
-    "SIZES",
-    "Experiment",
-    "Recipe",
-    "check_encodings",
-    "find_experiment",
-    "find_recipe",
-    "parse_sweep",
-    "title_of",
-]
 
 
 def find_experiment(name: str) -> Experiment:

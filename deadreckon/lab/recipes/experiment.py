@@ -26,26 +26,17 @@ class Experiment:
 
     Sizes mean the same everywhere: `paper` has the model, lengths and budget of the paper; `small` takes minutes a
     model on a GPU; `tiny` asks the same question of a CPU, about a minute a model.
-
-    Args:
-        about: what is learnt.
-        source: where it is from, and what of its recipe is ours.
-        paper: the recipe.
-        small, tiny: fields that differ at these sizes.
-        encodings: those that are compared.
-        by_encoding: fields that differ for an encoding, unless the size sets them.
-        sweep: by size, what else is compared: every combination.
-        reported: the paper's figures, by test, encoding and length, in the units of the measure.
     """
 
-    about: str
-    source: str
+    about: str  # what is learnt
+    source: str  # where it is from, and what of its recipe is ours
     paper: Recipe
-    small: dict[str, Any]
+    small: dict[str, Any]  # fields that differ at this size
     tiny: dict[str, Any]
-    encodings: tuple[str, ...] = ("rope", "stickbreaking", "fox", "path")
-    by_encoding: dict[str, dict[str, Any]] = field(default_factory=dict)
-    sweep: dict[str, Sweep] = field(default_factory=dict)
+    encodings: tuple[str, ...] = ("rope", "stickbreaking", "fox", "path")  # those that are compared
+    by_encoding: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields that differ if the size sets none
+    sweep: dict[str, Sweep] = field(default_factory=dict)  # by size, what else is compared: every combination
+    # The paper's figures, by test, encoding and length, in the units of the measure.
     reported: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
 
     def recipe(self, size: str, encoding: str = Recipe.encoding) -> Recipe:

@@ -35,74 +35,55 @@ AT_LEAST_ONE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Task, model, training and tests of one run. Equal recipes give equal runs.
+    """Task, model, training and tests of one run. Equal recipes give equal runs."""
 
-    Args:
-        task: a name in `TASK_MAKERS`; `options` are its keywords.
-        length: of training sequences, in the task's own measure; with a curriculum, the greatest.
-        curriculum: how lengths grow; without one, all are `length`.
-        batch_size: sequences of a step, in `accumulate` equal parts to save memory (gradient accumulation).
-        encoding: a name in `deadreckon.ENCODINGS`.
-        encoding_options: keywords of encodings, by encoding. The values "train_positions" and "test_positions" stand
-            for these fields of the recipe.
-        train_positions, test_positions: how many positions encodings have that limit or shift them, while training
-            and in tests; 0 for the tokens of the longest row, rounded up to a multiple of 64.
-        layers, width, heads: of the transformer, whose weights begin with standard deviation `initial`; `tied` shares
-            the matrix of embeddings and outputs.
-        longest: the longest document, for encodings that scale their angles by it.
-        learning_rate: at its peak, after `warmup` steps; `schedule` takes it to `floor` times that.
-        schedules: numbers that change in training, by name: points (share of the steps, value), linear in between and
-            constant outside, such as {"noise": [[0.3, 0.3], [0.6, 2.0]]}. Numbers of the encoding (`SCHEDULABLE`),
-            "length" in place of `length`, and "learning_rate" as a factor in place of `warmup` and `schedule`.
-        clip: the greatest norm of a step's gradients.
-        evaluators: names in `MEASURES`. The measure of the first is followed while training and decides what is best.
-        reporting: "last", scores of the last checkpoint; or "best-three", for each length the mean of the three best
-            evaluations in training, for which every test is run every `evaluate_every` steps.
-        conditions: the tests: options of the task that differ in them, by name. The first is followed in training.
-        test_lengths: lengths of tests, each with `test_rows` sequences or fewer, `test_tokens` tokens at most.
-        test_autocast: whether tests of a task compute in bfloat16 on a GPU, as training does.
-        test_piece: tokens of a text that tests read at once, through the KV cache, to save memory; 0 for whole rows.
-        evaluate_every: steps between evaluations, on `validation_rows` fresh sequences of the training length.
-        log_every: steps between lines of metrics.
-    """
-
-    task: str = "flip-flop"
-    options: dict[str, Any] = field(default_factory=dict)
-    length: int = 128
-    curriculum: Curriculum | None = None
-    batch_size: int = 32
-    accumulate: int = 1
-    encoding: str = "path-fox"
+    task: str = "flip-flop"  # a name in `TASK_MAKERS`
+    options: dict[str, Any] = field(default_factory=dict)  # its keywords
+    length: int = 128  # of training sequences, in the task's own measure; with a curriculum, the greatest
+    curriculum: Curriculum | None = None  # how lengths grow; without one, all are `length`
+    batch_size: int = 32  # sequences of a step
+    accumulate: int = 1  # equal parts that they are read in, to save memory (gradient accumulation)
+    encoding: str = "path-fox"  # a name in `deadreckon.ENCODINGS`
+    # Keywords of encodings, by encoding. The values "train_positions" and "test_positions" stand for these two fields:
+    # how many positions encodings have that limit or shift them, while training and in tests; 0 for the tokens of the
+    # longest row, rounded up to a multiple of 64.
     encoding_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     train_positions: int = 0
     test_positions: int = 0
-    layers: int = 1
+    layers: int = 1  # of the transformer
     width: int = 64
     heads: int = 2
-    initial: float = 0.1
-    tied: bool = False
-    longest: int = 2048
+    initial: float = 0.1  # standard deviation of its weights before training
+    tied: bool = False  # embeddings and outputs share a matrix
+    longest: int = 2048  # the longest document, for encodings that scale their angles by it
     steps: int = 500
-    learning_rate: float = 8e-3
+    learning_rate: float = 8e-3  # at its peak, after `warmup` steps; `schedule` takes it to `floor` times that
     betas: tuple[float, ...] = (0.9, 0.999)
     weight_decay: float = 0.1
     warmup: int = 30
-    schedule: str = "linear"
+    schedule: str = "linear"  # one of `SCHEDULES`
     floor: float = 0.0
+    # Numbers that change in training, by name: points (share of the steps, value), linear in between and constant
+    # outside, such as {"noise": [[0.3, 0.3], [0.6, 2.0]]}. Numbers of the encoding (`SCHEDULABLE`), "length" in place
+    # of `length`, and "learning_rate" as a factor in place of `warmup` and `schedule`.
     schedules: dict[str, list[list[float]]] = field(default_factory=dict)
-    clip: float = 1.0
-    seed: int = 0
+    clip: float = 1.0  # the greatest norm of a step's gradients
+    seed: int = 0  # of weights and data
+    # Names in `MEASURES`. The measure of the first is followed while training and decides what is best.
     evaluators: tuple[str, ...] = ("error",)
+    # "last", scores of the last checkpoint; or "best-three", for each length the mean of the three best evaluations in
+    # training, for which every test is run every `evaluate_every` steps.
     reporting: str = "last"
+    # The tests: options of the task that differ in them, by name. The first is followed in training.
     conditions: dict[str, dict[str, Any]] = field(default_factory=lambda: {"as trained": {}})
     test_lengths: tuple[int, ...] = ()
-    test_rows: int = 256
-    test_tokens: int = 2**20
-    test_autocast: bool = True
-    test_piece: int = 0
-    evaluate_every: int = 100
+    test_rows: int = 256  # sequences of a test at a length, or fewer:
+    test_tokens: int = 2**20  # tokens of them at most
+    test_autocast: bool = True  # whether tests of a task compute in bfloat16 on a GPU, as training does
+    test_piece: int = 0  # tokens of a text that tests read at once, through the KV cache, to save memory; 0 for all
+    evaluate_every: int = 100  # steps between evaluations, on `validation_rows` fresh sequences of the training length
     validation_rows: int = 64
-    log_every: int = 1
+    log_every: int = 1  # steps between lines of metrics
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -1,23 +1,5 @@
 """Training: the engine, CUDA graphs, runs and their checkpoints."""
 
-from __future__ import annotations
-
 from deadreckon.lab.training.engine import Step, Training, make_model, train
 from deadreckon.lab.training.runs import Progress, Run, find_runs
 from deadreckon.lab.training.trainer import list_scores, quiet_transformers, score_model, score_run, summary, train_run
-
-__all__ = [
-    "Progress",
-    "Run",
-    "Step",
-    "Training",
-    "find_runs",
-    "list_scores",
-    "make_model",
-    "quiet_transformers",
-    "score_model",
-    "score_run",
-    "summary",
-    "train",
-    "train_run",
-]

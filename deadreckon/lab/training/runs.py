@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 import deadreckon as dr
 from deadreckon.lab.environment import check_model, describe_environment
-from deadreckon.lab.evaluation import Place, Score, mean_of_best
+from deadreckon.lab.evaluation.scores import Place, Score, mean_of_best
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import save_tokenizer
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model

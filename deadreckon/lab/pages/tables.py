@@ -1,0 +1,43 @@
+"""Tables for the terminal, in Markdown and in HTML: all columns but the first `left` are of numbers, on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+
+def terminal(
+    headings: Sequence[str], rows: Iterable[Sequence[RenderableType]], left: int = 1, title: str | None = None
+) -> Table:
+    """For a console; names in the first column are not wrapped."""
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < left else "right", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown(headings: Sequence[object], rows: Iterable[Sequence[object]], left: int = 1) -> str:
+    """For a page."""
+
+    def line(cells: Sequence[object]) -> str:
+        return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+
+    return "\n".join(map(line, [headings, ["---"] * left + ["---:"] * (len(headings) - left), *rows]))
+
+
+def html(headings: Iterable[str], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
+    """Wider than the screen, it scrolls by itself. A pair is a cell and whether it is the best."""
+
+    def cell(value: Any) -> str:
+        text, best = value if isinstance(value, tuple) else (value, False)
+        return f"<td{' class=best' if best else ''}>{escape(str(text))}</td>"
+
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    return f'<div class="wide"><table class="{kind}"><tr>{head}</tr>{body}</table></div>'
