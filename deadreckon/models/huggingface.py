@@ -316,7 +316,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             input_ids: (B, T) tokens.
             attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
                 (B, past and new tokens), padding on the left only.
-                    past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
+            past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
                     inputs_embeds: (B, T, hidden_size), in place of input_ids.
             labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
                 packed sequence has no loss.
