@@ -206,9 +206,9 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
 
     def penalty(self) -> Tensor | None:
         """The sum of the encodings' regularisation terms, which training adds to the loss; None if there are none."""
-        encodings = [part for part in self.modules() if isinstance(part, Encoding)]
-        penalties = [penalty for encoding in encodings if (penalty := encoding.penalty()) is not None]
-        return torch.stack(penalties).sum() if penalties else None
+        penalties = [part.penalty() for part in self.modules() if isinstance(part, Encoding)]
+        terms = [penalty for penalty in penalties if penalty is not None]
+        return torch.stack(terms).sum() if terms else None
 
     def _embed(self, x: Tensor, context: Context) -> Tensor:
         """Adds absolute positions to the embeddings, for encodings that have them."""
@@ -317,7 +317,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
                 (B, past and new tokens), padding on the left only.
             past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
-                    inputs_embeds: (B, T, hidden_size), in place of input_ids.
+            inputs_embeds: (B, T, hidden_size), in place of input_ids.
             labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
                 packed sequence has no loss.
             cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.

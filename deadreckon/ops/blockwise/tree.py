@@ -158,8 +158,9 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, 
     if grad is None:
         return (None,) * 9
     first_derivatives_only()
-    gradients = iter(tree_backward(grad, *ctx.saved_tensors, *ctx.settings))
-    return *(None if x is None else next(gradients) for x in ctx.saved_tensors[:6]), None, None, None
+    saved = ctx.saved_tensors  # once: activation checkpointing unpacks them no more often
+    gradients = iter(tree_backward(grad, *saved, *ctx.settings))
+    return *(None if x is None else next(gradients) for x in saved[:6]), None, None, None
 
 
 tree_backward = operator("deadreckon::tree_backward", tree_backward_pass, _gradient_room)
