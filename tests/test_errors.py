@@ -50,6 +50,10 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "angles too wide": (lambda: {"transport": rotation(B, T, 1, D)}, "transport.angles: expected"),
     "angles of 3 dimensions": (lambda: {"transport": rotation(B, T, D // 2)}, "transport.angles: expected"),
     "values of another width": (lambda: {"transport": rotation(B, T, 1, D // 2, values=True)}, "E = D = 8, got v with"),
+    "values too wide to turn": (
+        lambda: {"v": torch.randn(B, T, H, D + 2), "transport": rotation(B, T, 1, D // 2, values=True)},
+        "E = D = 8, got v with E = 10",
+    ),
     "odd D": (
         lambda: {
             "q": torch.randn(B, T, HQ, 7), "k": torch.randn(B, T, H, 7), "transport": rotation(B, T, 1, 3),
