@@ -157,10 +157,14 @@ class Training:
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accumulates the gradients of a part of a batch: its share of the loss, and its errors."""
         count = scored if self.recipe.accumulate > 1 else None
+        language = self.recipe.task == "language"  # its logits take most of the memory, and counting errors takes time
         with autocast(part.tokens.device):
-            output = self.model(part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count)
+            output = self.model(
+                part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count,
+                skip_logits=language,
+            )  # fmt: skip
         output.loss.backward()
-        if self.recipe.task == "language":  # an argmax over a large vocabulary takes time
+        if language:
             return output.loss.detach(), None
         return output.loss.detach(), is_wrong(output.logits[:, :-1], part.labels[:, 1:]).sum()
 
