@@ -27,8 +27,15 @@ from torch import Tensor
 
 from deadreckon.tasks import task
 from deadreckon.tasks.tokens import (
-    end_of, fit_tokenizer, load_ids, load_tokenizer, tokenize, train_tokenizer, write_ids, writing,
-)  # fmt: skip
+    end_of,
+    fit_tokenizer,
+    load_ids,
+    load_tokenizer,
+    tokenize,
+    train_tokenizer,
+    write_ids,
+    writing,
+)
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -57,12 +57,12 @@ def text(
 def path_paper(text_name: str, steps: int) -> Experiment:
     """PaTH's language models: its size and budget, or 34 million parameters and `steps` of 131 072 tokens."""
     return text(
-        f"{text_name}, learnt at a fixed length, read up to 65 536 tokens: what data-dependent position encodings gain at "
-        "the training length, and what holds beyond it.",
-        "Yang et al. 2025, table 2 and figure 3: 760M parameters, 50B tokens, 2M a step, trained at 4096. There, after "
-        "training, FoX, PaTH and PaTH-FoX are 0.036, 0.053 and 0.091 nats ahead of RoPE at the training length; beyond it "
-        "RoPE breaks down and FoX and PaTH-FoX stay flat. The text, layers and heads are ours. Small: 8 layers of 512, "
-        f"heads of 64, tied embeddings, {steps * 2**17 // 10**6} million tokens, trained at 2048; one learning rate for all.",
+        f"{text_name}, read up to 65 536 tokens: what data-dependent position encodings gain at the training length, "
+        "and what is left of it beyond.",
+        "Yang et al. 2025, table 2 and figure 3: 760M parameters, 50B tokens, 2M a step, trained at 4096. There FoX, "
+        "PaTH and PaTH-FoX are 0.036, 0.053 and 0.091 nats ahead of RoPE at the training length; beyond it RoPE breaks "
+        "down, FoX and PaTH-FoX stay flat. The text, layers and heads are ours. Small: 8 layers of 512, heads of 64, "
+        f"tied embeddings, {steps * 2**17 // 10**6} million tokens, trained at 2048; one learning rate for all.",
         ("rope", "fox", "path", "path-fox"),
         Recipe(
             length=4096, layers=24, width=1536, heads=24, steps=24_000, batch_size=512, accumulate=64,
