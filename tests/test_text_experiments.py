@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import torch
 from small_runs import quiet, run_cli
 
 from deadreckon.lab.evaluation.evaluators import evaluate, mean_loss
-from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length
+from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length, token_losses
 from deadreckon.lab.pages.compare import compare
+from deadreckon.lab.pages.paired import paired_difference
 from deadreckon.lab.recipes import EXPERIMENTS, find_recipe
 from deadreckon.lab.recipes.experiment import parse_sweep
 from deadreckon.lab.recipes.texts import read_language
@@ -76,6 +78,32 @@ def test_rotations_become_a_page(
     assert run.metrics() == metrics
     assert run_cli(monkeypatch, "eval", str(run.path), "--lengths", "32") == 0
     assert run.scores()["held out", 32].rows == 8  # the same 256 tokens as at 16 and 64
+
+
+def test_code_is_compared_on_the_same_tokens(changes: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
+    """Differences are paired text by text, over the losses of the models that were trained."""
+    save_corpora(tmp_path / "tokens", {"train": corpus, "test": corpus})
+    changes = (
+        *changes,
+        f"options.data={tmp_path / 'tokens'}",
+        "test_lengths=[16, 64]",
+        "options.packed=true",
+        "steps=3",
+    )
+    page = tmp_path / "page.md"
+    found = compare("code", ("fox", "rope"), changes=changes, seeds=2, runs=tmp_path, page=page, console=quiet())
+    runs = {path.parent.name: Run(path.parent) for path in tmp_path.rglob("recipe.json")}
+    losses = {
+        name: token_losses(run.load(), corpus.rows(64, 256)).double().mean(1) for name, run in runs.items()
+    }  # of four texts each
+    differences = (losses["fox-0"] + losses["fox-1"] - losses["rope-0"] - losses["rope-1"]) / 2
+    mean, error = paired_difference(found.texts["fox"]["held out", 64], found.texts["rope"]["held out", 64])
+    assert mean == pytest.approx(float(differences.mean()), abs=1e-6)
+    assert error == pytest.approx(float(differences.std()) / 2, abs=1e-6)
+    text = page.read_text()
+    assert "Loss less that of RoPE on the same tokens, held out, nats ± standard error between 4 texts:" in text
+    assert f"| 64 | {mean:+.4f} ± {error:.4f} |" in text and "held out, window of 16, nats ±" in text
+    assert "| PaTH |" not in text and re.search(r"\| FoX \| 192 \| [\d,]+ \| \d+\.\d \|", text)
 
 
 def test_powers_sweep_training_lengths_and_powers(changes: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
