@@ -152,6 +152,20 @@ def test_the_powers_experiment_is_what_its_page_was() -> None:
         find_recipe("copy").at_length(9)
 
 
+def test_sweeps_of_options_leave_other_encodings_alone() -> None:
+    """`initial` is an option of PaTH and a field of the recipe: beside PaTH it is the option."""
+    sweep = parse_sweep(("initial=0.01,0.02", "activation=silu", "learning_rate=1e-3"), ("rope", "path"))
+    runs = EXPERIMENTS["code"].recipes("small", ("rope", "path"), 1, (), sweep)
+    assert set(runs) == {"rope-learning_rate=0.001-0"} | {
+        f"path-initial={value}-activation=silu-learning_rate=0.001-0" for value in (0.01, 0.02)
+    }
+    assert {recipe.initial for recipe in runs.values()} == {0.02}
+    options = [recipe.options_in_training() for name, recipe in runs.items() if name.startswith("path")]
+    assert options == [{"initial": value, "activation": "silu"} for value in (0.01, 0.02)]
+    field = EXPERIMENTS["code"].recipes("small", ("rope",), 1, (), parse_sweep(("initial=0.01",), ("rope",)))
+    assert field["rope-initial=0.01-0"].initial == 0.01
+
+
 def test_losses_within_and_beyond_are_means_over_positions() -> None:
     bins = [PositionScore(1, 1, 9.0), PositionScore(2, 4, 5.0)]
     assert mean_loss(bins) == 6.0
