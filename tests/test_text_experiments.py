@@ -18,7 +18,7 @@ from deadreckon.lab.pages.paired import paired_difference
 from deadreckon.lab.recipes import EXPERIMENTS, find_recipe
 from deadreckon.lab.recipes.experiment import parse_sweep
 from deadreckon.lab.recipes.texts import read_language
-from deadreckon.lab.training import Run, Training, train_run
+from deadreckon.lab.training import Run, Training, make_model, train_run
 from deadreckon.tasks.language import Corpus, load_corpus, open_corpus, save_corpora
 
 
@@ -162,8 +162,10 @@ def test_sweeps_of_options_leave_other_encodings_alone() -> None:
     assert {recipe.initial for recipe in runs.values()} == {0.02}
     options = [recipe.options_in_training() for name, recipe in runs.items() if name.startswith("path")]
     assert options == [{"initial": value, "activation": "silu"} for value in (0.01, 0.02)]
-    field = EXPERIMENTS["code"].recipes("small", ("rope",), 1, (), parse_sweep(("initial=0.01",), ("rope",)))
-    assert field["rope-initial=0.01-0"].initial == 0.01
+    fields = parse_sweep(("initial=0.01", "qk_norm=true"), ("rope",))
+    recipe = EXPERIMENTS["code"].recipes("tiny", ("rope",), 1, (), fields)["rope-initial=0.01-qk_norm=True-0"]
+    config = make_model(recipe, 300).config
+    assert (config.initializer_range, config.qk_norm) == (0.01, True)
 
 
 def test_losses_within_and_beyond_are_means_over_positions() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -60,13 +61,13 @@ class Experiment:
                 recipe, words = self.recipe(size, encoding).change(changes), [encoding]
                 for name, value in zip(sweep, values, strict=True):
                     if name in options_of((encoding,)):
-                        recipe = recipe.change([f"encoding_options.{encoding}.{name}={value}"])
+                        recipe = recipe.change([f"encoding_options.{encoding}.{name}={json.dumps(value)}"])
                     elif name in options or name not in vars(recipe):
                         continue  # an option of other encodings, also where a field of the recipe has its name
                     elif name == "length":
                         recipe = recipe.at_length(value)
                     else:
-                        recipe = recipe.change([f"{name}={value}"])
+                        recipe = recipe.change([f"{name}={json.dumps(value)}"])
                     words.append(f"{name}={value}")
                 for seed in range(seeds):
                     runs["-".join([*words, str(seed)])] = replace(recipe, seed=seed)

@@ -28,7 +28,8 @@ def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
     config = dr.DeadReckonConfig(
         encoding=recipe.encoding, vocab_size=vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads, initializer_range=recipe.initial, tie_word_embeddings=recipe.tied,
-        max_position_embeddings=recipe.longest, encoding_options={recipe.encoding: options} if options else None,
+        qk_norm=recipe.qk_norm, max_position_embeddings=recipe.longest,
+        encoding_options={recipe.encoding: options} if options else None,
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config)
 
