@@ -1,7 +1,7 @@
 """Paired differences: losses of two models on the same tokens, text by text.
 
 Texts differ in how hard they are by far more than models do, so the standard error of a difference is taken between
-texts: rows of the greatest test length, most of them of documents of their own. It tells what other text would change,
+texts: rows of the greatest test length, of as many documents as are that long. It tells what other text would change,
 not what another seed would; that is in the tables of scores.
 """
 
