@@ -85,6 +85,13 @@ class Comparison:
         """Tests that are shown as tables: all but those by position, which are for pictures."""
         return [name for name in self.conditions if self.test(name).axis != "position"]
 
+    @property
+    def pictured(self) -> list[str]:
+        """Tests that are drawn: all but those by training length that have one point, if there are others."""
+        points = [name for name in self.conditions if self.test(name).axis == "training length"]
+        single = [name for name in points if len(self.lengths(name)) == 1]
+        return [name for name in self.conditions if name not in single] or self.conditions
+
     def describe(self, condition: str) -> str:
         """What a table of one test shows."""
         test, seeds = self.test(condition), self.seeds()

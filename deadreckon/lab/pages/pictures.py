@@ -66,8 +66,7 @@ def flipflop_picture(
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Scores against length, a panel for each test, the training length marked."""
-    by_length = [name for name in comparison.conditions if len(comparison.lengths(name)) > 1]
-    conditions = by_length or comparison.conditions  # one length is for tables
+    conditions = comparison.pictured
     measures = {comparison.test(condition).measure for condition in conditions}
     size, shared = (max(1.2 + 3.6 * len(conditions), 5.5), 3.8), len(measures) == 1
     with drawing(path, 1, len(conditions), figsize=size, sharey=shared, squeeze=False) as (figure, panels):
