@@ -38,6 +38,7 @@ from deadreckon.tasks.tokens import (
 )
 
 TOKENIZER_FILE = "tokenizer.json"
+BLOCK = 1 << 24  # tokens that are looked through at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,8 @@ class Corpus:
     @cached_property
     def documents(self) -> NDArray[np.int64]:
         """Where each begins, and where the one behind it does, (documents, 2)."""
-        ends = np.flatnonzero(self.ids == self.end) + 1
+        blocks = range(0, len(self.ids), BLOCK)
+        ends = np.concatenate([n + np.flatnonzero(self.ids[n : n + BLOCK] == self.end) for n in blocks]) + 1
         if not len(ends) or ends[-1] < len(self.ids):
             ends = np.append(ends, len(self.ids))
         return np.stack([np.append(0, ends[:-1]), ends], axis=1)
