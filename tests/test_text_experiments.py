@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,20 @@ def test_a_run_is_alike_each_time(changes: tuple[str, ...], tmp_path: Path) -> N
     assert [line["loss"] for line in first.metrics()] == [line["loss"] for line in second.metrics()]
     rates = [recipe.learning_rate_at(step) for step in range(12)]
     assert max(rates) == rates[0] == recipe.learning_rate and 0.1 < rates[-1] / rates[0] < 0.15
+
+
+def test_a_compiled_model_trains_alike(changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole step is one graph, the loss in chunks too."""
+    recipe = find_recipe("rotations", "tiny", "rope", changes=changes)
+    task, losses = recipe.make_task(), []
+    whole = partial(torch.compile, backend="eager", fullgraph=True)  # traced by Dynamo, not generated
+    monkeypatch.setattr(torch, "compile", whole)
+    for switch in ("0", "1"):
+        monkeypatch.setenv("DEADRECKON_COMPILE", switch)
+        training = Training(make_model(recipe, task.vocab_size), task, recipe)
+        assert (training.forward is training.model) == (switch == "0")
+        losses.append([training.advance().loss for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_other_tasks_have_no_perplexity_by_length(tmp_path: Path) -> None:
