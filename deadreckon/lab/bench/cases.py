@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import deadreckon as dr
-from deadreckon.lab.bench.page import sizes_in
+from deadreckon.lab.arguments import sizes_in
 from deadreckon.lab.bench.rivals import Inputs, Method
 
 CASES: dict[str, Callable[[Inputs], dict[str, Any]]] = {

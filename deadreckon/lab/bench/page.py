@@ -96,14 +96,6 @@ def ratio(value: float, base: float) -> str:
     return f"{value / base:.2f}" if base else ""
 
 
-def sizes_in(text: str, name: str, form: str) -> tuple[int, ...]:
-    """Numbers such as 24x1024, as many as the first word of `form` has."""
-    numbers, wanted = text.lower().split("x"), form.split(",")[0].split("x")
-    if len(numbers) != len(wanted) or not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise ValueError(f"{name}: expected {form}, got {text!r}")
-    return tuple(map(int, numbers))
-
-
 def explain(error: Exception) -> str:
     """In a line that fits into a table."""
     first, *_ = str(error).splitlines() or [""]

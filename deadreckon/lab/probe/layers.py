@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,15 +52,16 @@ def probe_layer(
         (layer.q_norm, layer.q_proj), (layer.k_norm, layer.k_proj), (torch.nn.Identity(), layer.v_proj)
     ))  # fmt: skip
     q, k = layer.encoding.widen(q, k, x, context)
-    q, k, v = (attention.per_head(_at_least_single(t), heads) for t in (q, k, v))
+    q, k, v = (attention.per_head(t if t.dtype == torch.float64 else t.float(), heads) for t in (q, k, v))
     transport, gates = factors.transport, attention.gates_of(factors.log_gate, x, heads)
     mixing = _mixing(transport, heads, options)
-    windows = [_window(found, x.shape[1], options) for found in mixing]
+    windows = [_window(one, x.shape[1], options) for one in mixing]
     split = torch.tensor([window for window, _ in windows], device=x.device).view(-1, 1, 1)
+    at_once = max(AT_ONCE // (x.shape[1] * heads * len(options.places)), 1)  # rows of the batch
     parts = [
-        _look(q[rows], k[rows], v[rows], _some(transport, rows), None if gates is None else gates[rows], factors.score,
-              output[rows], split, width**-0.5, options)
-        for rows in _rows(q, len(options.places))
+        _look(q[rows], k[rows], v[rows], _rows_of(transport, rows), None if gates is None else gates[rows],
+              factors.score, output[rows], split, width**-0.5, options)
+        for rows in (slice(start, start + at_once) for start in range(0, len(x), at_once))
     ]  # fmt: skip
     found = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}  # (B, H, Q, …)
     off = float((found["off"].square().sum() / found["output"].square().sum()).sqrt())
@@ -81,21 +81,10 @@ def distance_bins(tokens: int) -> list[int]:
     return [0, *route_lengths(tokens - 1)]
 
 
-def _at_least_single(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _some(transport: dr.Rotation | dr.Householder | None, rows: slice) -> dr.Rotation | dr.Householder | None:
+def _rows_of(transport: dr.Rotation | dr.Householder | None, rows: slice) -> dr.Rotation | dr.Householder | None:
     if isinstance(transport, dr.Rotation):
         return replace(transport, angles=transport.angles[rows])
     return transport and dr.Householder(transport.w[rows], transport.beta[rows])
-
-
-def _rows(q: Tensor, queries: int) -> Iterator[slice]:
-    """Rows of the batch, as many at once as memory has room for."""
-    batch, tokens, heads, _ = q.shape
-    some = max(AT_ONCE // (tokens * heads * queries), 1)
-    return (slice(start, start + some) for start in range(0, batch, some))
 
 
 def _mixing(transport: dr.Rotation | dr.Householder | None, heads: int, options: Options) -> list[Mixing | None]:
@@ -103,9 +92,9 @@ def _mixing(transport: dr.Rotation | dr.Householder | None, heads: int, options:
     if transport is None:
         return [None] * heads
     mean = mean_transport(transport, routes=options.routes)
-    own = mean.norm.shape[1]
+    key_heads = mean.norm.shape[1]
     found = []
-    for head in range(own):
+    for head in range(key_heads):
         norm, noise = mean.norm[:, head], mean.noise[:, head]
         decay, mixed, pair_rates = mean.decay(head), None, None
         if mean.pairs is not None and mean.pairs_noise is not None:
@@ -117,7 +106,7 @@ def _mixing(transport: dr.Rotation | dr.Householder | None, heads: int, options:
             decay.rate, decay.error, decay.gap, decay.gap_ceiling,
             None if decay.gap is None else theory.mixing_window(decay.rate, options.tolerance), mixed, pair_rates,
         ))  # fmt: skip
-    return [found[head * own // heads] for head in range(heads)]
+    return [found[head * key_heads // heads] for head in range(heads)]
 
 
 def _window(mixing: Mixing | None, tokens: int, options: Options) -> tuple[int, str]:
@@ -148,7 +137,7 @@ def _look(
     by_head = v.transpose(1, 2)
     whole = attention.carried_sum(weights, v, transport, places) if carries and transport else weights @ by_head
     far_weights = torch.where(far, weights, 0)
-    loudness = (far_weights * by_head.norm(dim=-1).unsqueeze(-2)).sum(-1).clamp(min=1e-30)
+    far_length = (far_weights * by_head.norm(dim=-1).unsqueeze(-2)).sum(-1).clamp(min=1e-30)
     starts = torch.tensor(distance_bins(tokens), device=q.device)
     which = (torch.bucketize(distance, starts, right=True) - 1).clamp(min=0).expand_as(logits)
     empty = logits.new_zeros(*logits.shape[:-1], len(starts))
@@ -167,10 +156,10 @@ def _look(
         "far_least": torch.where(far, gated, torch.inf).amin(-1),
         "limit": 2 * scale * q[:, places].norm(dim=-1).transpose(1, 2)
         * k.norm(dim=-1).amax(1).unsqueeze(-1),
-        "plain": (far_weights @ by_head).norm(dim=-1) / loudness,
+        "plain": (far_weights @ by_head).norm(dim=-1) / far_length,
     }  # fmt: skip
     if transport is not None and v.shape[-1] == q.shape[-1]:
-        found["carried"] = attention.carried_sum(far_weights, v, transport, places).norm(dim=-1) / loudness
+        found["carried"] = attention.carried_sum(far_weights, v, transport, places).norm(dim=-1) / far_length
     if isinstance(transport, dr.Rotation):
         phases = attention.phases_of(transport, q.shape[2]).transpose(1, 2)  # (B, H, T, M)
         along = [far_weights.double() @ side for side in (phases.cos(), phases.sin())]
