@@ -199,11 +199,11 @@ class Probe:
             console.print(answer, highlight=False)
         else:
             tokens, labels, usual = source.rows(self.data, self.rows, self.length, self.seed)
-            found = run_probe(
+            findings = run_probe(
                 source.model, tokens, out, labels=labels, trained=self.trained or usual, window=self.window or None,
                 queries=self.queries, seed=self.seed,
             )  # fmt: skip
-            print_findings(found, console)
+            print_findings(findings, console)
         console.print(f"Saved: {out}", highlight=False)
 
 

@@ -33,7 +33,7 @@ class Page:
         self.flags, self.console = flags, Console()
         threads = torch.get_num_threads()
         machine = torch.cuda.get_device_name() if flags.device == "cuda" else f"{processor()}, {threads} threads"
-        versions = [f"{package} {found}" for package in packages if (found := version_of(package))]
+        versions = [f"{package} {version}" for package in packages if (version := version_of(package))]
         self.about = [machine, f"torch {torch.__version__}", *versions]
         self.about += [] if rounds is None else [f"{SUMMARIES[flags.device][0]} of {rounds}"]
         self.title, self.parts = f"# {title} on {machine}", list[str]()

@@ -63,7 +63,7 @@ def run_demo(
         _train(console, contestants, recipe, began)
         for one in contestants:
             scores = [score(one.model, recipe, name, times * recipe.length) for name, times in TESTS]
-            one.errors = [found.value("error") for found in scores]
+            one.errors = [result.value("error") for result in scores]
             console.print(f"{one.title} is tested, {time.perf_counter() - began:.0f} s", highlight=False)
     finally:
         torch.set_num_threads(threads)

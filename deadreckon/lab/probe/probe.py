@@ -67,7 +67,7 @@ def run_probe(
     ends, loss, error = _by_place(losses, scored)
     more = None if short is None else _by_place(losses - short, scored)
     measured = measure(ends, loss, error, options.trained) if more is None else measure_more(*more, options.trained)
-    found = Findings(
+    findings = Findings(
         about={
             "encodings": model.config.encodings(), "rows": tokens.shape[0], "length": length, "trained": trained,
             "tolerance": tolerance, "queries": len(places), "routes": routes, "keep": keep, "seed": seed,
@@ -80,10 +80,10 @@ def run_probe(
     if out is not None:
         from deadreckon.lab.probe.report import probe_picture
 
-        found.save(out / "probe.json")
+        findings.save(out / "probe.json")
         if heads:
-            probe_picture(found, out / "probe.png")
-    return found
+            probe_picture(findings, out / "probe.png")
+    return findings
 
 
 def _check(

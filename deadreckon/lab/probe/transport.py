@@ -148,11 +148,11 @@ def _row_products(
     (tokens, heads), dim, device = first.shape[1:3], first.shape[-1], first.device
     cells = (tokens - 1) // grid
     product = torch.eye(dim, dtype=torch.float64, device=device).expand(cells, heads, dim, dim)
-    found = []
+    by_length = []
     for step in range(grid):
         product = advance(product, slice(1 + step, 1 + step + (cells - 1) * grid + 1, grid))
         if step + 1 in lengths:
-            found.append((step + 1, product))
+            by_length.append((step + 1, product))
     # Longer routes are made of those of 1, 2, 4, … cells, the binary digits of their length, lowest first.
     wanted = {length // grid: product for length in lengths if length > grid}
     doubled, reach = product, 1
@@ -163,9 +163,9 @@ def _row_products(
                 after = doubled[before:]
                 wanted[count] = wanted[count][: len(after)] @ after if before else doubled
                 if count < 2 * reach:
-                    found.append((count * grid, wanted[count]))
+                    by_length.append((count * grid, wanted[count]))
         doubled, reach = doubled[:-reach] @ doubled[reach:], 2 * reach
-    return found
+    return by_length
 
 
 def _stepper(steps: dr.Householder | Tensor, row: int) -> Callable[[Tensor, slice], Tensor]:
