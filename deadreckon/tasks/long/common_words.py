@@ -63,8 +63,10 @@ class CommonWords:
 
 def _list(others: int, repeats: Repeats, random: Random) -> tuple[str, tuple[str, ...]]:
     """A prompt, and its common words in the order of the list."""
-    drawn = random.sample(words(), len(words()))
-    common, rest = drawn[:COMMON], drawn[COMMON : COMMON + others]
+    drawn: dict[str, None] = {}
+    while len(drawn) < COMMON + others:
+        drawn[random.choice(words())] = None
+    common, rest = list(drawn)[:COMMON], list(drawn)[COMMON:]
     listed = common * repeats.common + rest * repeats.other
     random.shuffle(listed)
     return TEMPLATE.format(context=number_words(listed)), tuple(sorted(common, key=listed.index))
