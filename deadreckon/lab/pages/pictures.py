@@ -83,7 +83,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
 def suite_picture(
     scores: dict[str, dict[str, dict[int, float]]], depths: dict[str, dict[float, dict[int, float]]], path: Path
 ) -> None:
-    """The long-context suite: a panel for each task, a line for each model; below, passkey by depth and length.
+    """The long-context suite: a panel for each task, a line for each model; then passkey by depth, a panel a model.
 
     Args:
         scores: from 0 to 1, by model, task and length.
@@ -91,22 +91,25 @@ def suite_picture(
     """
     tasks = list(dict.fromkeys(task for by_task in scores.values() for task in by_task))
     maps = {name: by_depth for name, by_depth in depths.items() if by_depth}
-    columns = min(max(len(tasks), len(maps), 1), 5)
-    lines, rest = -(-len(tasks) // columns), -(-len(maps) // columns)
-    size = (1 + 2.5 * columns, 0.6 + 2.3 * (lines + rest))
-    with drawing(path, lines + rest, columns, font=9, figsize=size, squeeze=False) as (figure, panels):
-        flat = panels.ravel()
+    panels_wanted = len(tasks) + len(maps)
+    columns = min(panels_wanted, 5)
+    rows = -(-panels_wanted // columns)
+    size = (1 + 2.6 * columns, 0.9 + 2.3 * rows)
+    with drawing(path, rows, columns, font=9, figsize=size, squeeze=False) as (figure, panels):
+        flat = list(panels.ravel())
         for axes, task in zip(flat, tasks, strict=False):
             _draw_task(axes, {name: by_task.get(task, {}) for name, by_task in scores.items()})
             axes.set_title(task)
         image = None
-        for axes, (name, by_depth) in zip(flat[lines * columns :], maps.items(), strict=False):
+        for axes, (name, by_depth) in zip(flat[len(tasks) :], maps.items(), strict=False):
             image = _draw_depths(axes, by_depth)
-            axes.set_title(f"passkey by depth, {name}" if len(scores) > 1 else "passkey by depth")
-        for axes in [*flat[len(tasks) : lines * columns], *flat[lines * columns + len(maps) :]]:
+            axes.set_title(f"passkey, {name}" if len(scores) > 1 else "passkey by depth")
+        for axes in flat[panels_wanted:]:
             axes.axis("off")
         if image is not None:
-            figure.colorbar(image, ax=list(flat[lines * columns :]), label="right, %", shrink=0.9)
+            figure.colorbar(image, ax=flat[panels_wanted - 1])
+        figure.supxlabel("length in tokens", fontsize=10)
+        figure.supylabel("score, %", fontsize=10)
         if len(scores) > 1:
             handles, labels = flat[0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False)
@@ -132,6 +135,7 @@ def _draw_depths(axes: Axes, by_depth: dict[float, dict[int, float]]) -> Any:
     axes.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
     marked = [place for place, depth in enumerate(by_depth) if round(100 * depth) % 50 == 0]
     axes.set_yticks(marked, [f"{100 * list(by_depth)[place]:.0f} %" for place in marked])
+    axes.set_ylabel("depth")
     axes.spines[:].set_visible(False)
     return image
 

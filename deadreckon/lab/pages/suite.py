@@ -57,7 +57,8 @@ def run_suite(
             raise ValueError(f"{what}: expected 1 or more, got {count}")
     lengths = tuple(lengths) or LENGTHS
     chosen = make_long_tasks(tasks, babi=babi, books=books)
-    others = {_name(other): read_answers(_answers_file(other)) for other in beside}
+    name, *names = _names([folder, *beside])
+    others = {name: read_answers(_answers_file(other)) for name, other in zip(names, beside, strict=True)}
     with quiet_transformers():
         model, tokenizer, source = load(folder, checkpoint, device, lengths)
     out = out or folder / FOLDER
@@ -72,9 +73,9 @@ def run_suite(
         ):  # fmt: skip
             answers.add(batch)
             status.update(progress.advance(batch))
-    asked = {_name(folder): [answer for key, answer in answers.found.items() if key in keys]}
-    show(asked | others, out, console, describe_environment(device)["command"])
-    return mean_scores(asked[_name(folder)])
+    asked = [answer for key, answer in answers.found.items() if key in keys]
+    show({name: asked} | others, out, console, describe_environment(device)["command"])
+    return mean_scores(asked)
 
 
 def load(
@@ -186,8 +187,14 @@ def depths(answers: Iterable[Answer]) -> dict[float, dict[int, float]]:
     return {depth: {n: mean(values) for n, values in groups[depth].items()} for depth in sorted(groups)}
 
 
-def _name(folder: Path) -> str:
-    return folder.resolve().name
+def _names(folders: Sequence[Path]) -> list[str]:
+    """What models are called: by their folders, and by the folders above where that does not tell them apart."""
+    paths = [folder.resolve() for folder in folders]
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
 
 
 def _answers_file(folder: Path) -> Path:
