@@ -61,9 +61,11 @@ class Mixture:
         """Rows of the text, and questions at the beginning of some."""
         tokens, labels = self.text.sample(count, length, generator)
         chosen = (torch.rand(count, generator=generator) < self.share).nonzero().flatten()
-        shortest, longest = self.questions.lengths[0], tokens.shape[1]
-        if not len(chosen) or shortest > longest:
+        if not len(chosen):
             return tokens, labels
+        shortest, longest = self.questions.lengths[0], tokens.shape[1]
+        if shortest > longest:
+            raise ValueError(f"length: expected {shortest} tokens or more, the shortest question's, got {longest}")
         asked, answers = self.questions.sample(len(chosen), range(shortest, longest + 1), generator)
         place = torch.arange(asked.shape[1])
         ends = torch.where(answers != task.NOT_SCORED, place, 0).amax(1, keepdim=True)

@@ -68,13 +68,17 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Scores against length, a panel for each test, the training length marked."""
     conditions = comparison.conditions
     measures = {comparison.test(condition).measure for condition in conditions}
-    size, shared = (max(1.2 + 3.6 * len(conditions), 5.5), 3.8), len(measures) == 1
-    with drawing(path, 1, len(conditions), figsize=size, sharey=shared, squeeze=False) as (figure, panels):
-        for axes, condition in zip(panels[0], conditions, strict=True):
+    columns = min(len(conditions), 5)
+    rows, shared = -(-len(conditions) // columns), len(measures) == 1
+    size = (max(1.2 + 3.6 * columns, 5.5), 3.8 * rows)
+    with drawing(path, rows, columns, figsize=size, sharey=shared, squeeze=False) as (figure, panels):
+        for axes, condition in zip(panels.flat, conditions, strict=False):
             _draw_scores(axes, comparison, condition)
             axes.set_title(condition if len(conditions) > 1 else "", pad=18)
-        for axes in panels[0][1:] if shared else ():
+        for axes in panels[:, 1:].flat if shared else ():
             axes.set_ylabel("")
+        for axes in panels.flat[len(conditions) :]:
+            axes.axis("off")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
         figure.suptitle(comparison.title)

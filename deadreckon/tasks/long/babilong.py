@@ -42,7 +42,7 @@ INSTRUCTION = (
 EXAMPLES = 2
 SHORTEST = 6  # words of a sentence
 PARTS = ("train", "test")
-TESTED = 5  # every fifth story is for tests
+TESTED = 5  # one in so many stories and sentences is for tests
 MOST_FACTS = 32  # of a question
 EXAMPLE_FACTS = 12
 SENTENCE = re.compile(  # the blank behind one: no abbreviation or initial stands before it, and a capital follows
@@ -119,11 +119,14 @@ def read_babilong(babi: str | Path, books: str | Path, part: str = "test") -> di
     Args:
         babi: a file of JSON lines with bAbI's own lines in "text" and the name of their task in "task".
         books: see :func:`deadreckon.tasks.text.read_documents`.
-        part: which stories are asked: every fifth ("test"), or the others ("train"), of which the examples are too.
+        part: which stories are asked: every fifth ("test"), or the others ("train"), of which the examples are too; and
+            which sentences stand around them: the last fifth, or the others.
     """
     if part not in PARTS:
         raise ValueError(f"part: expected one of {', '.join(PARTS)}; got {part!r}")
     sentences, tasks = _sentences(str(books)), {}
+    border = len(sentences) - len(sentences) // TESTED
+    sentences = sentences[border:] if part == "test" else sentences[:border]
     for name, text in zip(read_documents(babi, "task"), read_documents(babi, "text"), strict=True):
         told = parse_stories(text)
         train = [story for number, stories in enumerate(told) if number % TESTED for story in stories]
@@ -163,6 +166,8 @@ def _sentences(books: str) -> tuple[str, ...]:
     """All sentences of books that are long enough, in their order."""
     sentences = (" ".join(sentence.split()) for book in read_documents(books) for sentence in SENTENCE.split(book))
     found = tuple(sentence for sentence in sentences if sentence.count(" ") >= SHORTEST - 1)
-    if not found:
-        raise ValueError(f"books: expected sentences of {SHORTEST} words or more, got none in {books}")
+    if len(found) < TESTED:
+        raise ValueError(
+            f"books: expected {TESTED} sentences or more of {SHORTEST} words or more, got {len(found)} in {books}"
+        )
     return found
