@@ -4,8 +4,9 @@
     └── of the questions: answers are scored ─┘└── of the text: everything is scored ───────────────────────────
 
 Such a model is trained on text, and learns what questions look like: without that a small model cannot be asked any.
-Any two tasks of the same tokens do. A question's row counts up to the last token that is scored; the text begins behind
-it. Its length is that of the text's rows, and questions have any length up to it. Packed, neither sees the other.
+Any two tasks of the same tokens do, if the length of a question is its number of tokens. It counts up to the last token
+that is scored, and the text goes on behind it. Its length is the text's; questions have any length up to it. Packed,
+neither sees the other.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ class Mixture:
         if shortest > longest:
             raise ValueError(f"length: expected {shortest} tokens or more, the shortest question's, got {longest}")
         asked, answers = self.questions.sample(len(chosen), range(shortest, longest + 1), generator)
-        place = torch.arange(asked.shape[1])
-        ends = torch.where(answers != task.NOT_SCORED, place, 0).amax(1, keepdim=True)
-        kept = place <= ends
         width = asked.shape[1]
+        if width > longest:
+            raise ValueError(f"questions: expected lengths in tokens, at most {longest} here, got {width} tokens")
+        place = torch.arange(width)
+        kept = place <= torch.where(answers != task.NOT_SCORED, place, 0).amax(1, keepdim=True)
         tokens[chosen, :width] = torch.where(kept, asked, tokens[chosen, :width])
         labels[chosen, :width] = torch.where(kept, answers, labels[chosen, :width])
         return tokens, labels
