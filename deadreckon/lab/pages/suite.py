@@ -58,7 +58,12 @@ def run_suite(
     lengths = tuple(lengths) or LENGTHS
     chosen = make_long_tasks(tasks, babi=babi, books=books)
     name, *names = _names([folder, *beside])
-    others = {name: read_answers(_answers_file(other)) for name, other in zip(names, beside, strict=True)}
+    others = {
+        other: [
+            answer for answer in read_answers(_answers_file(path)) if answer.task in chosen and answer.length in lengths
+        ]
+        for other, path in zip(names, beside, strict=True)
+    }
     with quiet_transformers():
         model, tokenizer, source = load(folder, checkpoint, device, lengths)
     out = out or folder / FOLDER
@@ -190,9 +195,11 @@ def depths(answers: Iterable[Answer]) -> dict[float, dict[int, float]]:
 def _names(folders: Sequence[Path]) -> list[str]:
     """What models are called: by their folders, and by the folders above where that does not tell them apart."""
     paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"beside: expected other models, each once, got {', '.join(map(str, folders))}")
     for parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
+        if len(set(names)) == len(paths):
             break
     return names
 
