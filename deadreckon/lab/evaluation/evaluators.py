@@ -29,6 +29,7 @@ from deadreckon.tasks.tokens import for_transformers
 TRAINING_LOSS = "last tenth of training"
 BINS = 32  # of positions
 SUITE_OPTIONS = ("tasks", "babi", "books")
+SUITE_BATCH = 1 << 18  # tokens of prompts read at a time
 
 
 class Subject(NamedTuple):
@@ -190,7 +191,7 @@ def _suite_scores(subject: Subject) -> Iterator[Score]:
     tokenizer = for_transformers(_corpus(subject, max(subject.lengths))[0].tokenizer)
     for name, length in subject.places:
         rows = max(1, min(recipe.test_rows, recipe.test_tokens // length))
-        batches = ask(subject.model, tokenizer, {name: suite[name]}, (length,), rows)
+        batches = ask(subject.model, tokenizer, {name: suite[name]}, (length,), rows, batch_tokens=SUITE_BATCH)
         right = mean(answer.score for batch in batches for answer in batch)
         yield Score(name, length, None, right, math.nan, rows, "exact")
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from deadreckon.lab.evaluation.scores import autocast, isolated_rng
 from deadreckon.tasks.long.question import Fitted, LongTask, fit
 
 BATCH_TOKENS = 1 << 16  # of prompts that are read at a time, one at least
+WORKERS = 8  # threads that fit prompts
 PIECE = 2048  # tokens of a prompt that other models read at once
 Key = tuple[str, int, int]  # a task, a length, and the number of a question
 
@@ -117,21 +121,49 @@ def ask(
         seed: of the questions.
         batch_tokens: about how many tokens of prompts are read at once.
     """
-    for length in lengths:
-        for name, task in tasks.items():
-            missing = [number for number in range(rows) if (name, length, number) not in known]
-            near: int | None = None
-            batch = max(1, batch_tokens // length)
-            for first in range(0, len(missing), batch):
-                numbers, asked = missing[first : first + batch], []
-                for number in numbers:
-                    asked.append(fit(task, number, length, _counter(tokenizer), seed, near))
-                    near = asked[-1].size
+    jobs = [
+        (name, length, numbers)
+        for length in lengths
+        for name in tasks
+        for numbers in _batches([n for n in range(rows) if (name, length, n) not in known], batch_tokens // length)
+    ]
+    count, sizes = _counter(tokenizer), dict[tuple[str, int], int]()
+
+    def fitted(name: str, length: int, number: int) -> Fitted:
+        one = fit(tasks[name], number, length, count, seed, sizes.get((name, length)))
+        sizes[name, length] = one.size
+        return one
+
+    # The next prompts are fitted while the model answers: tokenizers run in threads of their own.
+    with closing_pool() as pool:
+        ahead: deque[tuple[str, int, list[int], list[Future[Fitted]]]] = deque()
+        for place in range(len(jobs) + 1):
+            if place < len(jobs):
+                name, length, numbers = jobs[place]
+                ahead.append((name, length, numbers, [pool.submit(fitted, name, length, n) for n in numbers]))
+            if place > 0:
+                name, length, numbers, futures = ahead.popleft()
+                asked, task = [future.result() for future in futures], tasks[name]
                 said = generate(model, tokenizer, [one.question.prompt for one in asked], task.new_tokens, seed)
                 yield [
                     _answer(name, task, length, number, one, words)
                     for number, one, words in zip(numbers, asked, said, strict=True)
                 ]
+
+
+def _batches(numbers: list[int], size: int) -> Iterator[list[int]]:
+    size = max(1, size)
+    return (numbers[first : first + size] for first in range(0, len(numbers), size))
+
+
+@contextmanager
+def closing_pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads; what they have not begun is dropped at the end, however that comes."""
+    pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _answer(name: str, task: LongTask, length: int, number: int, fitted: Fitted, said: str) -> Answer:
@@ -141,7 +173,8 @@ def _answer(name: str, task: LongTask, length: int, number: int, fitted: Fitted,
 
 
 def _counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    return lambda text: len(tokenizer(text, verbose=False).input_ids)
+    tokenizer("a")  # settles its options, which threads then only read
+    return lambda text: len(tokenizer(text, return_attention_mask=False, verbose=False).input_ids)
 
 
 @torch.no_grad()
