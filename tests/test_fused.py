@@ -247,7 +247,14 @@ def test_operators(transport: str | None, gate: str | None) -> None:
     leaves = {name: x.float().to(DEVICE).requires_grad_() for name, x in case.inputs().items()}
     log_gate = leaves.get("log_gate")
     if transport:
-        inputs = (*(leaves[name] for name in ("q", "k", "v", "w", "beta")), log_gate, None, gate is not None, 0.25, True)
+        inputs = (
+            *(leaves[name] for name in ("q", "k", "v", "w", "beta")),
+            log_gate,
+            None,
+            gate is not None,
+            0.25,
+            True,
+        )
         operator = torch.ops.deadreckon.householder.default
     else:
         inputs = (*(leaves[name] for name in ("q", "k", "v")), log_gate, None, gate is not None, 0.25)

@@ -14,7 +14,7 @@ from small_runs import quiet, run_cli
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import deadreckon as dr
-from deadreckon.lab.evaluation import long
+from deadreckon.lab.evaluation import format_value, is_better, long
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, generate
 from deadreckon.lab.pages import suite as pages
 from deadreckon.lab.pages.suite import depths, fingerprint, mean_scores, run_suite
@@ -250,7 +250,8 @@ def test_a_recipe_asks_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     scores = run.scores()
     assert set(scores) == {(name, length) for name in ("held out", "phonebook") for length in (192, 256)}
     assert scores["phonebook", 192].rows == 3 and scores["phonebook", 256].rows == 2
-    assert scores["phonebook", 192].exact == 0 and scores["phonebook", 192].measure == "exact"
+    assert scores["phonebook", 192].score == 0 and scores["phonebook", 192].measure == "score"
+    assert is_better("score", 0.5, 0.2) and format_value("score", 0.5) == "50.0"
     monkeypatch.setattr(long, "generate", lambda *words: pytest.fail("asked again"))
     train_run(run.recipe, tmp_path / "run", console=quiet())
     monkeypatch.undo()
