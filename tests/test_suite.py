@@ -168,8 +168,9 @@ def test_a_killed_suite_resumes(folder: Path, oracle: dict[str, Any], monkeypatc
     oracle["calls"], oracle["stop"] = 0, None
     assert run_suite(folder, [800, 1000], **settings) == whole
     assert oracle["calls"] == calls - 2 and path.read_text() == (folder / "whole" / "answers.jsonl").read_text()
-    run_suite(folder, [800, 1000], **settings)
-    assert oracle["calls"] == calls - 2  # nothing is asked twice
+    with monkeypatch.context() as patch:  # nothing is asked twice, and no model loaded for nothing
+        patch.setattr(pages, "load", lambda *words: pytest.fail("loaded"))
+        assert run_suite(folder, [800, 1000], **settings) == whole
     run_suite(folder, [800], **settings | {"rows": 5})
     assert oracle["calls"] == calls  # one more of each task
     assert mean_scores([]) == {}
