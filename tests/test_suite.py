@@ -83,7 +83,10 @@ def test_the_tokenizer_says_where_answers_end(tokenizer: PreTrainedTokenizerFast
         model.lm_head = torch.nn.Linear(32, len(tokenizer))
         model.lm_head.bias.fill_(0)[tokenizer.eos_token_id] = 1e4
     assert model.generation_config.eos_token_id is None
+    calls: list[None] = []
+    model.model.register_forward_hook(lambda *words: calls.append(None))
     assert generate(model, tokenizer, ["Nora Becker:", "Ivan:"], 5) == ["", ""]
+    assert len(calls) == 1  # nothing is generated behind the end
 
 
 def test_answers_stay_within_the_length(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
 
+from deadreckon.lab.arguments import names_in, numbers_in
 from deadreckon.lab.bench.flags import Attention, Benchmark
 
 Size = Literal["tiny", "small", "paper"]
@@ -39,7 +40,6 @@ class Demo:
         console = Console()
         console.print("Loading PyTorch and transformers; about a minute on two free cores, measured in a moment …")
         from deadreckon.lab.environment import check_device
-        from deadreckon.lab.pages.compare import names_in
         from deadreckon.lab.pages.demo import demo_recipe, run_demo
         from deadreckon.lab.recipes import check_encodings
 
@@ -116,7 +116,6 @@ class Eval:
             self._run_tests()
 
     def _run_suite(self) -> None:
-        from deadreckon.lab.pages.compare import names_in, numbers_in
         from deadreckon.lab.pages.suite import run_suite
 
         run_suite(
@@ -127,7 +126,6 @@ class Eval:
 
     def _run_tests(self) -> None:
         from deadreckon.lab.environment import check_device
-        from deadreckon.lab.pages.compare import numbers_in
         from deadreckon.lab.recipes import find_recipe
         from deadreckon.lab.training import Run, list_scores, quiet_transformers, score_model, score_run, summary
 
@@ -164,13 +162,10 @@ class Compare:
     jobs: int = 1  # how many to train at a time; small models leave most of a GPU to others
 
     def run(self) -> None:
-        from deadreckon.lab.pages.compare import compare, names_in, numbers_in
+        from deadreckon.lab.pages.compare import compare
 
-        compare(
-            self.experiment, names_in(self.encodings), seeds=self.seeds, size=self.size,
-            lengths=numbers_in(self.lengths), changes=self.change, sweep=self.sweep, runs=self.runs,
-            device=self.device, jobs=self.jobs, picture=self.picture, page=self.page,
-        )  # fmt: skip
+        flags = asdict(self) | {"encodings": names_in(self.encodings), "lengths": numbers_in(self.lengths)}
+        compare(flags.pop("experiment"), changes=flags.pop("change"), **flags)
 
 
 @dataclass(frozen=True)
@@ -224,18 +219,18 @@ class Probe:
         console, out = Console(), self.output or self.folder / "probe"
         source = Source(self.folder, self.checkpoint, self.device)
         if self.cursors:
-            from deadreckon.lab.probe.cursors_picture import show
+            from deadreckon.lab.probe.cursors import Pair, show
 
             question = self.question or source.question(self.data, self.length, self.seed)
-            answer = show(source.model, question, out / "cursors.png", self.layer, self.head, self.cursor)
+            answer = show(source.model, question, out / "cursors.png", Pair(self.layer, self.head, self.cursor))
             console.print(answer, highlight=False)
         else:
             tokens, labels, usual = source.rows(self.data, self.rows, self.length, self.seed)
-            found = run_probe(
+            findings = run_probe(
                 source.model, tokens, out, labels=labels, trained=self.trained or usual, window=self.window or None,
                 queries=self.queries, seed=self.seed,
             )  # fmt: skip
-            print_findings(found, console)
+            print_findings(findings, console)
         console.print(f"Saved: {out}", highlight=False)
 
 
