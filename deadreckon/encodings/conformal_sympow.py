@@ -6,8 +6,8 @@ over the tokens of the route, N the longest document. γ and β are each head's 
 and heads, width 768), gates are another 0.09%, both 0.18%.
 
 Cost: linear in T, or that of attention while that is less. State: the running angle; and keys, values and gates, until
-C(D + p − 1, p) · (D + 1) numbers a gate take less room: for GPT-2's heads of 64, in bfloat16, 38.9 MB with p = 2 and
-14.3 GB with p = 4.
+C(D + p − 1, p) · (D + 1) numbers a gate take less room: for all of GPT-2, heads of 64, 38.9 MB with p = 2 and 14.3 GB
+with p = 4 in bfloat16, as the paper counts; states here are in float32, beyond p = 2 in float64.
 """
 
 from __future__ import annotations
