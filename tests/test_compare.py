@@ -151,11 +151,13 @@ def test_labels_name_what_differs(tmp_path: Path) -> None:
     recipes |= {f"p{n}": small("prism", 0, f"encoding_options.prism.width={n}") for n in sizes}
     recipes |= {f"b{n}": small("rope", 0, f"batch_size={n}") for n in sizes}
     recipes |= {f"l{n}": small("nope").at_length(n) for n in (8, 16)}
+    recipes |= {f"i{n}": small("fox", 0, f"options.ignore=0.{n}") for n in (5, 6)}
     labels = by_label(Run.create(tmp_path / name, recipe) for name, recipe in recipes.items())
     assert {label: [run.path.name for run in runs] for label, runs in labels.items()} == {
         "prism width=16 prism.width=8": ["16"], "prism width=32 prism.width=8": ["32"],
         "prism width=16 prism.width=16": ["p16"], "prism width=16 prism.width=32": ["p32"],
         "rope batch_size=16": ["b16"], "rope batch_size=32": ["b32"], "nope": ["l8", "l16"],
+        "fox options.ignore=0.5": ["i5"], "fox options.ignore=0.6": ["i6"],
     }  # fmt: skip
 
 

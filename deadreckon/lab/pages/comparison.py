@@ -162,8 +162,9 @@ def by_label(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def _settings(recipe: Recipe, left_out: Sequence[str]) -> dict[str, Any]:
-    """What a label may name: fields of a recipe, and options of its encoding ("prism.width" beside "width")."""
+    """What a label may name: fields of a recipe, options of task and encoding ("prism.width" beside "width")."""
     data = recipe.to_dict()
+    of_task = {f"options.{key}": value for key, value in data.pop("options").items()}
     options = data["encoding_options"].get(recipe.encoding, {})
     named = {f"{recipe.encoding}.{key}" if key in data else key: value for key, value in options.items()}
-    return {key: value for key, value in data.items() if key not in left_out} | named
+    return {key: value for key, value in data.items() if key not in left_out} | of_task | named
