@@ -68,8 +68,8 @@ def test_definition(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("householder", "learned", length=300, batch=1, heads=2),
-        Case("householder", None, length=577, batch=1, heads=1),
+        Case("householder", "learned", length=300, batch=1, heads=2, group=1),
+        Case("householder", None, length=577, batch=1, heads=1, group=1),
         Case("householder", "learned per key head", length=256, batch=1, heads=1),
     ],
 )
@@ -114,7 +114,7 @@ def test_strong_gates_are_pruned_and_right(
         return found[-1]
 
     monkeypatch.setattr(f"deadreckon.ops.triton.{transport or 'gated'}.operator.reach_of", watched)
-    case = Case(transport, "learned", length=500, batch=1, heads=1)
+    case = Case(transport, "learned", length=500, batch=1, heads=1, group=1)
     leaves = {name: x.float().to(DEVICE) for name, x in case.inputs().items()}
     leaves["log_gate"] = leaves["log_gate"] * 10
     exact = {name: x.double().cpu().requires_grad_() for name, x in leaves.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from deadreckon.ops.triton.stick.operator import stick_breaking, stick_breaking_
 from deadreckon.ops.triton.tiles import Tiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OF_SHAPES = ("test_schema", "test_faketensor")
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +194,26 @@ def test_compiles() -> None:
     compiled = torch.compile(by_kernel, fullgraph=True, backend="aot_eager")
     found, expected = gradients(compiled, tensors), gradients(by_kernel, tensors)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_packed_documents() -> None:
+    """The kernel in graphs too, which know neither how many there are nor where they end."""
+    q, k, v, grad = draw(1, 90, 1, 2, 16, 8)
+    bounds = torch.tensor([0, 1, 30, 30, 75, 90], dtype=torch.int32, device=DEVICE)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, impl: Any = "triton") -> Tensor:
+        return dr.attend(q, k, v, score="stick-breaking", cu_seqlens=bounds, impl=impl)
+
+    expected = gradients(lambda *x: attend(*x, impl="reference"), [x.double() for x in (q, k, v, grad)])
+    found = gradients(attend, [q, k, v, grad])
+    assert max(distances(found, expected)) <= 1e-5
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(x, y) for x, y in zip(gradients(compiled, [q, k, v, grad]), found, strict=True))
+    half = [x.half() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_packed, (*half, bounds, 0.25), test_utils=OF_SHAPES)
+    out, rest = torch.ops.deadreckon.stick_breaking_packed(*half, bounds, 0.25)
+    inputs = (grad.half(), *half, bounds, out, rest, 0.25)
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_packed_backward, inputs, test_utils=OF_SHAPES)
 
 
 def test_second_derivatives_are_refused() -> None:

@@ -5,8 +5,9 @@ attention never looks from. Under a tracer, which cannot know the lengths, gates
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +60,26 @@ def buckets(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
     return [groups[size] for size in sorted(groups)]
 
 
+class Batch(NamedTuple):
+    """Documents of similar length side by side."""
+
+    index: Tensor  # (N, longest): where in the row each token is
+    real: Tensor  # (N, longest): whether it is one, or padding
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(1, T, ...) -> (N, longest, ...), zeros for padding."""
+        picked = x[0][self.index.clamp(max=x.shape[1] - 1)]
+        return torch.where(self.real.view(*self.real.shape, *(1,) * (x.dim() - 2)), picked, 0)
+
+
+def batches(cu_seqlens: list[int], device: torch.device) -> Iterator[Batch]:
+    """The documents of a row, a few batches of them."""
+    for group in buckets(cu_seqlens):
+        starts, ends = torch.tensor(group, device=device).unsqueeze(2).unbind(1)  # (N, 1)
+        index = starts + torch.arange(max(end - start for start, end in group), device=device)
+        yield Batch(index, index < ends)
+
+
 def unpacked(
     attend: Callable[[Tensor, Tensor, Tensor, Factors, float, None], Tensor],
     q: Tensor,
@@ -71,23 +92,14 @@ def unpacked(
     """Runs attend over each group of documents as a batch, and packs the outputs again."""
     transport, log_gate, score = factors
     outputs, order = [], []
-    for group in buckets(cu_seqlens):
-        longest = max(end - start for start, end in group)
-        starts, ends = torch.tensor(group, device=q.device).unsqueeze(2).unbind(1)  # (N, 1)
-        index = starts + torch.arange(longest, device=q.device)
-        real = index < ends
-
-        def rows(x: Tensor, index: Tensor = index, real: Tensor = real) -> Tensor:  # (1, T, ...) -> (N, longest, ...)
-            picked = x[0][index.clamp(max=x.shape[1] - 1)]
-            return torch.where(real.view(*real.shape, *(1,) * (x.dim() - 2)), picked, 0)
-
-        moved = transport
+    for batch in batches(cu_seqlens, q.device):
+        rows, moved = batch.rows, transport
         if isinstance(transport, Rotation):
             moved = Rotation(rows(transport.angles), transport.values)
         elif isinstance(transport, Householder):
             moved = Householder(rows(transport.w), rows(transport.beta))
         gates = None if log_gate is None else rows(log_gate)
         output = attend(rows(q), rows(k), rows(v), Factors(moved, gates, score), scale, None)
-        outputs.append(output[real])
-        order.append(index[real])
+        outputs.append(output[batch.real])
+        order.append(batch.index[batch.real])
     return torch.cat(outputs)[torch.cat(order).argsort()].unsqueeze(0)
