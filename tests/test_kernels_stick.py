@@ -15,7 +15,7 @@ from deadreckon.ops.triton.stick.operator import stick_breaking, stick_breaking_
 from deadreckon.ops.triton.tiles import Tiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OF_SHAPES = ("test_schema", "test_faketensor")
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")  # that they compile has tests of its own
 
 
 @pytest.fixture(autouse=True)
@@ -181,12 +181,12 @@ def test_twice_the_same_bits() -> None:
 def test_operators() -> None:
     q, k, v, grad = draw(1, 20, 1, 2, 16, 8, torch.float16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_forward, (*leaves, 0.25))
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_forward, (*leaves, 0.25), test_utils=CHECKS)
     out, rest = stick_breaking_forward(q, k, v, 0.25)
     assert out.shape == rest.shape and not rest.requires_grad
     assert stick_breaking_forward(q.float(), k.float(), v.float(), 0.25)[1].shape == (0,)
     detached = [x.detach() for x in (grad, q, k, v, out, rest)]
-    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_backward, (*detached, 0.25))
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_backward, (*detached, 0.25), test_utils=CHECKS)
 
 
 def test_compiles() -> None:
@@ -210,10 +210,10 @@ def test_packed_documents() -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     assert all(torch.equal(x, y) for x, y in zip(gradients(compiled, [q, k, v, grad]), found, strict=True))
     half = [x.half() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_packed, (*half, bounds, 0.25), test_utils=OF_SHAPES)
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_packed, (*half, bounds, 0.25), test_utils=CHECKS)
     out, rest = torch.ops.deadreckon.stick_breaking_packed(*half, bounds, 0.25)
     inputs = (grad.half(), *half, bounds, out, rest, 0.25)
-    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_packed_backward, inputs, test_utils=OF_SHAPES)
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_packed_backward, inputs, test_utils=CHECKS)
 
 
 def test_second_derivatives_are_refused() -> None:
