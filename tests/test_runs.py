@@ -159,20 +159,20 @@ def test_ended_anywhere_in_a_checkpoint_it_goes_on(
 @pytest.mark.slow
 def test_killed_it_goes_on(tmp_path: Path) -> None:
     """kill -9 of the very command, at random."""
-    changes = [*SMALL, "steps=100", "evaluate_every=20"]
+    changes = [*SMALL, "steps=60", "evaluate_every=20"]
     words = ["flipflop", "--encoding", "path", "--out", str(tmp_path / "killed"), "--change", *changes]
     command = [sys.executable, "-m", "deadreckon", "train", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     chance, metrics = random.Random(5), tmp_path / "killed" / "metrics.jsonl"
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    reached = chance.randrange(10, 60)
+    reached = chance.randrange(10, 40)
     while not metrics.exists() or metrics.read_text().count("\n") < reached:
         assert process.poll() is None, "it ended by itself"
         time.sleep(0.002)
     time.sleep(chance.random() / 50)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert Run(tmp_path / "killed").progress().step < 100
+    assert Run(tmp_path / "killed").progress().step < 60
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=100)
     killed = Run(tmp_path / "killed")
     assert killed.finished and len(killed.starts()) == 2
