@@ -63,12 +63,12 @@ def buckets(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
 class Batch(NamedTuple):
     """Documents of similar length side by side."""
 
-    index: Tensor  # (N, longest): where in the row each token is
+    place: Tensor  # (N, longest): where in the row each token is
     real: Tensor  # (N, longest): whether it is one, or padding
 
     def rows(self, x: Tensor) -> Tensor:
         """(1, T, ...) -> (N, longest, ...), zeros for padding."""
-        picked = x[0][self.index.clamp(max=x.shape[1] - 1)]
+        picked = x[0][self.place.clamp(max=x.shape[1] - 1)]
         return torch.where(self.real.view(*self.real.shape, *(1,) * (x.dim() - 2)), picked, 0)
 
 
@@ -76,8 +76,8 @@ def batches(cu_seqlens: list[int], device: torch.device) -> Iterator[Batch]:
     """The documents of a row, a few batches of them."""
     for group in buckets(cu_seqlens):
         starts, ends = torch.tensor(group, device=device).unsqueeze(2).unbind(1)  # (N, 1)
-        index = starts + torch.arange(max(end - start for start, end in group), device=device)
-        yield Batch(index, index < ends)
+        place = starts + torch.arange(max(end - start for start, end in group), device=device)
+        yield Batch(place, place < ends)
 
 
 def unpacked(
@@ -101,5 +101,5 @@ def unpacked(
         gates = None if log_gate is None else rows(log_gate)
         output = attend(rows(q), rows(k), rows(v), Factors(moved, gates, score), scale, None)
         outputs.append(output[batch.real])
-        order.append(batch.index[batch.real])
+        order.append(batch.place[batch.real])
     return torch.cat(outputs)[torch.cat(order).argsort()].unsqueeze(0)

@@ -98,7 +98,7 @@ def packed_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: f
         found = stick_breaking_forward(batch.rows(q), batch.rows(k), batch.rows(v), scale)
         for result, x in zip(results, found, strict=True):
             if x.numel():
-                result[0, batch.index[batch.real]] = x[batch.real]
+                result[0, batch.place[batch.real]] = x[batch.real]
     return results
 
 
@@ -116,7 +116,7 @@ def packed_backward(
     for batch in batches(boundaries(cu_seqlens, q.shape[1]), q.device):
         inputs = [batch.rows(x) if x.numel() else x for x in (grad, q, k, v, out, rest)]
         for gradient, x in zip(gradients, stick_breaking_backward(*inputs, scale), strict=True):
-            gradient[0, batch.index[batch.real]] = x[batch.real]
+            gradient[0, batch.place[batch.real]] = x[batch.real]
     return gradients
 
 
