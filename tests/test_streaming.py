@@ -56,7 +56,7 @@ def test_any_split_gives_the_same(transport: str | None, gate: str | None, score
 @pytest.mark.parametrize("gate", [None, "learned"])
 @pytest.mark.usefixtures("short_walks")
 def test_long_pieces_climb_by_kernels(gate: str | None) -> None:
-    case = Case("householder", gate, length=600, batch=1)
+    case = Case("householder", gate, length=600, batch=1, heads=1)
     leaves = {name: x.float() for name, x in case.inputs().items()}
     expected = case.attend({name: x.double() for name, x in leaves.items()})
     past, outputs = Past(), []
