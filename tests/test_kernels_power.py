@@ -350,11 +350,11 @@ def test_operators(length: int) -> None:
         torch.ops.deadreckon.power, (*leaves[:3], None, None, None, 2, 64, True, True), test_utils=some
     )
     out, values, moments, *kept = (x.detach() for x in power_forward(*leaves, None, None, 2, 64, length > 64, True))
-    inputs = [x.detach() for x in leaves]
-    backward = (grad, None, None, *inputs, out, *kept, 2, 64, False)
+    tensors = [x.detach() for x in leaves]
+    backward = (grad, None, None, *tensors, out, *kept, 2, 64, False)
     torch.library.opcheck(torch.ops.deadreckon.power_backward, backward, test_utils=some)
-    results = power_backward(grad, values, moments, *inputs, out, *kept, 2, 64, False)
-    assert [x.shape for x in results[:4]] == [x.shape for x in inputs] and not len(results[4])
+    results = power_backward(grad, values, moments, *tensors, out, *kept, 2, 64, False)
+    assert [x.shape for x in results[:4]] == [x.shape for x in tensors] and not len(results[4])
 
 
 @pytest.mark.usefixtures("_chunks_of_one_tile")

@@ -18,12 +18,17 @@ class PaTHFoX(Encoding):
 
     Args:
         rank: of the linear map that w is computed by.
+        activation: behind the convolution, "none" or "silu".
+        initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
+        beta: β of a zero input before training.
     """
 
-    def __init__(self, sizes: Sizes, rank: int = 32) -> None:
+    def __init__(
+        self, sizes: Sizes, rank: int = 32, activation: str = "none", initial: float = 0.0, beta: float = 1.0
+    ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+        self.steps = HouseholderSteps(sizes, rank, activation, initial, beta)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, initial=initial)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.steps(x, context), self.gate(x))
