@@ -48,6 +48,8 @@ def probe_layer(
     beyond = [field for field in factors._fields if field not in ("transport", "log_gate", "score")]
     if any(getattr(factors, field) is not None for field in beyond):
         raise UndefinedError(f"{name} adds {', '.join(beyond)} to the equation, which the probe does not know")
+    if isinstance(factors.transport, tuple):
+        raise UndefinedError(f"{name} turns and reflects on one route, which the probe has no theory of")
     heads, width = layer.sizes.n_heads, layer.sizes.head_dim
     q, k, v = (norm(project(x).unflatten(-1, (-1, width))) for norm, project in (
         (layer.q_norm, layer.q_proj), (layer.k_norm, layer.k_proj), (torch.nn.Identity(), layer.v_proj)
