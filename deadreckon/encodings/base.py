@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, normalize, pad
 
-from deadreckon.ops.factors import Factors, Householder
+from deadreckon.ops.factors import Factors, Householder, Rotation
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,41 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     return [{**group, "initial_lr": group["lr"]} for group in groups]
 
 
-def rope_angles(width: int, base: float, device: torch.device) -> Tensor:
-    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,)."""
+def rope_angles(width: int, base: float, device: torch.device, scaling: dict[str, float] | None = None) -> Tensor:
+    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,), to the last bit those of Llama.
+
+    Args:
+        scaling: ``{"factor": s}`` divides all angles by s (position interpolation). With ``low_freq_factor``,
+            ``high_freq_factor`` and ``original_max_position_embeddings`` beside it, as Llama 3.1 has it, angles that
+            turn less than `low` times in the original length are divided by s, those that turn more than `high` times
+            stay, and those in between are interpolated by their number of turns.
+    """
     steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-    return base ** (-steps / width)
+    angles = 1.0 / base ** (steps / width)
+    if scaling is None:
+        return angles
+    if "low_freq_factor" not in scaling:
+        return angles / scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * angles / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * angles / scaling["factor"] + kept * angles
+
+
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def check_scaling(scaling: dict[str, float] | None) -> None:
+    """Raises a ValueError unless `rope_angles` knows the scaling."""
+    if scaling is None:
+        return
+    known = set(scaling) in ({"factor"}, set(LLAMA3_SCALING))
+    if not known or not all(isinstance(value, int | float) and value > 0 for value in scaling.values()):
+        raise ValueError(
+            f"scaling: expected positive numbers for factor, or for {', '.join(LLAMA3_SCALING)}, got {scaling!r}"
+        )
+    if len(scaling) > 1 and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise ValueError(f"scaling: expected high_freq_factor above low_freq_factor, got {scaling!r}")
 
 
 def every_token(angles: Tensor, x: Tensor) -> Tensor:
@@ -136,6 +168,34 @@ def every_token(angles: Tensor, x: Tensor) -> Tensor:
 def at_least_single(x: Tensor) -> Tensor:
     """x in float32 if it is in half precision: gates and angles add up over long routes."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class RopeSteps(SelfInitialised, nn.Module):
+    """RoPE's rotation with a factor on its angles, 1 to begin with, which a schedule may change or training learn.
+
+    At 0 nothing turns. The factor is saved with the weights.
+
+    Args:
+        base, scaling: of the angles, see :func:`rope_angles`.
+        learn_factor: whether the factor is a parameter, one for the layer.
+    """
+
+    def __init__(self, sizes: Sizes, base: float, scaling: dict[str, float] | None, learn_factor: bool) -> None:
+        super().__init__()
+        check_scaling(scaling)
+        self.head_dim, self.base, self.scaling = sizes.even_head_dim, base, scaling
+        if learn_factor:
+            self.angle_factor = nn.Parameter(torch.empty(()))
+        else:
+            self.register_buffer("angle_factor", torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.angle_factor)
+
+    def forward(self, x: Tensor) -> Rotation:
+        angles = rope_angles(self.head_dim, self.base, x.device, self.scaling)
+        return Rotation(every_token(angles * self.angle_factor.float(), x))
 
 
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
@@ -176,8 +236,16 @@ class Projection(SelfInitialised, nn.Linear):
             nn.init.zeros_(self.bias)
 
 
+IDLE = 14.0  # a logit whose sigmoid is 1 − 8e-7: no gradient vanishes, and a thousand tokens add up to 1e-3
+
+
 class ForgetGate(Projection):
     """log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+
+    def start_idle(self) -> None:
+        """Sets log f = log σ(14) = −8e-7 at every token."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, IDLE)
 
     def forward(self, x: Tensor) -> Tensor:
         return logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
@@ -200,6 +268,11 @@ class HouseholderSteps(nn.Module):
     def reset_parameters(self) -> None:
         for part in (self.down, self.up, self.convolution, self.strength):
             part.reset_parameters()
+
+    def start_idle(self) -> None:
+        """Sets β = 2σ(−14) = 1.7e-6 at every token; directions are as they are drawn."""
+        nn.init.zeros_(self.strength.weight)
+        nn.init.constant_(self.strength.bias, -IDLE)
 
     def forward(self, x: Tensor, context: Context) -> Householder:
         w = self.convolution(self.up(self.down(x)), context).unflatten(-1, (self.heads, self.head_dim))

@@ -24,7 +24,8 @@ MEASURES = {
     "loss-by-position": "loss", "training-loss": "loss",
 }  # fmt: skip
 REPORTING = ("last", "best-three")
-SCHEDULABLE = {"prism": ("noise",)}  # numbers of an encoding that a schedule may change, read in each forward pass
+# Numbers of an encoding that a schedule may change, read in each forward pass.
+SCHEDULABLE = {"prism": ("noise",)} | dict.fromkeys(("rope-fox", "rope-path", "rope-path-fox"), ("angle_factor",))
 SCHEDULABLE_ALWAYS = ("learning_rate", "length")
 TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_language}
 AT_LEAST_ONE = (

@@ -115,7 +115,8 @@ class Training:
         self.model.train()
         self._set_rates()
         for name, value in recipe.scheduled_at(self.done).items():
-            self.scheduled[name].fill_(value)
+            for place in self.scheduled[name]:
+                place.fill_(value)
         drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, recipe.accumulate)
         parts = [part.to(self.device) for part in drawn]
         if self.graphs is not None and parts[0].cu_seqlens is None:
@@ -126,14 +127,24 @@ class Training:
         tokens = sum(part.tokens.numel() for part in parts)
         return Step(self.done, tokens, losses, counted[0] if counted else None, scored)
 
-    def _place_scheduled(self) -> dict[str, Tensor]:
-        """Tensors in place of scheduled numbers, so that a captured CUDA graph sees the current values."""
+    def _place_scheduled(self) -> dict[str, list[Tensor]]:
+        """Tensors in place of scheduled numbers, so that a captured CUDA graph sees the current values.
+
+        Numbers that are saved with the weights are tensors already: buffers.
+        """
         values = {name: torch.tensor(value, device=self.device) for name, value in self.recipe.scheduled_at(0).items()}
+        places: dict[str, list[Tensor]] = {name: [] for name in values}
         for encoding in (part for part in self.model.modules() if isinstance(part, dr.Encoding)):
             for part in encoding.modules():
-                for name in values.keys() & vars(part).keys():
-                    setattr(part, name, values[name])
-        return values
+                buffers = dict(part.named_buffers(recurse=False))
+                for name in values.keys() & {*vars(part), *buffers}:
+                    if name not in buffers:
+                        setattr(part, name, values[name])
+                    places[name].append(buffers.get(name, values[name]))
+        for name, found in places.items():
+            if not found:
+                raise ValueError(f"schedules.{name}: expected a number that is not learned, got a parameter")
+        return places
 
     def _set_rates(self) -> None:
         for group in self.optimizer.param_groups:
