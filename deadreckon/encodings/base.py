@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, logsigmoid, normalize, pad
+from torch.nn.functional import linear, logsigmoid, normalize, pad, silu
 
 from deadreckon.ops.factors import Factors, Householder, Rotation
 
@@ -236,29 +236,50 @@ class Projection(SelfInitialised, nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-IDLE = 14.0  # a logit whose sigmoid is 1 − 8e-7: no gradient vanishes, and a thousand tokens add up to 1e-3
+IDLE = 17.0  # a logit whose sigmoid is 1 − 4e-8: ten thousand tokens add up to 1e-3, and gradients are not zero
 
 
-class ForgetGate(Projection):
-    """log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+class StartsIdle(ABC):
+    """A part of an encoding that can begin with next to no effect, so that a trained model takes it on unchanged."""
+
+    @abstractmethod
+    def start_idle(self) -> None:
+        """Sets parameters so that it does next to nothing, and gradients flow."""
+
+
+class ForgetGate(StartsIdle, Projection):
+    """scale · log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+
+    def __init__(self, d_model: int, heads: int, scale: float = 1.0, *, bias: bool = True) -> None:
+        super().__init__(d_model, heads, bias)
+        self.scale = scale
 
     def start_idle(self) -> None:
-        """Sets log f = log σ(14) = −8e-7 at every token."""
+        """Sets log f = log σ(17) = −4e-8 at every token."""
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, IDLE)
 
     def forward(self, x: Tensor) -> Tensor:
-        return logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
+        log_gate = logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
+        return log_gate if self.scale == 1 else self.scale * log_gate
 
 
-class HouseholderSteps(nn.Module):
+class HouseholderSteps(StartsIdle, nn.Module):
     """A direction and a strength for each token and key head, as PaTH computes them.
 
     w = normalise(convolve(low-rank linear of x)), width 3; β = 2σ(u · x + b).
+
+    Args:
+        rank: of the linear map.
+        activation: "silu" after the convolution, or None.
+        norm_eps: added to ‖w‖² where w is divided by its norm.
     """
 
-    def __init__(self, sizes: Sizes, rank: int) -> None:
+    def __init__(self, sizes: Sizes, rank: int, activation: str | None = None, norm_eps: float = 0.0) -> None:
         super().__init__()
+        if activation not in (None, "silu"):
+            raise ValueError(f"activation: expected None or 'silu', got {activation!r}")
+        self.activation, self.norm_eps = activation, norm_eps
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
         self.down = Projection(sizes.d_model, rank, bias=False)
         self.up = Projection(rank, self.heads * self.head_dim, bias=False)
@@ -270,10 +291,15 @@ class HouseholderSteps(nn.Module):
             part.reset_parameters()
 
     def start_idle(self) -> None:
-        """Sets β = 2σ(−14) = 1.7e-6 at every token; directions are as they are drawn."""
+        """Sets β = 2σ(−17) = 8e-8 at every token; directions are as they are drawn."""
         nn.init.zeros_(self.strength.weight)
         nn.init.constant_(self.strength.bias, -IDLE)
 
     def forward(self, x: Tensor, context: Context) -> Householder:
         w = self.convolution(self.up(self.down(x)), context).unflatten(-1, (self.heads, self.head_dim))
-        return Householder(normalize(at_least_single(w), dim=-1), 2 * at_least_single(self.strength(x)).sigmoid())
+        w = at_least_single(w if self.activation is None else silu(w))
+        if self.norm_eps:
+            w = w * (w.square().sum(-1, keepdim=True) + self.norm_eps).rsqrt()
+        else:
+            w = normalize(w, dim=-1)
+        return Householder(w, 2 * at_least_single(self.strength(x)).sigmoid())

@@ -18,11 +18,20 @@ class PaTH(Encoding):
 
     Args:
         rank: of the linear map that w is computed by.
+        activation: "silu" after the convolution, or None.
+        norm_eps: added to ‖w‖² where w is divided by its norm.
+            (flash-linear-attention has SiLU and 1e-6.)
     """
 
-    def __init__(self, sizes: Sizes, rank: int = 32) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        rank: int = 32,
+        activation: str | None = None,
+        norm_eps: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank)
+        self.steps = HouseholderSteps(sizes, rank, activation, norm_eps)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.steps(x, context))

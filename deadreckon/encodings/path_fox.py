@@ -18,12 +18,22 @@ class PaTHFoX(Encoding):
 
     Args:
         rank: of the linear map that w is computed by.
+        activation: "silu" after the convolution, or None.
+        norm_eps: added to ‖w‖² where w is divided by its norm.
+        gate_scale: factor on log f. (flash-linear-attention has SiLU, 1e-6 and D^(−1/2).)
     """
 
-    def __init__(self, sizes: Sizes, rank: int = 32) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        rank: int = 32,
+        activation: str | None = None,
+        norm_eps: float = 0.0,
+        gate_scale: float = 1.0,
+    ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+        self.steps = HouseholderSteps(sizes, rank, activation, norm_eps)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, gate_scale)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.steps(x, context), self.gate(x))
