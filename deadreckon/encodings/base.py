@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -264,6 +265,9 @@ class ForgetGate(StartsIdle, Projection):
         return log_gate if self.scale == 1 else self.scale * log_gate
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda w: w, "silu": silu}
+
+
 class HouseholderSteps(StartsIdle, nn.Module):
     """A direction and a strength for each token and key head, as PaTH computes them.
 
@@ -271,14 +275,14 @@ class HouseholderSteps(StartsIdle, nn.Module):
 
     Args:
         rank: of the linear map.
-        activation: "silu" after the convolution, or None.
+        activation: behind the convolution, "none" or "silu".
         norm_eps: added to ‖w‖² where w is divided by its norm.
     """
 
-    def __init__(self, sizes: Sizes, rank: int, activation: str | None = None, norm_eps: float = 0.0) -> None:
+    def __init__(self, sizes: Sizes, rank: int, activation: str = "none", norm_eps: float = 0.0) -> None:
         super().__init__()
-        if activation not in (None, "silu"):
-            raise ValueError(f"activation: expected None or 'silu', got {activation!r}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}; got {activation!r}")
         self.activation, self.norm_eps = activation, norm_eps
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
         self.down = Projection(sizes.d_model, rank, bias=False)
@@ -296,8 +300,8 @@ class HouseholderSteps(StartsIdle, nn.Module):
         nn.init.constant_(self.strength.bias, -IDLE)
 
     def forward(self, x: Tensor, context: Context) -> Householder:
-        w = self.convolution(self.up(self.down(x)), context).unflatten(-1, (self.heads, self.head_dim))
-        w = at_least_single(w if self.activation is None else silu(w))
+        w = ACTIVATIONS[self.activation](self.convolution(self.up(self.down(x)), context))
+        w = at_least_single(w).unflatten(-1, (self.heads, self.head_dim))
         if self.norm_eps:
             w = w * (w.square().sum(-1, keepdim=True) + self.norm_eps).rsqrt()
         else:

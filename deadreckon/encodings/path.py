@@ -18,7 +18,7 @@ class PaTH(Encoding):
 
     Args:
         rank: of the linear map that w is computed by.
-        activation: "silu" after the convolution, or None.
+        activation: behind the convolution, "none" or "silu".
         norm_eps: added to ‖w‖² where w is divided by its norm.
             (flash-linear-attention has SiLU and 1e-6.)
     """
@@ -27,7 +27,7 @@ class PaTH(Encoding):
         self,
         sizes: Sizes,
         rank: int = 32,
-        activation: str | None = None,
+        activation: str = "none",
         norm_eps: float = 0.0,
     ) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class PaTHFoX(Encoding):
 
     Args:
         rank: of the linear map that w is computed by.
-        activation: "silu" after the convolution, or None.
+        activation: behind the convolution, "none" or "silu".
         norm_eps: added to ‖w‖² where w is divided by its norm.
         gate_scale: factor on log f. (flash-linear-attention has SiLU, 1e-6 and D^(−1/2).)
     """
@@ -27,7 +27,7 @@ class PaTHFoX(Encoding):
         self,
         sizes: Sizes,
         rank: int = 32,
-        activation: str | None = None,
+        activation: str = "none",
         norm_eps: float = 0.0,
         gate_scale: float = 1.0,
     ) -> None:

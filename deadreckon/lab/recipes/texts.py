@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
 from deadreckon.tasks.language import TOKENIZER_FILE, Corpus, Language, load_corpus, open_corpus
 from deadreckon.tasks.task import Task
 from deadreckon.tasks.tokens import for_transformers
@@ -13,7 +16,12 @@ PARTS = ("train", "valid")
 
 
 def read_language(
-    data: str = "", held_out: str = "", part: str = "train", vocabulary: int = 8192, packed: bool = False
+    data: str = "",
+    held_out: str = "",
+    part: str = "train",
+    vocabulary: int = 8192,
+    packed: bool = False,
+    tokenizer: str = "",
 ) -> Language:
     """Language modelling on any text.
 
@@ -24,6 +32,7 @@ def read_language(
         part: "train" or "valid".
         vocabulary: tokens of the tokenizer, which is trained on `data`.
         packed: whether documents are kept from seeing each other.
+        tokenizer: folder of a tokenizer, as save_pretrained writes it, to use in place of one that is trained.
     """
     if part not in PARTS:
         raise ValueError(f"part: expected one of {', '.join(PARTS)}; got {part!r}")
@@ -31,17 +40,30 @@ def read_language(
         raise ValueError(
             "options.data: expected a text to learn from; --change options.data=FILE options.held_out=FILE"
         )
-    return Language(_read(data, held_out, part, vocabulary), packed)
+    return Language(_read(data, held_out, part, vocabulary, tokenizer), packed)
 
 
 @lru_cache(maxsize=4)
-def _read(data: str, held_out: str, part: str, vocabulary: int) -> Corpus:
+def _read(data: str, held_out: str, part: str, vocabulary: int, tokenizer: str) -> Corpus:
     if (Path(data) / TOKENIZER_FILE).exists():
         return open_corpus(data, part)
     if not held_out:
         raise ValueError("options.held_out: expected a text to test on, got none")
+    if tokenizer:
+        return load_corpus(data if part == "train" else held_out, tokenizer=tokenizer_of(tokenizer))
     corpus = load_corpus(data, vocabulary=vocabulary)
     return corpus if part == "train" else load_corpus(held_out, tokenizer=corpus.tokenizer)
+
+
+def tokenizer_of(folder: str) -> Tokenizer:
+    """The tokenizer beside a model."""
+    try:
+        found = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer: expected one beside the model in {folder!r}, got none") from error
+    if not getattr(found, "is_fast", False):
+        raise ValueError(f"tokenizer: expected a fast one, with tokenizer.json, got {type(found).__name__}")
+    return found.backend_tokenizer
 
 
 def save_tokenizer(task: Task, folder: Path) -> None:

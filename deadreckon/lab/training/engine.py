@@ -17,6 +17,7 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, is_wrong
 from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.distillation import OBJECTIVES, freeze
 from deadreckon.lab.training.graphs import Graphs, captured_on
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
@@ -96,11 +97,20 @@ class Training:
         task: where its data come from.
         recipe: equal recipes see equal data.
         graphs: whether steps are captured as CUDA graphs (`graphs.py`); by default they are on a GPU.
+        teacher: what the recipe's objective compares with, if it does.
     """
 
-    def __init__(self, model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe, graphs: bool | None = None) -> None:
-        self.model, self.task, self.recipe = model, task, recipe
+    def __init__(
+        self,
+        model: dr.DeadReckonForCausalLM,
+        task: Task,
+        recipe: Recipe,
+        graphs: bool | None = None,
+        teacher: dr.DeadReckonForCausalLM | None = None,
+    ) -> None:
+        self.model, self.task, self.recipe, self.teacher = model, task, recipe, teacher
         self.device = next(model.parameters()).device
+        freeze(model, recipe.freeze)
         self.optimizer = make_optimizer(model, recipe)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.done = 0  # steps
@@ -167,6 +177,12 @@ class Training:
 
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accumulates the gradients of a part of a batch: its share of the loss, and its errors."""
+        if self.teacher is not None:
+            share = (part.labels[:, 1:] != NOT_SCORED).sum() / scored
+            with autocast(part.tokens.device):
+                gap = OBJECTIVES[self.recipe.objective](self.model, self.teacher, part) * share
+            gap.backward()
+            return gap.detach(), None
         count = scored if self.recipe.accumulate > 1 else None
         with autocast(part.tokens.device):
             output = self.model(part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count)

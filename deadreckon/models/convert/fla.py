@@ -86,7 +86,7 @@ def complete_steps(weights: dict[str, Tensor], config: Any, heads: int) -> dict[
             only = torch.zeros(3, channels, dtype=down.dtype, device=down.device)
             only[0] = 1
             weights[f"{steps}convolution.weight"] = only
-    activation = "silu" if config.use_w_shortconv else None
+    activation = "silu" if config.use_w_shortconv else "none"
     return {"rank": down.shape[0], "activation": activation, "norm_eps": NORM_EPS}
 
 
