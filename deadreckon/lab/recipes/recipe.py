@@ -266,7 +266,7 @@ def parse(text: str) -> Any:
 
 
 def _check_schedule(name: str, points: Any) -> None:
-    known = [*SCHEDULABLE_ALWAYS, *(name for names in SCHEDULABLE.values() for name in names)]
+    known = dict.fromkeys([*SCHEDULABLE_ALWAYS, *(name for names in SCHEDULABLE.values() for name in names)])
     if name not in known:
         raise ValueError(f"schedules: expected numbers among {', '.join(known)}, got {name!r}")
     try:
