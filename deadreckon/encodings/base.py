@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, logsigmoid, normalize, pad, silu
+from torch.nn.functional import linear, logsigmoid
 
+from deadreckon.ops.directions import convolve, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
 
 
@@ -214,18 +214,18 @@ class ShortConvolution(SelfInitialised, nn.Module):
         bound = self.weight.shape[0] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def rows(self, x: Tensor, context: Context) -> Tensor:
+        """x (B, T, C) after the tokens of the piece before that it needs, (B, R + T, C)."""
+        if context.recent is None:
+            return x
         reach, length = self.weight.shape[0] - 1, x.shape[1]
-        recent = None if context.recent is None else context.recent.get("convolution")
-        x = pad(x, (0, 0, reach, 0)) if recent is None else torch.cat([recent, x], dim=1)
-        if context.recent is not None:
-            context.recent["convolution"] = x[:, -reach - CROPPABLE :].clone()  # a view would hold the whole prefill
-            x = x[:, -reach - length :]
-        y = x[:, reach:] * self.weight[0]
-        for lag in range(1, reach + 1):
-            earlier = x[:, reach - lag : reach - lag + length]
-            y = y + earlier * self.weight[lag] * (context.positions >= lag).unsqueeze(-1).to(x.dtype)
-        return y
+        recent = context.recent.get("convolution")
+        x = x if recent is None else torch.cat([recent, x], dim=1)
+        context.recent["convolution"] = x[:, -reach - CROPPABLE :].clone()  # a view would hold the whole prefill
+        return x[:, -reach - length :]
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return convolve(self.rows(x, context), self.weight, context.positions)
 
 
 class Projection(SelfInitialised, nn.Linear):
@@ -265,7 +265,7 @@ class ForgetGate(StartsIdle, Projection):
         return log_gate if self.scale == 1 else self.scale * log_gate
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda w: w, "silu": silu}
+ACTIVATIONS = {"none": None, "silu": "silu"}  # as options name them -> as `directions` does
 
 
 class HouseholderSteps(StartsIdle, nn.Module):
@@ -300,10 +300,8 @@ class HouseholderSteps(StartsIdle, nn.Module):
         nn.init.constant_(self.strength.bias, -IDLE)
 
     def forward(self, x: Tensor, context: Context) -> Householder:
-        w = ACTIVATIONS[self.activation](self.convolution(self.up(self.down(x)), context))
-        w = at_least_single(w).unflatten(-1, (self.heads, self.head_dim))
-        if self.norm_eps:
-            w = w * (w.square().sum(-1, keepdim=True) + self.norm_eps).rsqrt()
-        else:
-            w = normalize(w, dim=-1)
+        rows = self.convolution.rows(self.up(self.down(x)), context)
+        w = directions(
+            rows, self.convolution.weight, context.positions, self.heads, ACTIVATIONS[self.activation], self.norm_eps
+        )
         return Householder(w, 2 * at_least_single(self.strength(x)).sigmoid())
