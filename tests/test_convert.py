@@ -87,6 +87,16 @@ def test_logits_are_those_of_the_source(name: str, tmp_path: Path) -> None:
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+def test_models_of_ours_with_rope() -> None:
+    source = dr.convert_model(make_source("llama3"), "rope")
+    model = dr.convert_model(source, "rope-path").eval()
+    assert model.config.encoding_options == {"rope-path": source.config.encoding_options["rope"]}
+    assert source.config.encoding == "rope"
+    assert off(model, source.eval(), tokens(1, 100)) < 1e-4
+    with pytest.raises(ValueError, match="model: expected one of ours with encoding 'rope', got rope-path"):
+        dr.convert_model(model)
+
+
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_long_texts(name: str) -> None:
     source = make_source(name)

@@ -23,10 +23,10 @@ def convert_model(
     """A model of ours with the weights of another, on its device and in its dtype.
 
     From decoders with RoPE (`LlamaForCausalLM`, `MistralForCausalLM` without a sliding window, `Qwen2ForCausalLM`,
-    `Qwen3ForCausalLM`) to any encoding. It begins with the same logits: Householder steps are all but the identity
-    (β = 8e-8), gates all but open (log f = −4e-8): ten thousand of them change a logit by a thousandth, and gradients
-    flow. Encodings that cannot begin so are refused, unless `exact` is False: a cold swap, with the
-    encoding's usual initialisation.
+    `Qwen3ForCausalLM`, and ours with encoding "rope") to any encoding. It begins with the same logits: Householder
+    steps are all but the identity (β = 8e-8), gates all but open (log f = −4e-8): ten thousand of them change a logit
+    by a thousandth, and gradients flow. Encodings that cannot begin so are refused, unless `exact` is False: a cold
+    swap, with the encoding's usual initialisation.
 
     From PaTH and FoX models of flash-linear-attention, which need no other encoding than their own.
 

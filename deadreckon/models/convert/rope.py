@@ -7,6 +7,7 @@ norms of queries and keys, the size of heads, and RoPE's angles.
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from deadreckon.models.convert.source import Source, fill
 from deadreckon.models.huggingface import DeadReckonConfig, DeadReckonForCausalLM
 from deadreckon.models.layer import make_encoding
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3")
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "deadreckon")
 CAN_BE_EXACT = ("rope", "rope-fox", "rope-path", "rope-path-fox")
 IDLE = 1e-5  # what a step or a gate may differ from none at the start
 
@@ -44,6 +45,11 @@ def convert(source: Source, encoding: str, options: dict[str, Any], exact: bool)
 def configuration(source: Source, encoding: str, options: dict[str, Any]) -> DeadReckonConfig:
     """Ours, of the same sizes."""
     config = source.config
+    if isinstance(config, DeadReckonConfig):
+        config = deepcopy(config)
+        config.encoding, config.layer_encodings = encoding, None
+        config.encoding_options = {encoding: options} if options else None
+        return config
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if window is not None or kinds != {"full_attention"}:
@@ -69,6 +75,11 @@ def configuration(source: Source, encoding: str, options: dict[str, Any]) -> Dea
 
 def rope_options(source: Source) -> dict[str, Any]:
     """RoPE's base and the scaling of its angles, None if there is none."""
+    if isinstance(source.config, DeadReckonConfig):
+        if set(source.config.encodings()) != {"rope"}:
+            found = ", ".join(sorted(set(source.config.encodings())))
+            raise ValueError(f"model: expected one of ours with encoding 'rope', got {found}")
+        return {"base": 10000.0, "scaling": None} | (source.config.encoding_options or {}).get("rope", {})
     rope = dict(source.config.rope_parameters)
     kind, base = rope.pop("rope_type", "default"), rope.pop("rope_theta")
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
