@@ -90,7 +90,7 @@ def test_texts_that_are_not_there(
         assert run_cli(monkeypatch, "train", "rotations", "--out", "x", "--change", *words.split()) == 2
         assert said in " ".join(capsys.readouterr().err.split())
     assert not Path("x").exists()
-    with pytest.raises(ValueError, match="part: expected one of train, valid; got 'some'"):
+    with pytest.raises(ValueError, match="part: expected one of train, valid, test; got 'some'"):
         read_language("bad.jsonl", "bad.jsonl", part="some")
 
 

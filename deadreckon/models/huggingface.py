@@ -18,6 +18,7 @@ from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
 from deadreckon.models.layer import AttentionLayer
+from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.state import LayerState
 from deadreckon.ops.tracing import traced
 
@@ -323,6 +324,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        skip_logits: bool = False,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next tokens and, with labels, the loss, which in training includes the encodings' penalties.
 
@@ -339,25 +341,41 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
             return_dict: False for a plain tuple.
             use_cache: create a KV cache if past_key_values is None, and return it.
+            skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
         """
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits: expected labels beside it, got None")
         outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
         hidden = outputs.last_hidden_state
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        logits = None
+        if not skip_logits:
+            logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
             if logits_to_keep:
                 raise ValueError(f"logits_to_keep: expected 0, all logits, beside labels, got {logits_to_keep}")
             if cu_seqlens is not None:  # the last token of a document does not predict the next document
-                labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), -100)
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
-            penalty = self.model.penalty() if self.training else None
-            if penalty is not None and num_items_in_batch is not None:  # once for all parts of an accumulated batch
-                penalty = penalty * ((labels[:, 1:] != -100).sum() / num_items_in_batch)
-            loss = loss if penalty is None else loss + penalty
+                labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), IGNORED)
+            loss = self._loss(hidden, logits, labels, num_items_in_batch)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
         return output.to_tuple() if return_dict is False else output
+
+    def _loss(self, hidden: Tensor, logits: Tensor | None, labels: Tensor, items: Tensor | int | None) -> Tensor:
+        """The mean over labels (B, T), or the sum by `items`, from logits or, without them, from hidden (B, T, D)."""
+        if logits is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=items
+            )
+        else:
+            expected = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten().to(hidden.device)
+            loss = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, expected)
+            loss = loss / ((expected != IGNORED).sum() if items is None else items)
+        penalty = self.model.penalty() if self.training else None
+        if penalty is None:
+            return loss
+        if items is not None:  # once for all parts of an accumulated batch
+            penalty = penalty * ((labels[:, 1:] != IGNORED).sum() / items)
+        return loss + penalty
 
 
 AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)

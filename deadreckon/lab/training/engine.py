@@ -6,6 +6,7 @@ step. So a restored training continues exactly: on a CPU bit for bit, given the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from deadreckon.lab.training.distillation import OBJECTIVES, freeze
 from deadreckon.lab.training.graphs import Graphs, captured_on
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
+COMPILE = "DEADRECKON_COMPILE"  # in the environment: 1 to compile models for training
+
 
 def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
     """The model of a recipe before training, with weights drawn by its seed."""
@@ -29,7 +32,8 @@ def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
     config = dr.DeadReckonConfig(
         encoding=recipe.encoding, vocab_size=vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads, initializer_range=recipe.initial, tie_word_embeddings=recipe.tied,
-        max_position_embeddings=recipe.longest, encoding_options={recipe.encoding: options} if options else None,
+        qk_norm=recipe.qk_norm, max_position_embeddings=recipe.longest,
+        encoding_options={recipe.encoding: options} if options else None,
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config)
 
@@ -98,6 +102,8 @@ class Training:
         recipe: equal recipes see equal data.
         graphs: whether steps are captured as CUDA graphs (`graphs.py`); by default they are on a GPU.
         teacher: what the recipe's objective compares with, if it does.
+
+    With DEADRECKON_COMPILE=1 in the environment the model is compiled: it takes a minute or so, and pays in long runs.
     """
 
     def __init__(
@@ -109,6 +115,7 @@ class Training:
         teacher: dr.DeadReckonForCausalLM | None = None,
     ) -> None:
         self.model, self.task, self.recipe, self.teacher = model, task, recipe, teacher
+        self.forward = torch.compile(model) if os.environ.get(COMPILE, "0") != "0" else model
         self.device = next(model.parameters()).device
         freeze(model, recipe.freeze)
         self.optimizer = make_optimizer(model, recipe)
@@ -184,10 +191,14 @@ class Training:
             gap.backward()
             return gap.detach(), None
         count = scored if self.recipe.accumulate > 1 else None
+        language = self.recipe.task == "language"  # its logits take most of the memory, and counting errors takes time
         with autocast(part.tokens.device):
-            output = self.model(part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count)
+            output = self.forward(
+                part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count,
+                skip_logits=language,
+            )  # fmt: skip
         output.loss.backward()
-        if self.recipe.task == "language":  # an argmax over a large vocabulary takes time
+        if language:
             return output.loss.detach(), None
         return output.loss.detach(), is_wrong(output.logits[:, :-1], part.labels[:, 1:]).sum()
 
