@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deadreckon.ops.factors import Factors, Householder, Rotation
+from deadreckon.ops.factors import Factors
 from deadreckon.ops.tracing import operator
 
 CLOSED = -1e4  # a log gate that nothing passes
@@ -90,16 +90,13 @@ def unpacked(
     cu_seqlens: list[int],
 ) -> Tensor:
     """Runs attend over each group of documents as a batch, and packs the outputs again."""
-    transport, log_gate, score = factors
+    _, log_gate, score = factors
     outputs, order = [], []
     for batch in batches(cu_seqlens, q.device):
-        rows, moved = batch.rows, transport
-        if isinstance(transport, Rotation):
-            moved = Rotation(rows(transport.angles), transport.values)
-        elif isinstance(transport, Householder):
-            moved = Householder(rows(transport.w), rows(transport.beta))
+        rows = batch.rows
         gates = None if log_gate is None else rows(log_gate)
-        output = attend(rows(q), rows(k), rows(v), Factors(moved, gates, score), scale, None)
+        moved = Factors(factors.map_transport(rows), gates, score)
+        output = attend(rows(q), rows(k), rows(v), moved, scale, None)
         outputs.append(output[batch.real])
         order.append(batch.place[batch.real])
     return torch.cat(outputs)[torch.cat(order).argsort()].unsqueeze(0)
