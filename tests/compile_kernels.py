@@ -3,8 +3,8 @@
 For an H100 or H200, or with --gpu 80 (A100), 86, 89 (RTX 3090, 4090), 100 or 120 (Blackwell) for that architecture.
 Prints a line for each kernel: its name and the shared memory it takes. Exits with an error if a kernel does not compile
 or takes more than a program may have there. With --spills it also says how many registers a thread takes and how many
-bytes it has to put elsewhere, which is what to look at first in a kernel that is slow. With --quick, as tests run it, one
-width and precision of each mechanism: all of them take five minutes.
+bytes it has to put elsewhere, which is what to look at first in a kernel that is slow. With --quick, as tests run it,
+one width and precision of each mechanism: all of them take five minutes.
 """
 
 from __future__ import annotations
