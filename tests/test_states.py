@@ -387,9 +387,9 @@ def test_masks_go_on_as_they_began() -> None:
     padded, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
     model(ids[:, :6], attention_mask=mask[:, :6], past_key_values=padded)
     model(ids[:, :6], past_key_values=plain)
-    with refused("attention_mask: expected that of past and new tokens, some of them padding, got None"):
+    with refused("attention_mask: expected that of past and new tokens, some of them masked, got None"):
         model(ids[:, 6:], past_key_values=padded)
-    with refused("attention_mask: expected no padding, like the pieces in past_key_values, got some"):
+    with refused("attention_mask: expected as many masked tokens as in past_key_values, got others"):
         model(ids[:, 6:], attention_mask=mask, past_key_values=plain)
     expected = model(ids[1:]).logits[:, 6:]
     both = model(ids[:, 6:7], attention_mask=mask[:, :7], past_key_values=padded).logits

@@ -18,8 +18,11 @@ from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
 from deadreckon.models.layer import AttentionLayer
+from deadreckon.models.rows import Rows, masked_first
 from deadreckon.models.state import LayerState
 from deadreckon.ops.tracing import traced
+
+GROWN = "_deadreckon_grown"  # attribute of a mask that `generate()` made from one that was checked, by adding ones
 
 
 @strict
@@ -224,24 +227,50 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
     def _continue(self, x: Tensor, ids: Tensor | None, mask: Tensor | None, cache: Cache) -> BaseModelOutputWithPast:
         """Prefill or decode: new tokens of sequences whose past is in the KV cache."""
         caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
+        real = _real_tokens(mask, caches[0].state, x)
+        if isinstance(caches[0].state, Rows) or (real is not None and not _begins_later(real, caches[0].state)):
+            x = self._continue_rows(x, ids, real, caches)
+            return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
         drafts = [layer.state.draft() for layer in caches]  # so that all layers move on, or none
-        seen = drafts[0].length
-        context = Context.of(x, ids).after(seen).remembering({})
-        padding = _left_padding(mask, x.shape[0], seen + x.shape[1])
-        if padding is not None:
-            context = replace(context, positions=context.positions - padding.unsqueeze(1))
-        if seen and padding is not None and not drafts[0].padded:
-            raise ValueError("attention_mask: expected no padding, like the pieces in past_key_values, got some")
-        if drafts[0].padded and mask is None:
-            raise ValueError("attention_mask: expected that of past and new tokens, some of them padding, got None")
-        x = self._embed(x, context)
-        for layer, draft in zip(self.layers, drafts, strict=True):
-            draft.padded = draft.padded or padding is not None
-            x = layer(x, context, draft)
-        x = self.norm(x)
+        if real is None:
+            x = self._advance(x, ids, drafts)  # type: ignore[arg-type]
+        else:  # what is masked is left out: it goes to the left of the row, where nothing looks back to
+            for draft in drafts:
+                masked = (~real).sum(1)
+                draft.left_out = masked if draft.left_out is None else draft.left_out + masked  # type: ignore[union-attr]
+            order = masked_first(real)
+            x = x.gather(1, order.unsqueeze(-1).expand_as(x))
+            x = self._advance(x, None if ids is None else ids.gather(1, order), drafts)  # type: ignore[arg-type]
+            x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
         for layer_cache, draft in zip(caches, drafts, strict=True):
             layer_cache.state = draft
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+
+    def _advance(self, x: Tensor, ids: Tensor | None, states: list[LayerState]) -> Tensor:
+        """Hidden states of the next tokens x (B, T, hidden_size), with which each layer's state moves on."""
+        seen, left_out = states[0].length, states[0].left_out
+        context = Context.of(x, ids).after(seen).remembering({})
+        if left_out is not None:
+            context = replace(context, positions=context.positions - left_out.unsqueeze(1))
+        x = self._embed(x, context)
+        for layer, state in zip(self.layers, states, strict=True):
+            x = layer(x, context, state)
+        return self.norm(x)
+
+    def _continue_rows(self, x: Tensor, ids: Tensor | None, real: Tensor | None, caches: list[StateLayer]) -> Tensor:
+        """New tokens of rows that differ in how many of them are real, each row for itself."""
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if real is None else real
+        states = [layer.state for layer in caches]
+        drafts = [state.draft() if isinstance(state, Rows) else Rows.of(state) for state in states]
+        out = torch.zeros_like(x)
+        for row, tokens in enumerate(real):
+            if bool(tokens.any()):
+                row_ids = None if ids is None else ids[row : row + 1, tokens]
+                out[row, tokens] = self._advance(x[row : row + 1, tokens], row_ids, [d.states[row] for d in drafts])[0]
+        for layer_cache, draft in zip(caches, drafts, strict=True):
+            draft.advance(real)
+            layer_cache.state = draft
+        return out
 
 
 def _cache_layer(cache: Cache, number: int) -> StateLayer:
@@ -253,19 +282,30 @@ def _cache_layer(cache: Cache, number: int) -> StateLayer:
     return layer
 
 
-def _left_padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """How many tokens of padding stand before each sequence, (B,), or None where there is none."""
+def _real_tokens(mask: Tensor | None, state: LayerState | Rows, x: Tensor) -> Tensor | None:
+    """Which of the new tokens x (B, T, hidden_size) are real, (B, T), or None where all are."""
+    seen, left_out = state.length, state.left_out if isinstance(state, LayerState) else None
     if mask is None:
+        if left_out is not None:
+            raise ValueError("attention_mask: expected that of past and new tokens, some of them masked, got None")
         return None
-    if mask.shape != (batch, length):
-        raise ValueError(
-            f"attention_mask: expected (B, past and new tokens) = ({batch}, {length}), got {tuple(mask.shape)}"
-        )
+    expected = (x.shape[0], seen + x.shape[1])
+    if mask.shape != expected:
+        raise ValueError(f"attention_mask: expected (B, past and new tokens) = {expected}, got {tuple(mask.shape)}")
+    if seen and getattr(mask, GROWN, None) == seen:
+        return None
     real = mask.bool()
-    padding = (~real).sum(1)
-    if not torch.equal(real, torch.arange(length, device=real.device) >= padding.unsqueeze(1)):
-        raise ValueError("attention_mask: with a cache, expected padding on the left only")
-    return padding if bool(padding.any()) else None
+    if seen and isinstance(state, LayerState):
+        masked = (~real[:, :seen]).sum(1)
+        if not torch.equal(masked, torch.zeros_like(masked) if left_out is None else left_out):
+            raise ValueError("attention_mask: expected as many masked tokens as in past_key_values, got others")
+    return None if bool(real[:, seen:].all()) else real[:, seen:]
+
+
+def _begins_later(real: Tensor, state: LayerState) -> bool:
+    """Whether all new tokens (B, T) that are masked are of rows without a real token so far."""
+    began = torch.full_like(real[:, 0], state.length > 0) if state.left_out is None else state.left_out < state.length
+    return not bool((began & ~real.all(1)).any())
 
 
 def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
@@ -314,8 +354,8 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B, T) tokens.
-            attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
-                (B, past and new tokens), padding on the left only.
+            attention_mask: (B, T), 0 for tokens that are left out, wherever they are: their hidden states are zero, and
+                all others are as if they were not there. With a cache, (B, past and new tokens).
             past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
             inputs_embeds: (B, T, hidden_size), in place of input_ids.
             labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
@@ -344,6 +384,17 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             loss = loss if penalty is None else loss + penalty
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
         return output.to_tuple() if return_dict is False else output
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As in transformers. The new token's mask is a one, which nobody needs to read back from a GPU."""
+        before = model_kwargs.get("attention_mask")
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        mask = model_kwargs.get("attention_mask")
+        if before is not None and mask is not None:
+            setattr(mask, GROWN, before.shape[1])
+        return model_kwargs
 
 
 AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)

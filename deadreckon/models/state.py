@@ -39,14 +39,14 @@ class LayerState:
             powers, the state that all but the last tokens have become.
         recent: what the encoding needs of the last inputs, and of so many before them that `crop` can undo tokens.
         kept: how many tokens `crop` can undo, as far as recent inputs go back.
-        padded: whether any of these sequences begins with padding.
+        left_out: (B,) how many masked tokens each row counts before its first real one; None where there are none.
         origin: the layer and the inputs that it comes from; None before the first piece.
     """
 
     past: Past = field(default_factory=Past)
     recent: dict[str, Tensor] = field(default_factory=dict)
     kept: int = 0
-    padded: bool = False
+    left_out: Tensor | None = None
     origin: Origin | None = None
 
     @property
@@ -87,13 +87,16 @@ class LayerState:
         past = self.past.select(rows)
         recent = {name: x.index_select(0, rows.to(x.device)) for name, x in self.recent.items()}
         origin = None if self.origin is None else self.origin._replace(batch=len(rows))
-        return replace(self, past=past, recent=recent, origin=origin)
+        left_out = None if self.left_out is None else self.left_out.index_select(0, rows.to(self.left_out.device))
+        return replace(self, past=past, recent=recent, left_out=left_out, origin=origin)
 
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device."""
         past = self.past.to(device)
         origin = None if self.origin is None else self.origin._replace(device=torch.empty(0, device=device).device)
-        return replace(self, past=past, recent={n: x.to(device) for n, x in self.recent.items()}, origin=origin)
+        recent = {name: x.to(device) for name, x in self.recent.items()}
+        left_out = None if self.left_out is None else self.left_out.to(device)
+        return replace(self, past=past, recent=recent, left_out=left_out, origin=origin)
 
     @property
     def croppable(self) -> int:
