@@ -1,4 +1,4 @@
-"""Streaming on Triton kernels: what `stream.py` calls in place of PyTorch, and decoding along Householder routes."""
+"""Streaming on Triton kernels: what `stream.py` calls in place of PyTorch, and decoding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.streaming.decode import Tail
-from deadreckon.ops.streaming.kernels import CHUNK, Last, Partial, look, placed
+from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, Last, Partial, look, placed
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.segments import Segment
 from deadreckon.ops.streaming.stream import Kernels
@@ -14,37 +14,76 @@ from deadreckon.ops.triton.attend import attend_fused, turned
 from deadreckon.ops.triton.householder.operator import ascend
 
 PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors
-SHORTEST, LONGEST = 128, 4096  # tokens of a segment for one program
+SHORTEST = 128  # tokens of a segment for one program, at the least
+SPARE = 16  # programs a head, at the least, and segments beyond those that PROGRAMS are for
 
 
 class KernelDecoder:
-    """What `decode.TokenDecoder` does, in two kernels, which know segments by where they lie."""
+    """A token by two kernels, which know segments by where they lie.
+
+    All that it holds stays where it is, also when another past is loaded: a CUDA graph may hold its steps.
+    """
+
+    plain = True
 
     def __init__(self, past: Past, group: int) -> None:
         self.tail = tail = Tail(past)
-        held, device = tail.waiting.storage, tail.keys.device
+        held, device = tail.waiting.storage, tail.waiting.storage["k"].device
+        heads, room, _ = held["k"].shape
+        # Where there is gradually more to be seen, programs see more each: their number is the same for ever.
+        self.programs = PROGRAMS // heads + SPARE
+        while self.programs < 2 * len(tail.segments):
+            self.programs *= 2
         self.last = Last(
-            held["k"], held["v"], held["w"], held["beta"], held.get("gates"), tail.keys, tail.bias,
-            tail.product.repeat(2, 1, 1, 1), None if tail.total is None else tail.total.repeat(2, 1, 1),
+            held["k"], held["v"], held.get("w"), held.get("beta"), held.get("gates"), tail.keys, tail.bias,
+            None if tail.product is None else tail.product.repeat(2, 1, 1, 1),
+            None if tail.total is None else tail.total.repeat(2, 1, 1),
             torch.tensor([tail.waiting.length], dtype=torch.int32).to(device),
         )  # fmt: skip
-        heads, room, _ = tail.keys.shape
-        keys = heads * sum(segment.length for segment, *_ in tail.segments)
-        share = min(max(keys // PROGRAMS, SHORTEST), LONGEST)
+        shape = (heads, room // CHUNK + self.programs, group)
+        out = torch.empty(*shape, held["v"].shape[2], dtype=torch.float32, device=device)
+        self.partial = Partial(out, out.new_empty(shape), out.new_empty(shape))
+        self.segments = torch.zeros(self.programs, FIELDS, dtype=torch.int64, device=device)
+        self.parts = torch.zeros(self.programs, 3, dtype=torch.int32, device=device)
+        self._place_segments()
+
+    def load(self, past: Past) -> bool:
+        tail, last = Tail(past), self.last
+        if 2 * len(tail.segments) > self.programs:
+            return False
+        held = tail.waiting.storage
+        new = (*(held.get(name) for name in ("k", "v", "w", "beta", "gates")), tail.keys, tail.bias)
+        pairs = [*zip(last[:7], new, strict=True), (last.products, tail.product), (last.totals, tail.total)]
+        for here, there in pairs:
+            if here is not None and there is not None:
+                here.copy_(there)  # products and totals twice
+        last.tokens.fill_(tail.waiting.length)
+        storage = {name: getattr(last, name) for name in held}
+        tail.waiting = Segment(storage).of_length(tail.waiting.length)
+        tail.keys, tail.bias = last.keys, last.bias
+        self.tail = tail
+        self._place_segments()
+        return True
+
+    def _place_segments(self) -> None:
+        """Tells the kernels where segments are, and which program sees what of them."""
+        base, single = self.last.k, self.partial.weight
+        lengths = [segment.length for segment, *_ in self.tail.segments]
+        share = max(base.shape[0] * sum(lengths) // PROGRAMS, SHORTEST)
+        share = max(share, -(-sum(lengths) // (self.programs - len(lengths))))
         rows, parts = [], []
-        for number, (segment, product, total) in enumerate(tail.segments):
-            halves = [placed(segment[name], self.last.k) for name in ("k", "v")]
-            singles = [placed(x, tail.keys) for x in (segment.bias, product, total)]
-            rows.append([*halves, *singles, segment.length])
+        for number, (segment, product, total) in enumerate(self.tail.segments):
+            halves = [placed(segment.storage[name], base) for name in ("k", "v")]
+            singles = [placed(x, single) for x in (segment.bias, product, total)]
+            rows.append([*halves, *singles, segment.length, segment.storage["k"].shape[1]])
             pieces = -(-segment.length // share)
             size = -(-segment.length // pieces // CHUNK) * CHUNK
             parts += [(number, start, min(start + size, segment.length)) for start in range(0, segment.length, size)]
-        self.segments = torch.tensor(rows or [[0]], dtype=torch.int64).to(device)
-        self.parts = torch.tensor(parts or [[0]], dtype=torch.int32).to(device)
-        shape = (heads, room // CHUNK + len(parts), group)
-        self.partial = Partial(
-            tail.keys.new_empty(*shape, held["v"].shape[2]), tail.keys.new_empty(shape), tail.keys.new_empty(shape)
-        )
+        assert len(parts) <= self.programs
+        self.parts.zero_()
+        for table, entries in ((self.segments, rows), (self.parts, parts)):
+            if entries:
+                table[: len(entries)].copy_(torch.tensor(entries, dtype=table.dtype))
 
     @property
     def waiting(self) -> Segment:
@@ -59,7 +98,7 @@ class KernelDecoder:
         return [*self.tail.tensors(), *(x for x in held if x is not None)]
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None, scale: float
     ) -> Tensor:
         with torch.cuda.device_of(q):
             out = look(q, k, v, w, beta, gate, self.last, self.partial, self.segments, self.parts, scale)

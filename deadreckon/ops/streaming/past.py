@@ -15,10 +15,15 @@ from deadreckon.ops.streaming.signature import Signature
 
 
 class Decoder(Protocol):
-    """What goes on from a past by single tokens, in place: one that was interrupted is of no more use."""
+    """What goes on from a past by single tokens, in place: one that was interrupted has to be loaded again."""
+
+    plain: bool  # whether it serves without Householder steps, too
 
     def __init__(self, past: Past, group: int) -> None:
         """From the tokens that wait and the segments, for so many query heads a key head."""
+
+    def load(self, past: Past) -> bool:
+        """Goes on from another past of the same sizes, if there is room for its segments."""
 
     @property
     def waiting(self) -> Segment:
@@ -29,7 +34,7 @@ class Decoder(Protocol):
         """Whether it is time to close a segment, and for a new decoder."""
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None, scale: float
     ) -> Tensor:
         """The next token's output (N, G, E): q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G).
 
@@ -51,12 +56,12 @@ class Past:
         signature: what every piece must have in common with the first.
         length: how many tokens have been.
         segments: from the oldest to the youngest.
-        waiting: the last tokens as they came (Householder steps only).
+        waiting: the last tokens as they came: with Householder steps, and while a decoder goes on.
         phases: sums of step angles up to each of the last tokens, one more than `crop` can undo.
         longest: what keys are divided by, with powers.
         folded: all tokens before the segments, with powers.
-        decoder: what it takes to go on by single tokens along Householder steps. It works in place, so that it moves
-            from the past to a draft; without one, the next token makes another.
+        decoder: what it takes to go on by single tokens with softmax. It works in place, so that it moves from the past
+            to a draft; without one, the next token makes another.
     """
 
     signature: Signature | None = None
@@ -70,6 +75,8 @@ class Past:
 
     def draft(self) -> Past:
         """A copy to move on; see :meth:`become`."""
+        if self.decoder is not None and self.decoder.full and self.waiting is not None:
+            self.waiting = self.waiting.map(torch.clone)  # the decoder will write where they are
         draft = Past.__new__(Past)
         draft.become(self)
         draft.segments, self.decoder = list(self.segments), None
@@ -83,7 +90,7 @@ class Past:
         """Another continuation. Segments are shared from here on, not copied."""
         for segment in self.segments:
             segment.shared = True
-        waiting = None if self.waiting is None else Segment(self.waiting.fields())
+        waiting = None if self.waiting is None else self.waiting.map(torch.clone)  # a decoder writes to its own
         return replace(self, segments=list(self.segments), waiting=waiting, decoder=None)
 
     def select(self, rows: Tensor) -> Past:
@@ -121,7 +128,7 @@ class Past:
             signature,
             self.length,
             [segment.map(change) for segment in self.segments],
-            None if self.waiting is None else self.waiting.map(change),
+            None if self.waiting is None else self.waiting.map(change).map(torch.clone),  # not a decoder's own
             phases,
             None if self.longest is None else change(self.longest),
             None if self.folded is None else Folded(*map(change, self.folded)),
@@ -160,9 +167,10 @@ class Past:
         if tokens and self.phases is not None:
             cropped.phases = self.phases[:, : self.phases.shape[1] - tokens]
         if tokens and self.waiting is not None:
-            left = self.waiting.length - tokens
-            cropped.waiting, cropped.decoder = self.waiting.of_length(left) if left else None, None
-            return cropped
+            left = max(0, self.waiting.length - tokens)
+            tokens -= self.waiting.length - left
+            cropped.waiting = self.waiting.of_length(left).map(torch.clone) if left else None
+            cropped.decoder = None
         while tokens and tokens >= cropped.segments[-1].length:
             tokens -= cropped.segments.pop().length
         if tokens:

@@ -7,10 +7,11 @@
                   any       any other                      `attend_routes`: the same in PyTorch
     none          Power     any                            `attend_powers`: chunks; keys fold to a state
                   other     first                          `attend_first`: `attend`, and the KV cache is kept
+                  softmax   one token, with kernels        `decode_token`: two kernels
                   other     later                          `attend_cached`: over the KV cache, which grows
 
 Without Householder steps nothing ever changes its frame, and there is one segment, the KV cache, that grows (or one for
-each continuation that shares what is behind). With powers it does not grow for ever: once the state takes less room
+each continuation that shares what is behind, or some that decoding by kernels has closed). With powers it does not grow for ever: once the state takes less room
 than keys and values do, all but the last leaf are folded into it, and from then on a leaf at a time.
 """
 
@@ -84,8 +85,10 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
         return attend_routes(q, k, v, transport, log_gate, score, scale, past)
     if isinstance(score, Power):
         return attend_powers(q, k, v, log_gate, score, past)
-    if not past.segments:
+    if not past.length:
         return attend_first(q, k, v, log_gate, score, scale, past, kernels)
+    if score == "softmax" and q.shape[1] == 1 and kernels.decoder.plain:
+        return decode_token(q, k, v, None, log_gate, scale, past, kernels.decoder)
     return attend_cached(q, k, v, log_gate, score, scale, past)
 
 
@@ -125,6 +128,7 @@ def attend_cached(
     batch, _, heads, _ = k.shape
     queries, fields = queries_by_head(q, heads, score), fields_by_head(k, v, None, log_gate)
     output, top, fields = attend_piece(queries, fields, score, scale, past)
+    past.waiting = past.decoder = None  # they are among the fields now
     extend_cache(past, top, fields)
     return from_heads(output, batch).to(q.dtype)
 
@@ -150,7 +154,9 @@ def attend_powers(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scor
 def extend_cache(past: Past, top: Top, fields: Fields) -> None:
     """Appends tokens to the KV cache, in a segment of their own if the last one is another continuation's, too."""
     kept = {"k": fields["k"], "v": fields["v"]}
-    last = past.segments[-1] if past.segments and not past.segments[-1].shared else None
+    last = past.segments[-1] if past.segments else None
+    if last is not None and (last.shared or last.bias is not None):
+        last = None
     if top.sums is not None:
         sums = top.sums[:, : kept["k"].shape[1]]
         kept["sums"] = sums if last is None else sums + last["sums"][:, -1:]

@@ -1,0 +1,136 @@
+"""Single tokens by kernels, without Householder steps: rotations, gates, ALiBi and none, over a KV cache in segments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.ops.streaming.fused import STREAM
+from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.stream import attend_stream
+
+TOKENS = 64
+
+
+@pytest.fixture
+def small_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tail that is full after 16 tokens, and few programs: interpreted, each takes a millisecond."""
+    monkeypatch.setattr("deadreckon.ops.streaming.decode.ROOM", 16)
+    monkeypatch.setattr("deadreckon.ops.streaming.decode.LEAF", 8)
+    for module in ("kernels", "fused"):
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 16)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 16)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 4)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 2)
+
+
+class Stream:
+    """A sequence that comes in pieces, by kernels, checked against the definition."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.leaves = case, {name: x.float() for name, x in case.inputs().items()}
+        self.expected = case.attend({name: x.double() for name, x in self.leaves.items()}, impl="reference")
+
+    def attend(self, start: int, end: int, past: Past) -> None:
+        batch, length = self.case.batch, self.case.length
+        piece = {name: x[:, start:end] if x.dim() > 1 else x for name, x in self.leaves.items()}
+        transport: Any = None
+        if "angles" in piece:
+            transport = dr.Rotation(piece["angles"], values=self.case.transport == "rotation of values")
+        gate = piece.get("log_gate")
+        if gate is not None and gate.dim() == 1:
+            gate = gate.expand(batch, end - start, -1)
+        factors = dr.Factors(transport, gate)
+        q, k, v = piece["q"], piece["k"], piece["v"]
+        found = attend_stream(q, k, v, factors, self.case.width**-0.5, past, STREAM)
+        torch.testing.assert_close(found.double(), self.expected[:, start:end], rtol=0, atol=1e-5)
+        assert past.length == end <= length
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(None, None, batch=1, heads=1, group=1),
+        Case(None, "learned", batch=2, heads=1, group=3),
+        Case(None, "constant", batch=1, heads=2, group=2),
+        Case("rotation", "learned per key head", batch=1, heads=2, group=2),
+        Case("rotation per query head", "learned", batch=1, heads=1, group=2),
+        Case("rotation of values", None, batch=2, heads=1, group=2),
+    ],
+    ids=lambda case: f"{case.transport}-{case.gate}",
+)
+@pytest.mark.usefixtures("small_tail")
+def test_single_tokens(case: Case) -> None:
+    """After a prompt, when the tail is closed, between longer pieces, after going back, and twice from one place."""
+    past, stream = Past(), Stream(Case(**{**vars(case), "length": TOKENS}))
+    stream.attend(0, 30, past)
+    for token in range(30, 33):
+        stream.attend(token, token + 1, past)
+    stream.attend(33, 37, past)  # the tail joins the KV cache
+    assert past.waiting is None
+    for token in range(37, 56):
+        stream.attend(token, token + 1, past)
+    assert sum(segment.length for segment in past.segments) > 37  # the tail was closed
+    past.crop(8)  # more than waits
+    for token in range(48, 50):
+        stream.attend(token, token + 1, past)
+    other = past.fork()
+    for token in range(50, 52):
+        stream.attend(token, token + 1, past)
+        stream.attend(token, token + 1, other)
+    stream.attend(52, 53, past.select(torch.arange(case.batch)))
+    stream.attend(52, 54, past)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_many_segments() -> None:
+    """More than the kernels were first made for: forks share a prefix each time."""
+    past, stream = Past(), Stream(Case(None, "learned", length=40, batch=1, heads=1, group=1))
+    start = 0
+    for end in (3, 8, 12, 15, 19, 20, 22):
+        stream.attend(start, end, past)
+        past, start = past.fork(), end
+    assert 2 * len(past.segments) > 6
+    for token in range(start, 26):
+        stream.attend(token, token + 1, past)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_interrupted_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tail was full: what a decoder writes over is no longer the past's."""
+    past, stream = Past(), Stream(Case(None, "learned", length=60, batch=1, heads=1, group=2))
+    stream.attend(0, 20, past)
+    for token in range(20, 36):
+        stream.attend(token, token + 1, past)
+    assert past.decoder is not None
+    assert past.decoder.full
+
+    def broken(*_: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deadreckon.ops.streaming.fused.look", broken)
+        with pytest.raises(KeyboardInterrupt):
+            stream.attend(36, 37, past)
+    for token in range(36, 40):
+        stream.attend(token, token + 1, past)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_decoders_stay_where_they_are() -> None:
+    """As a CUDA graph needs it: the same tensors whatever is closed or loaded."""
+    past, stream = Past(), Stream(Case(None, "learned", length=60, batch=1, heads=1, group=2))
+    stream.attend(0, 20, past)
+    stream.attend(20, 21, past)
+    decoder: Any = past.decoder
+    places = [x.data_ptr() for x in (*decoder.last, *decoder.partial, decoder.segments, decoder.parts) if x is not None]
+    for token in range(21, 60):
+        stream.attend(token, token + 1, past)
+    assert past.decoder is decoder
+    held = (*decoder.last, *decoder.partial, decoder.segments, decoder.parts)
+    assert places == [x.data_ptr() for x in held if x is not None]
