@@ -1,4 +1,4 @@
-"""Single tokens by kernels, without Householder steps: rotations, gates, ALiBi and none, over a KV cache in segments."""
+"""Single tokens by kernels, without Householder steps: rotations and gates, over a KV cache in segments."""
 
 from __future__ import annotations
 

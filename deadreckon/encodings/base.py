@@ -158,7 +158,8 @@ class ShortConvolution(SelfInitialised, nn.Module):
         recent = None if context.recent is None else context.recent.get("convolution")
         x = pad(x, (0, 0, reach, 0)) if recent is None else torch.cat([recent, x], dim=1)
         if context.recent is not None:
-            context.recent["convolution"] = x[:, -reach - CROPPABLE :].clone()  # a view would hold the whole prefill
+            kept = x[:, -reach - CROPPABLE :]  # always as many, zeros at first, and no view of a whole prefill
+            context.recent["convolution"] = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
             x = x[:, -reach - length :]
         y = x[:, reach:] * self.weight[0]
         for lag in range(1, reach + 1):

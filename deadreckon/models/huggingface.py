@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
+from deadreckon.models.graphs import Steps, wanted
 from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.rows import Rows, masked_first
 from deadreckon.models.state import LayerState
@@ -161,6 +162,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.steps: Steps | None = None
         self.post_init()
 
     def forward(
@@ -175,12 +177,13 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is not None or use_cache:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected no cache beside it")
             cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
-            return self._continue(x, input_ids, attention_mask, cache)
+            x = self._continue(input_ids, inputs_embeds, attention_mask, cache)
+            return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         real = _padding(attention_mask, x)
         order: Tensor | None = None
         if real is not None and cu_seqlens is not None:
@@ -224,34 +227,50 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = encoding.embed(x, context)
         return x
 
-    def _continue(self, x: Tensor, ids: Tensor | None, mask: Tensor | None, cache: Cache) -> BaseModelOutputWithPast:
+    def _continue(self, ids: Tensor | None, x: Tensor | None, mask: Tensor | None, cache: Cache) -> Tensor:
         """Prefill or decode: new tokens of sequences whose past is in the KV cache."""
         caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
-        real = _real_tokens(mask, caches[0].state, x)
+        tokens = x if ids is None else ids
+        assert tokens is not None
+        real = _real_tokens(mask, caches[0].state, *tokens.shape[:2])
+        if ids is not None and ids.shape[1] == 1 and real is None and wanted(ids, self):
+            if self.steps is None:
+                self.steps = Steps(self, self._decode)
+            out = self.steps(ids, caches)
+            if out is not None:
+                return out
+        x = self.embed_tokens(ids) if x is None else x
         if isinstance(caches[0].state, Rows) or (real is not None and not _begins_later(real, caches[0].state)):
-            x = self._continue_rows(x, ids, real, caches)
-            return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
-        drafts = [layer.state.draft() for layer in caches]  # so that all layers move on, or none
+            return self._continue_rows(x, ids, real, caches)
+        drafts = [_uniform(layer).draft() for layer in caches]  # so that all layers move on, or none
         if real is None:
-            x = self._advance(x, ids, drafts)  # type: ignore[arg-type]
+            x = self._advance(x, ids, drafts)
         else:  # what is masked is left out: it goes to the left of the row, where nothing looks back to
             for draft in drafts:
                 masked = (~real).sum(1)
-                draft.left_out = masked if draft.left_out is None else draft.left_out + masked  # type: ignore[union-attr]
+                draft.left_out = masked if draft.left_out is None else draft.left_out + masked
             order = masked_first(real)
             x = x.gather(1, order.unsqueeze(-1).expand_as(x))
-            x = self._advance(x, None if ids is None else ids.gather(1, order), drafts)  # type: ignore[arg-type]
+            x = self._advance(x, None if ids is None else ids.gather(1, order), drafts)
             x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
         for layer_cache, draft in zip(caches, drafts, strict=True):
             layer_cache.state = draft
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+        return x
 
-    def _advance(self, x: Tensor, ids: Tensor | None, states: list[LayerState]) -> Tensor:
-        """Hidden states of the next tokens x (B, T, hidden_size), with which each layer's state moves on."""
-        seen, left_out = states[0].length, states[0].left_out
-        context = Context.of(x, ids).after(seen).remembering({})
+    def _decode(self, ids: Tensor, states: list[LayerState], places: Tensor) -> Tensor:
+        """A decoding step, with nothing in it that a CUDA graph could not repeat: ids (B, 1), places (1, 1)."""
+        return self._advance(self.embed_tokens(ids), ids, states, places)
+
+    def _advance(self, x: Tensor, ids: Tensor | None, states: list[LayerState], places: Tensor | None = None) -> Tensor:
+        """Hidden states of the next tokens x (B, T, hidden_size), with which each layer's state moves on.
+
+        `places` (1, T) counts them with all tokens before, masked or not.
+        """
+        left_out = states[0].left_out
+        context = Context.of(x, ids).after(states[0].length) if places is None else Context(places, ids)
         if left_out is not None:
             context = replace(context, positions=context.positions - left_out.unsqueeze(1))
+        context = context.remembering({})
         x = self._embed(x, context)
         for layer, state in zip(self.layers, states, strict=True):
             x = layer(x, context, state)
@@ -260,8 +279,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
     def _continue_rows(self, x: Tensor, ids: Tensor | None, real: Tensor | None, caches: list[StateLayer]) -> Tensor:
         """New tokens of rows that differ in how many of them are real, each row for itself."""
         real = x.new_ones(x.shape[:2], dtype=torch.bool) if real is None else real
-        states = [layer.state for layer in caches]
-        drafts = [state.draft() if isinstance(state, Rows) else Rows.of(state) for state in states]
+        drafts = [layer.state.draft() if isinstance(layer.state, Rows) else Rows.of(layer.state) for layer in caches]
         out = torch.zeros_like(x)
         for row, tokens in enumerate(real):
             if bool(tokens.any()):
@@ -282,14 +300,20 @@ def _cache_layer(cache: Cache, number: int) -> StateLayer:
     return layer
 
 
-def _real_tokens(mask: Tensor | None, state: LayerState | Rows, x: Tensor) -> Tensor | None:
-    """Which of the new tokens x (B, T, hidden_size) are real, (B, T), or None where all are."""
+def _uniform(layer: StateLayer) -> LayerState:
+    """The state of a layer whose rows are equally long."""
+    assert isinstance(layer.state, LayerState)
+    return layer.state
+
+
+def _real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, length: int) -> Tensor | None:
+    """Which of the new tokens (B, T) are real, or None where all are."""
     seen, left_out = state.length, state.left_out if isinstance(state, LayerState) else None
     if mask is None:
         if left_out is not None:
             raise ValueError("attention_mask: expected that of past and new tokens, some of them masked, got None")
         return None
-    expected = (x.shape[0], seen + x.shape[1])
+    expected = (batch, seen + length)
     if mask.shape != expected:
         raise ValueError(f"attention_mask: expected (B, past and new tokens) = {expected}, got {tuple(mask.shape)}")
     if seen and getattr(mask, GROWN, None) == seen:

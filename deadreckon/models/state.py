@@ -80,7 +80,13 @@ class LayerState:
 
     def fork(self) -> LayerState:
         """Another continuation of the same prefix, which is shared, not copied."""
-        return replace(self, past=self.past.fork(), recent=dict(self.recent))
+        recent = {name: x.clone() for name, x in self.recent.items()}  # a graph writes to its own
+        return replace(self, past=self.past.fork(), recent=recent)
+
+    def detach(self) -> None:
+        """Leaves what a graph writes to, to another state, in place."""
+        self.past.detach()
+        self.recent = {name: x.clone() for name, x in self.recent.items()}
 
     def select(self, rows: Tensor) -> LayerState:
         """The state of these sequences in this order, with repetitions: (new batch,) integers."""
@@ -94,7 +100,7 @@ class LayerState:
         """The state on another device."""
         past = self.past.to(device)
         origin = None if self.origin is None else self.origin._replace(device=torch.empty(0, device=device).device)
-        recent = {name: x.to(device) for name, x in self.recent.items()}
+        recent = {name: x.to(device, copy=True) for name, x in self.recent.items()}
         left_out = None if self.left_out is None else self.left_out.to(device)
         return replace(self, past=past, recent=recent, left_out=left_out, origin=origin)
 
@@ -119,7 +125,7 @@ class LayerState:
         elif tokens:
             cropped = replace(self, past=replace(self.past), kept=max(0, self.kept - tokens))
             cropped.past.crop(tokens)
-            cropped.recent = {name: x[:, : x.shape[1] - tokens] for name, x in self.recent.items()}
+            cropped.recent = {name: x[:, : x.shape[1] - tokens].clone() for name, x in self.recent.items()}
             self.become(cropped)
 
     def bytes(self) -> int:

@@ -81,6 +81,7 @@ class TokenDecoder:
     plain = False
 
     def __init__(self, past: Past, group: int) -> None:
+        self.group = group
         self.load(past)
 
     def load(self, past: Past) -> bool:
@@ -201,3 +202,12 @@ def prepare_decoder(past: Past, group: int, kind: type[Decoder]) -> None:
     if decoder is None or not decoder.load(past):
         decoder = kind(past, group)
     past.decoder = decoder
+
+
+def renew(past: Past) -> None:
+    """Closes the tail of a past whose decoder is full, and loads that again."""
+    draft = past.draft()
+    assert draft.decoder is not None
+    prepare_decoder(draft, draft.decoder.group, type(draft.decoder))
+    draft.waiting = draft.decoder.waiting
+    past.become(draft)

@@ -27,7 +27,8 @@ class KernelDecoder:
     plain = True
 
     def __init__(self, past: Past, group: int) -> None:
-        self.tail = tail = Tail(past)
+        self.tail, self.group = Tail(past), group
+        tail = self.tail
         held, device = tail.waiting.storage, tail.waiting.storage["k"].device
         heads, room, _ = held["k"].shape
         # Where there is gradually more to be seen, programs see more each: their number is the same for ever.
@@ -102,8 +103,20 @@ class KernelDecoder:
     ) -> Tensor:
         with torch.cuda.device_of(q):
             out = look(q, k, v, w, beta, gate, self.last, self.partial, self.segments, self.parts, scale)
-        self.tail.lengthen()
+        self.lengthen()
         return out
+
+    def lengthen(self) -> None:
+        self.tail.lengthen()
+
+    def rewind(self, waiting: Segment) -> None:
+        self.tail.waiting = waiting
+
+    def ahead(self) -> bool:
+        return int(self.last.tokens) > self.waiting.length
+
+    def unload(self) -> None:
+        self.tail.segments = []
 
 
 STREAM = Kernels(attend_fused, turned, ascend, KernelDecoder)

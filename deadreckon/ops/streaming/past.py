@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.streaming.fold import Folded, fold, tokens_worth
@@ -18,9 +19,10 @@ class Decoder(Protocol):
     """What goes on from a past by single tokens, in place: one that was interrupted has to be loaded again."""
 
     plain: bool  # whether it serves without Householder steps, too
+    group: int  # query heads a key head
 
     def __init__(self, past: Past, group: int) -> None:
-        """From the tokens that wait and the segments, for so many query heads a key head."""
+        """From the tokens that wait and the segments."""
 
     def load(self, past: Past) -> bool:
         """Goes on from another past of the same sizes, if there is room for its segments."""
@@ -31,7 +33,7 @@ class Decoder(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether it is time to close a segment, and for a new decoder."""
+        """Whether it is time to close a segment, and to load again."""
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None, scale: float
@@ -43,6 +45,23 @@ class Decoder(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Everything held, but for the tokens that wait."""
+
+
+@runtime_checkable
+class StaticDecoder(Decoder, Protocol):
+    """A decoder whose tensors stay where they are: a CUDA graph may hold its steps, and the host counts them."""
+
+    def lengthen(self) -> None:
+        """Counts a token that the kernels have added."""
+
+    def rewind(self, waiting: Segment) -> None:
+        """Forgets a token that was counted, but that no kernel has added."""
+
+    def ahead(self) -> bool:
+        """Whether the kernels have added a token that is not counted. Waits for them."""
+
+    def unload(self) -> None:
+        """Lets go of the segments."""
 
 
 @dataclass
@@ -57,7 +76,8 @@ class Past:
         length: how many tokens have been.
         segments: from the oldest to the youngest.
         waiting: the last tokens as they came: with Householder steps, and while a decoder goes on.
-        phases: sums of step angles up to each of the last tokens, one more than `crop` can undo.
+        phases: (B or 1, 65, ...) sums of step angles up to each of the last tokens, one more than `crop` can undo.
+        turned: how many of them are there, at the end.
         longest: what keys are divided by, with powers.
         folded: all tokens before the segments, with powers.
         decoder: what it takes to go on by single tokens with softmax. It works in place, so that it moves from the past
@@ -69,6 +89,7 @@ class Past:
     segments: list[Segment] = field(default_factory=list)
     waiting: Segment | None = None
     phases: Tensor | None = None
+    turned: int = 0
     longest: Tensor | None = None
     folded: Folded | None = None
     decoder: Decoder | None = None
@@ -91,7 +112,28 @@ class Past:
         for segment in self.segments:
             segment.shared = True
         waiting = None if self.waiting is None else self.waiting.map(torch.clone)  # a decoder writes to its own
-        return replace(self, segments=list(self.segments), waiting=waiting, decoder=None)
+        phases = None if self.phases is None else self.phases.clone()
+        return replace(self, segments=list(self.segments), waiting=waiting, phases=phases, decoder=None)
+
+    def __deepcopy__(self, memo: object) -> Past:
+        """A copy of all but the decoder, which knows segments by where they lie."""
+        if self.signature is None:
+            return Past()
+        return self._map(torch.clone, None if self.phases is None else self.phases.clone(), self.signature)
+
+    def detach(self) -> None:
+        """Leaves the decoder to another past, in place."""
+        waiting = None if self.waiting is None else self.waiting.map(torch.clone)
+        phases = None if self.phases is None else self.phases.clone()
+        self.become(replace(self, waiting=waiting, phases=phases, decoder=None))
+
+    def turn(self, phases: Tensor, tokens: int) -> None:
+        """Adds the phases (B or 1, ..., Hr, D/2) of a piece of so many tokens, or of the last of them."""
+        new = phases[:, -LEAF - 1 :]
+        if self.phases is not None:
+            new = torch.cat([self.phases.expand(new.shape[0], -1, *new.shape[2:]), new], dim=1)[:, -LEAF - 1 :]
+        self.phases = pad(new, (0, 0, 0, 0, LEAF + 1 - new.shape[1], 0))  # and no view of a whole prefill
+        self.turned = min(self.turned + tokens, LEAF + 1)
 
     def select(self, rows: Tensor) -> Past:
         """The past of these sequences of the batch, in this order, as often as they are named.
@@ -119,7 +161,7 @@ class Past:
             raise ValueError(f"device: expected a torch.device or its name, got {device!r}")
         if self.signature is None:
             return Past()
-        phases = None if self.phases is None else self.phases.to(device)
+        phases = None if self.phases is None else self.phases.to(device, copy=True)
         moved = torch.empty(0, device=device).device  # with its index
         return self._map(lambda x: x.to(device), phases, self.signature._replace(device=moved))
 
@@ -130,6 +172,7 @@ class Past:
             [segment.map(change) for segment in self.segments],
             None if self.waiting is None else self.waiting.map(change).map(torch.clone),  # not a decoder's own
             phases,
+            self.turned,
             None if self.longest is None else change(self.longest),
             None if self.folded is None else Folded(*map(change, self.folded)),
         )
@@ -149,7 +192,7 @@ class Past:
         """
         waiting = 0 if self.waiting is None else self.waiting.length
         allowed = waiting + sum(segment.length for segment in self.segments if segment.product is None)
-        return allowed if self.phases is None else min(allowed, self.phases.shape[1] - 1)
+        return allowed if self.phases is None else min(allowed, self.turned - 1)
 
     def crop(self, tokens: int) -> None:
         """Undoes the last tokens, in place: as many as `croppable` says, or all.
@@ -165,7 +208,8 @@ class Past:
             return Past()
         cropped = replace(self, length=self.length - tokens, segments=list(self.segments))
         if tokens and self.phases is not None:
-            cropped.phases = self.phases[:, : self.phases.shape[1] - tokens]
+            cropped.phases = self.phases[:, : self.phases.shape[1] - tokens].clone()  # a graph writes to its own
+            cropped.turned = self.turned - tokens
         if tokens and self.waiting is not None:
             left = max(0, self.waiting.length - tokens)
             tokens -= self.waiting.length - left

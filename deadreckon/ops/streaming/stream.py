@@ -11,8 +11,9 @@
                   other     later                          `attend_cached`: over the KV cache, which grows
 
 Without Householder steps nothing ever changes its frame, and there is one segment, the KV cache, that grows (or one for
-each continuation that shares what is behind, or some that decoding by kernels has closed). With powers it does not grow for ever: once the state takes less room
-than keys and values do, all but the last leaf are folded into it, and from then on a leaf at a time.
+each continuation that shares what is behind, or some that decoding by kernels has closed). With powers it does not grow
+for ever: once the state takes less room than keys and values do, all but the last leaf are folded into it, and from
+then on a leaf at a time.
 """
 
 from __future__ import annotations
@@ -99,12 +100,9 @@ def attend_turned(
     """Turns the piece by phases that go on from those of the past. The KV cache holds keys as they are turned."""
     if past.phases is None:
         turn = kernels.turned(q, k, v, log_gate, rotation)
-        phases = turn.phase[:, -LEAF - 1 :].clone()  # a view would hold the whole prefill
     else:
         turn = turned(q, k, v, log_gate, rotation, past.phases[:, -1:])
-        before = past.phases.expand(turn.phase.shape[0], -1, *turn.phase.shape[2:])
-        phases = torch.cat([before, turn.phase[:, -LEAF - 1 :]], dim=1)
-    past.phases = phases[:, -LEAF - 1 :]
+    past.turn(turn.phase, q.shape[1])
     output = _advance(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past, kernels)
     return turn.back(output)
 
