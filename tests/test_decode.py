@@ -14,7 +14,7 @@ from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import attend_stream
 
-TOKENS = 64
+TOKENS = 52
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def small_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("kernels", "fused"):
         monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 16)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 16)
-    monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 4)
-    monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 2)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 1)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 4)
 
 
 class Stream:
@@ -56,11 +56,9 @@ class Stream:
     "case",
     [
         Case(None, None, batch=1, heads=1, group=1),
-        Case(None, "learned", batch=2, heads=1, group=3),
-        Case(None, "constant", batch=1, heads=2, group=2),
-        Case("rotation", "learned per key head", batch=1, heads=2, group=2),
-        Case("rotation per query head", "learned", batch=1, heads=1, group=2),
-        Case("rotation of values", None, batch=2, heads=1, group=2),
+        Case("rotation", "learned", batch=2, heads=1, group=3),
+        Case("rotation per query head", "learned per key head", batch=1, heads=1, group=2),
+        Case("rotation of values", "constant", batch=1, heads=2, group=1),
     ],
     ids=lambda case: f"{case.transport}-{case.gate}",
 )
@@ -69,22 +67,20 @@ def test_single_tokens(case: Case) -> None:
     """After a prompt, when the tail is closed, between longer pieces, after going back, and twice from one place."""
     past, stream = Past(), Stream(Case(**{**vars(case), "length": TOKENS}))
     stream.attend(0, 30, past)
-    for token in range(30, 33):
-        stream.attend(token, token + 1, past)
-    stream.attend(33, 37, past)  # the tail joins the KV cache
+    stream.attend(30, 31, past)
+    stream.attend(31, 33, past)  # the tail joins the KV cache
     assert past.waiting is None
-    for token in range(37, 56):
+    for token in range(33, 51):
         stream.attend(token, token + 1, past)
-    assert sum(segment.length for segment in past.segments) > 37  # the tail was closed
-    past.crop(8)  # more than waits
-    for token in range(48, 50):
-        stream.attend(token, token + 1, past)
+    assert sum(segment.length for segment in past.segments) > 33  # the tail was closed
+    past.crop(4)  # more than waits
+    stream.attend(47, 48, past)
     other = past.fork()
-    for token in range(50, 52):
-        stream.attend(token, token + 1, past)
-        stream.attend(token, token + 1, other)
-    stream.attend(52, 53, past.select(torch.arange(case.batch)))
-    stream.attend(52, 54, past)
+    stream.attend(48, 49, past)
+    stream.attend(48, 49, other)
+    stream.attend(49, 50, past)
+    stream.attend(50, 51, past.select(torch.arange(case.batch)))
+    stream.attend(50, 52, past)
 
 
 @pytest.mark.usefixtures("small_tail")
@@ -124,13 +120,14 @@ def test_interrupted_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("small_tail")
 def test_decoders_stay_where_they_are() -> None:
     """As a CUDA graph needs it: the same tensors whatever is closed or loaded."""
-    past, stream = Past(), Stream(Case(None, "learned", length=60, batch=1, heads=1, group=2))
+    past, stream = Past(), Stream(Case(None, "learned", length=40, batch=1, heads=1, group=2))
     stream.attend(0, 20, past)
     stream.attend(20, 21, past)
     decoder: Any = past.decoder
-    places = [x.data_ptr() for x in (*decoder.last, *decoder.partial, decoder.segments, decoder.parts) if x is not None]
-    for token in range(21, 60):
+    held = [x for x in (*decoder.last, *decoder.partial, decoder.segments, decoder.parts) if x is not None]
+    for token in range(21, 38):
         stream.attend(token, token + 1, past)
     assert past.decoder is decoder
-    held = (*decoder.last, *decoder.partial, decoder.segments, decoder.parts)
-    assert places == [x.data_ptr() for x in held if x is not None]
+    after = [x for x in (*decoder.last, *decoder.partial, decoder.segments, decoder.parts) if x is not None]
+    assert all(x is y for x, y in zip(held, after, strict=True))
+    assert all(decoder.waiting.storage[name] is getattr(decoder.last, name) for name in ("k", "v", "gates"))

@@ -1,4 +1,4 @@
-"""Decoding steps as graphs. Without a GPU a graph is a step that runs again, on the same tensors, by the interpreter."""
+"""Decoding steps as graphs. Without a GPU a graph is a step that runs again, interpreted, on the same tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_streaming import make_model, prompts
+from test_streaming import VOCABULARY, prompts
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -45,8 +45,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in ("kernels", "fused"):
         monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 16)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 16)
-    monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 4)
-    monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 2)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 1)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 6)
     monkeypatch.setattr(
         "deadreckon.models.huggingface.wanted", lambda ids, model: not torch.is_grad_enabled() and not model.training
     )
@@ -56,15 +56,24 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Rerun.interrupted = None
 
 
-def kernel_model(encoding: str) -> dr.DeadReckonForCausalLM:
+def make_model(encoding: str, layers: int = 1) -> dr.DeadReckonForCausalLM:
+    torch.manual_seed(0)
+    config = dr.DeadReckonConfig(
+        encoding=encoding, vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.3,
+    )  # fmt: skip
+    return dr.DeadReckonForCausalLM(config).eval()
+
+
+def kernel_model(encoding: str, layers: int = 1) -> dr.DeadReckonForCausalLM:
     """Whose single tokens are decoded by kernels."""
-    model = make_model(encoding)
+    model = make_model(encoding, layers)
     for layer in model.model.layers:
         attention: Any = layer.get_submodule("self_attn")
         attend, attention.impl = attention.attend, "blockwise"
 
         def by_kernels(x: Tensor, *rest: Any, attend: Any = attend, attention: Any = attention) -> Tensor:
-            attention.impl = "triton" if x.shape[1] == 1 else "blockwise"  # prefill by kernels takes an interpreter long
+            attention.impl = "triton" if x.shape[1] == 1 else "blockwise"  # the interpreter takes long for more
             return attend(x, *rest)
 
         attention.attend = by_kernels
@@ -77,78 +86,75 @@ def decode(model: dr.DeadReckonForCausalLM, ids: Tensor, cache: DynamicCache, st
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "rope", "fox", "selective-rope", "learned-rotation-values", "sinusoidal"])
+@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values"])
 @torch.no_grad()
 def test_steps_give_what_one_pass_gives(encoding: str) -> None:
     """Across closings of tails; a second sequence in the same graph; then the first goes on."""
-    model, ids = kernel_model(encoding), prompts(1, 40)
+    model, ids = kernel_model(encoding, layers=2), prompts(1, 32)
     expected = model(ids).logits
     cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    model(ids[:, :10], past_key_values=cache)
-    torch.testing.assert_close(decode(model, ids[:, :30], cache, 10), expected[:, 10:30], **CLOSE)
-    assert Rerun.captured == 1
-    assert Rerun.replayed == 19
+    model(ids[:, :8], past_key_values=cache)
+    torch.testing.assert_close(decode(model, ids[:, :26], cache, 8), expected[:, 8:26], **CLOSE)
+    assert (Rerun.captured, Rerun.replayed) == (1, 17)  # the first step is eager
     model(ids[:, :5], past_key_values=other)
-    torch.testing.assert_close(decode(model, ids[:, :9], other, 5), expected[:, 5:9], **CLOSE)
-    assert Rerun.captured == 1
-    assert Rerun.replayed == 23
-    torch.testing.assert_close(decode(model, ids[:, :33], cache, 30), expected[:, 30:33], **CLOSE)
-    torch.testing.assert_close(model(ids[:, 33:36], past_key_values=cache).logits, expected[:, 33:36], **CLOSE)
-    torch.testing.assert_close(decode(model, ids, cache, 36), expected[:, 36:], **CLOSE)
-    assert Rerun.captured == 1
+    torch.testing.assert_close(decode(model, ids[:, :7], other, 5), expected[:, 5:7], **CLOSE)
+    torch.testing.assert_close(decode(model, ids[:, :28], cache, 26), expected[:, 26:28], **CLOSE)
+    torch.testing.assert_close(model(ids[:, 28:30], past_key_values=cache).logits, expected[:, 28:30], **CLOSE)
+    torch.testing.assert_close(decode(model, ids, cache, 30), expected[:, 30:], **CLOSE)
+    assert (Rerun.captured, Rerun.replayed) == (1, 23)
 
 
 @pytest.mark.parametrize("encoding", ["path-fox", "selective-rope"])
 @torch.no_grad()
 def test_states_of_a_graph_are_forked_cropped_chosen_and_copied(encoding: str) -> None:
-    model, ids = kernel_model(encoding), prompts(2, 24)
+    model, ids = kernel_model(encoding), prompts(2, 18)
     expected = model(ids).logits
     cache = DynamicCache(config=model.config)
     model(ids[:, :8], past_key_values=cache)
-    decode(model, ids[:, :14], cache, 8)
+    decode(model, ids[:, :11], cache, 8)
     forked, copied = copy.copy(cache), copy.deepcopy(cache)
     forked.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in forked.layers:
         layer.state = layer.state.fork()
-    cache.crop(-3)
-    torch.testing.assert_close(decode(model, ids[:, :16], cache, 11), expected[:, 11:16], **CLOSE)
+    cache.crop(-2)
+    torch.testing.assert_close(decode(model, ids[:, :12], cache, 9), expected[:, 9:12], **CLOSE)
     for branch in (forked, copied):
-        torch.testing.assert_close(decode(model, ids[:, :17], branch, 14), expected[:, 14:17], **CLOSE)
+        torch.testing.assert_close(decode(model, ids[:, :13], branch, 11), expected[:, 11:13], **CLOSE)
     cache.reorder_cache(torch.tensor([1, 0]))
-    swapped = decode(model, ids[:, :20].flip(0), cache, 16)
-    torch.testing.assert_close(swapped.flip(0), expected[:, 16:20], **CLOSE)
+    swapped = decode(model, ids[:, :14].flip(0), cache, 12)
+    torch.testing.assert_close(swapped.flip(0), expected[:, 12:14], **CLOSE)
     cache.batch_select_indices(torch.tensor([1]))  # another batch size: another graph
-    torch.testing.assert_close(decode(model, ids[:1], cache, 20), expected[:1, 20:], **CLOSE)
+    torch.testing.assert_close(decode(model, ids[:1, :18], cache, 14), expected[:1, 14:18], **CLOSE)
     assert Rerun.captured == 2
 
 
 @torch.no_grad()
 def test_masked_rows_are_decoded_by_graphs() -> None:
-    model, ids = kernel_model("path-fox"), prompts(2, 20)
+    model, ids = kernel_model("path-fox"), prompts(2, 16)
     mask = torch.ones_like(ids)
     mask[0, :4] = mask[0, 6] = 0
-    expected = [model(row[real].unsqueeze(0)).logits[:, -8:] for row, real in zip(ids, mask.bool(), strict=True)]
+    expected = [model(row[real].unsqueeze(0)).logits[:, -4:] for row, real in zip(ids, mask.bool(), strict=True)]
     cache = DynamicCache(config=model.config)
     model(ids[:, :12], attention_mask=mask[:, :12], past_key_values=cache)
     found = [
-        model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits for t in range(12, 20)
+        model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits for t in range(12, 16)
     ]
     torch.testing.assert_close(torch.cat(found, dim=1), torch.cat(expected), **CLOSE)
-    assert Rerun.replayed == 7
+    assert Rerun.replayed == 3
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_generate(arguments: dict[str, int]) -> None:
     model, ids = kernel_model("path-fox"), prompts(1, 12)
-    plain = make_model("path-fox").generate(ids, max_new_tokens=8, do_sample=False, **arguments)
-    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, **arguments), plain)
+    plain = make_model("path-fox").generate(ids, max_new_tokens=6, do_sample=False, **arguments)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, **arguments), plain)
     assert Rerun.replayed or "prompt_lookup_num_tokens" in arguments
 
 
 @torch.no_grad()
 def test_new_weights_are_captured_anew() -> None:
     """Those that change in place are not."""
-    model, ids = kernel_model("rope"), prompts(1, 12)
+    model, ids = kernel_model("rope"), prompts(1, 9)
     for captured in (1, 1, 2):
         expected = model(ids).logits
         cache = DynamicCache(config=model.config)
@@ -156,7 +162,7 @@ def test_new_weights_are_captured_anew() -> None:
         torch.testing.assert_close(decode(model, ids, cache, 6), expected[:, 6:], **CLOSE)
         assert Rerun.captured == captured
         weight = model.model.layers[0].self_attn.q_proj.weight
-        if captured == 1 and Rerun.replayed < 8:
+        if captured == 1 and Rerun.replayed < 3:
             weight.mul_(2)
         else:
             model.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(weight * 2)
@@ -166,11 +172,11 @@ def test_new_weights_are_captured_anew() -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @torch.no_grad()
 def test_interrupted_replays_leave_no_trace(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = kernel_model("path-fox"), prompts(1, 20)
+    model, ids = kernel_model("path-fox"), prompts(1, 14)
     expected = model(ids).logits
     cache = DynamicCache(config=model.config)
     model(ids[:, :8], past_key_values=cache)
-    decode(model, ids[:, :12], cache, 8)
+    decode(model, ids[:, :11], cache, 8)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -181,9 +187,9 @@ def test_interrupted_replays_leave_no_trace(when: str, monkeypatch: pytest.Monke
         else:
             patch.setattr(Rerun, "replay", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            model(ids[:, 12:13], past_key_values=cache)
-    assert cache.get_seq_length() == 12
-    torch.testing.assert_close(decode(model, ids, cache, 12), expected[:, 12:], **CLOSE)
+            model(ids[:, 11:12], past_key_values=cache)
+    assert cache.get_seq_length() == 11
+    torch.testing.assert_close(decode(model, ids, cache, 11), expected[:, 11:], **CLOSE)
 
 
 @torch.no_grad()

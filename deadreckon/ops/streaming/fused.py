@@ -8,7 +8,7 @@ from torch import Tensor
 from deadreckon.ops.streaming.decode import Tail
 from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, Last, Partial, look, placed
 from deadreckon.ops.streaming.past import Past
-from deadreckon.ops.streaming.segments import Segment
+from deadreckon.ops.streaming.segments import Change, Segment
 from deadreckon.ops.streaming.stream import Kernels
 from deadreckon.ops.triton.attend import attend_fused, turned
 from deadreckon.ops.triton.householder.operator import ascend
@@ -117,6 +117,18 @@ class KernelDecoder:
 
     def unload(self) -> None:
         self.tail.segments = []
+
+    def select(self, change: Change, segments: list[Segment]) -> None:
+        last, tail = self.last, self.tail
+        for x in last[:7]:
+            if x is not None:
+                x.copy_(change(x))
+        for pair in (last.products, last.totals):
+            for x in () if pair is None else pair:
+                x.copy_(change(x))
+        between = [tuple(None if x is None else change(x) for x in parts) for _, *parts in tail.segments]
+        tail.segments = [(segment, *parts) for segment, parts in zip(reversed(segments), between, strict=True)]
+        self._place_segments()
 
 
 STREAM = Kernels(attend_fused, turned, ascend, KernelDecoder)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -269,11 +268,12 @@ def look(
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
     out = q.new_empty(heads, group, value_width)
     programs = partial.weight.shape[1]
-    narrow = max(width, value_width) <= 64 and q.dtype != torch.float32
+    row = max(width, value_width) * q.element_size()  # bytes
+    block = 128 if row <= 128 else 64 if row <= 512 else 32  # as many keys and values as there is shared memory for
     _look[(programs, heads)](
         q, k, v, w, beta, gate, last, partial, segments, parts, scale, heads, room,
         G=group, GATES=gates, ROUTES=w is not None, D=width, E=value_width, BG=max(16, power_of_two(group)),
-        BD=padded(width), BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=128 if narrow else 64,
+        BD=padded(width), BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=block,
         DTYPE=DTYPES[q.dtype], num_warps=4, num_stages=3,
     )  # fmt: skip
     _combine[(heads, group)](

@@ -63,6 +63,9 @@ class StaticDecoder(Decoder, Protocol):
     def unload(self) -> None:
         """Lets go of the segments."""
 
+    def select(self, change: Change, segments: list[Segment]) -> None:
+        """Goes on from other rows of the same past: those that `change` chooses, with segments of theirs."""
+
 
 @dataclass
 class Past:
@@ -153,7 +156,13 @@ class Past:
 
         # One row of phases serves any batch.
         phases = self.phases if self.phases is None or self.phases.shape[0] == 1 else self.phases[rows]
-        return self._map(change, phases, signature._replace(batch=len(rows)))
+        decoder = self.decoder if isinstance(self.decoder, StaticDecoder) and len(rows) == signature.batch else None
+        chosen = self._map(change, phases, signature._replace(batch=len(rows)))
+        if decoder is not None:  # beam search reorders at every token: it goes over to the rows that are chosen
+            self.detach()
+            decoder.select(change, chosen.segments)
+            chosen.decoder, chosen.waiting = decoder, decoder.waiting
+        return chosen
 
     def to(self, device: torch.device | str) -> Past:
         """The past on another device."""

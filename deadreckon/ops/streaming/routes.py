@@ -115,7 +115,7 @@ def tokens_to_close(tokens: int) -> int:
 def close_waiting(past: Past, tokens: int) -> None:
     """Makes a segment of the oldest that wait, whole leaves of them."""
     assert past.waiting is not None
-    oldest = {name: x[:, :tokens] for name, x in past.waiting.fields().items()}
+    oldest = {name: x[:, :tokens].clone() for name, x in past.waiting.fields().items()}  # not a decoder's own
     rest = {name: x[:, tokens:] for name, x in past.waiting.fields().items()}
     close(past, without_queries(oldest), oldest)
     past.waiting = Segment(rest) if rest["k"].shape[1] else None
