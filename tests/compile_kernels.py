@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 import deadreckon.ops.triton.householder.levels
 from deadreckon.filters.triton import filter_fused, superpose_fused
-from deadreckon.ops.factors import Factors, Form, Householder, Rotation
+from deadreckon.ops.factors import Factors, Form, Householder, Power, Rotation, Score
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
@@ -103,12 +103,12 @@ def call(
     output.sum().backward()
 
 
-def decode(dtype: torch.dtype, width: int, gated: bool, routes: bool) -> None:
+def decode(dtype: torch.dtype, width: int, gated: bool, routes: bool, score: Score = "softmax") -> None:
     past = Past()
     for tokens in (192, 1):
         q, k, v, w = (torch.randn(1, tokens, heads, width).to(dtype) for heads in (4, 1, 1, 1))
         beta, gate = torch.rand(1, tokens, 1), -torch.rand(1, tokens, 4) if gated else None
-        factors = Factors(Householder(w, beta) if routes else None, gate)
+        factors = Factors(Householder(w, beta) if routes else None, gate, score)
         attend_stream(q, k, v, factors, 0.1, past, PYTORCH if tokens > 1 else STREAM)
 
 
@@ -136,7 +136,7 @@ call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.float16, 100, 1, 64, "rotation", False)
 call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
 decode(torch.bfloat16, 64, gated=True, routes=True)
-decode(torch.bfloat16, 64, gated=True, routes=False)
+decode(torch.bfloat16, 64, gated=True, routes=False, score=Power(2))
 call_filter(torch.bfloat16, 20, 512, copy=True)
 call_power(torch.bfloat16, 1100, 2, 64, 2, True)
 if "--quick" not in sys.argv:

@@ -74,6 +74,11 @@ def _factors(width: int, degree: int, device: torch.device) -> tuple[Tensor, Ten
     return torch.cat(channels).to(device), torch.cat(rests).to(device)
 
 
+def pairs_of_channels(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two channels that each monomial of degree 2 is the product of."""
+    return _factors(width, 1, device)
+
+
 def _degrees(x: Tensor, p: int) -> list[Tensor]:
     """Monomials of x (..., D, T) of degree 1, 2, ..., p."""
     width, degrees = x.shape[-2], [x]

@@ -1,4 +1,4 @@
-"""Softmax attention for one more token, at the cost of a look at the keys.
+"""Attention for one more token, with softmax or squares, at the cost of a look at the keys.
 
 The last tokens, the tail, wait in storage with room for more; segments further back are closed, and change only when
 the tail is full and becomes one, too. Along Householder routes the tail has its keys in the frame of the newest token,
@@ -14,6 +14,7 @@ from torch import Tensor
 from deadreckon.ops.blockwise.precision import work
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Householder
+from deadreckon.ops.streaming.fold import unit_of
 from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.routes import close_waiting, without_queries
 from deadreckon.ops.streaming.segments import Fields, Segment, add_closed, counted_to_end
@@ -168,13 +169,16 @@ def close_tail(past: Past) -> None:
     past.segments = [segment.closed() for segment in past.segments]
     add_closed(past.segments, Segment(kept, None, bias, total))
     past.waiting = None
+    if past.longest is not None and past.signature is not None and isinstance(past.signature.score, int):
+        past.longest = unit_of(kept["k"].to(past.longest.dtype), past.longest)
+        past.fold(past.signature.score)
 
 
 def decode_token(
     q: Tensor, k: Tensor, v: Tensor, steps: Householder | None, log_gate: Tensor | None, scale: float, past: Past,
     kind: type[Decoder],
 ) -> Tensor:  # fmt: skip
-    """The next token (B, 1, ...), with softmax, by a decoder of that kind; with Householder steps some must wait."""
+    """The next token (B, 1, ...) by a decoder of that kind; with Householder steps some tokens must wait."""
     batch, _, heads, _ = k.shape
     group = q.shape[2] // heads
     prepare_decoder(past, group, kind)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deadreckon.ops.blockwise.symmetric import pairs_of_channels
 from deadreckon.ops.streaming.decode import Tail
-from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, Last, Partial, look, placed
+from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, look, placed
 from deadreckon.ops.streaming.past import Past
-from deadreckon.ops.streaming.segments import Change, Segment
+from deadreckon.ops.streaming.segments import Change, Fields, Segment
 from deadreckon.ops.streaming.stream import Kernels
 from deadreckon.ops.triton.attend import attend_fused, turned
 from deadreckon.ops.triton.householder.operator import ascend
@@ -41,12 +42,17 @@ class KernelDecoder:
             None if tail.total is None else tail.total.repeat(2, 1, 1),
             torch.tensor([tail.waiting.length], dtype=torch.int32).to(device),
         )  # fmt: skip
-        shape = (heads, room // CHUNK + self.programs, group)
+        self.state = None
+        if past.signature is not None and past.signature.score == 2:
+            self.state = _no_state(held, tail.total)
+        self.tail_parts, state_parts = room // CHUNK, 0 if self.state is None else STATE_PARTS
+        shape = (heads, self.tail_parts + self.programs + state_parts, group)
         out = torch.empty(*shape, held["v"].shape[2], dtype=torch.float32, device=device)
         self.partial = Partial(out, out.new_empty(shape), out.new_empty(shape))
         self.segments = torch.zeros(self.programs, FIELDS, dtype=torch.int64, device=device)
-        self.parts = torch.zeros(self.programs, 3, dtype=torch.int32, device=device)
+        self.parts = torch.zeros(self.programs + state_parts, 3, dtype=torch.int32, device=device)
         self._place_segments()
+        self._place_state(past)
 
     def load(self, past: Past) -> bool:
         tail, last = Tail(past), self.last
@@ -64,6 +70,7 @@ class KernelDecoder:
         tail.keys, tail.bias = last.keys, last.bias
         self.tail = tail
         self._place_segments()
+        self._place_state(past)
         return True
 
     def _place_segments(self) -> None:
@@ -81,10 +88,32 @@ class KernelDecoder:
             size = -(-segment.length // pieces // CHUNK) * CHUNK
             parts += [(number, start, min(start + size, segment.length)) for start in range(0, segment.length, size)]
         assert len(parts) <= self.programs
-        self.parts.zero_()
+        self.parts[: self.programs].zero_()
         for table, entries in ((self.segments, rows), (self.parts, parts)):
             if entries:
                 table[: len(entries)].copy_(torch.tensor(entries, dtype=table.dtype))
+
+    def _place_state(self, past: Past) -> None:
+        """Tells the kernels where the state of all tokens before the segments is, if powers have one."""
+        state, self.folded = self.state, past.folded
+        if state is None:
+            return
+        assert past.longest is not None
+        state.unit.copy_(1 / past.longest.flatten())
+        rows = len(state.first)
+        share, parts = -(-rows // STATE_PARTS), self.parts[self.programs :]
+        if past.folded is None:
+            parts.zero_()
+            return
+        starts = torch.arange(0, STATE_PARTS * share, share).clamp(max=rows)
+        parts.copy_(torch.stack([starts, starts, (starts + share).clamp(max=rows)], dim=1))
+        held = past.folded.state  # (N, F, kinds, E + 1)
+        state.address.fill_(placed(held, self.partial.weight))
+        state.factor.copy_((past.folded.unit / past.longest).flatten() ** 2)
+        state.noise.copy_(16 * torch.finfo(held.dtype).eps * held[..., -1].norm(dim=1))
+        if self.tail.total is not None:
+            totals = [segment.total[..., 0] for segment in past.segments if segment.total is not None]
+            state.later.copy_(torch.stack(totals).sum(0))
 
     @property
     def waiting(self) -> Segment:
@@ -95,14 +124,14 @@ class KernelDecoder:
         return self.tail.full
 
     def tensors(self) -> list[Tensor]:
-        held = [self.last.products, self.last.totals, *self.partial, self.segments, self.parts]
+        held = [self.last.products, self.last.totals, *self.partial, *(self.state or ()), self.segments, self.parts]
         return [*self.tail.tensors(), *(x for x in held if x is not None)]
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None, scale: float
     ) -> Tensor:
         with torch.cuda.device_of(q):
-            out = look(q, k, v, w, beta, gate, self.last, self.partial, self.segments, self.parts, scale)
+            out = look(q, k, v, w, beta, gate, self.last, self.partial, self.state, self.segments, self.parts, scale)
         self.lengthen()
         return out
 
@@ -116,10 +145,10 @@ class KernelDecoder:
         return int(self.last.tokens) > self.waiting.length
 
     def unload(self) -> None:
-        self.tail.segments = []
+        self.tail.segments, self.folded = [], None
 
-    def select(self, change: Change, segments: list[Segment]) -> None:
-        last, tail = self.last, self.tail
+    def select(self, change: Change, past: Past) -> None:
+        last, tail, segments = self.last, self.tail, past.segments
         for x in last[:7]:
             if x is not None:
                 x.copy_(change(x))
@@ -129,6 +158,18 @@ class KernelDecoder:
         between = [tuple(None if x is None else change(x) for x in parts) for _, *parts in tail.segments]
         tail.segments = [(segment, *parts) for segment, parts in zip(reversed(segments), between, strict=True)]
         self._place_segments()
+        self._place_state(past)
+
+
+def _no_state(held: Fields, total: Tensor | None) -> State:
+    """Room for what kernels know of a state of squares."""
+    heads, _, width = held["k"].shape
+    device, kinds = held["k"].device, 1 if total is None else total.shape[1]
+    first, second = (x.to(torch.int32) for x in pairs_of_channels(width, device))
+    one = torch.ones(heads, device=device)
+    noise = torch.zeros(heads, kinds, device=device)
+    address = torch.zeros(1, dtype=torch.int64, device=device)
+    return State(one, address, first, second, one.clone(), noise, noise.clone())
 
 
 STREAM = Kernels(attend_fused, turned, ascend, KernelDecoder)

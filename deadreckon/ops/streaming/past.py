@@ -63,8 +63,8 @@ class StaticDecoder(Decoder, Protocol):
     def unload(self) -> None:
         """Lets go of the segments."""
 
-    def select(self, change: Change, segments: list[Segment]) -> None:
-        """Goes on from other rows of the same past: those that `change` chooses, with segments of theirs."""
+    def select(self, change: Change, past: Past) -> None:
+        """Goes on from other rows of the same past, which `change` chooses, and which have a past by now."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Past:
         chosen = self._map(change, phases, signature._replace(batch=len(rows)))
         if decoder is not None:  # beam search reorders at every token: it goes over to the rows that are chosen
             self.detach()
-            decoder.select(change, chosen.segments)
+            decoder.select(change, chosen)
             chosen.decoder, chosen.waiting = decoder, decoder.waiting
         return chosen
 
@@ -235,13 +235,17 @@ class Past:
         """Folds all but the last leaf of tokens, where that saves room: a leaf at a time once there is a state."""
         assert self.longest is not None
         first = self.segments[0]
-        worth = LEAF if self.folded else tokens_worth(first["k"], first["v"], first.sums, p)
+        gates = first.gates()
+        worth = LEAF if self.folded else tokens_worth(first["k"], first["v"], None if gates is None else gates[0], p)
         tokens = sum(segment.length for segment in self.segments) - LEAF
         while tokens >= worth:
             segment = self.segments.pop(0)
             taken = min(tokens, segment.length)
-            k, v, sums = segment["k"][:, :taken], segment["v"][:, :taken], segment.sums
-            self.folded = fold(self.folded, k, v, None if sums is None else sums[:, :taken], self.longest, p)
+            k, v, gates, to_end = segment["k"][:, :taken], segment["v"][:, :taken], segment.gates(), None
+            if gates is not None:
+                sums, total = gates
+                to_end = torch.cat([total, sums[:, :taken].to(total.dtype)], dim=1) - sums[:, taken - 1 : taken]
+            self.folded = fold(self.folded, k, v, to_end, self.longest, p)
             if taken < segment.length:
                 self.segments.insert(0, segment.without_first(taken))
             tokens, worth = tokens - taken, 1

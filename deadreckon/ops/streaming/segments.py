@@ -94,7 +94,10 @@ class Segment:
         fields = {name: self[name][:, tokens:].clone() for name in self.storage}
         if self.sums is not None:
             fields["sums"] -= self.sums[:, tokens - 1 : tokens]
-        return Segment(fields)
+        if self.bias is None or self.total is None:
+            return Segment(fields)
+        total = self.bias[..., tokens - 1 : tokens].to(self.total.dtype)
+        return Segment(fields, None, self.bias[..., tokens:].clone(memory_format=torch.contiguous_format), total)
 
     def map(self, change: Change) -> Segment:
         """A segment of its own, every tensor changed along its first dimension."""

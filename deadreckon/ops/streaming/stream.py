@@ -5,7 +5,8 @@
     Householder   softmax   one token, some waiting        `decode_token`: two kernels, or a few products
                   softmax   long, or first, with kernels   `attend_routes_fused`: the tree of `attend`, and the segments
                   any       any other                      `attend_routes`: the same in PyTorch
-    none          Power     any                            `attend_powers`: chunks; keys fold to a state
+    none          Power(2)  one token, with kernels        `decode_token`: two kernels
+                  Power     any other                      `attend_powers`: chunks; keys fold to a state
                   other     first                          `attend_first`: `attend`, and the KV cache is kept
                   softmax   one token, with kernels        `decode_token`: two kernels
                   other     later                          `attend_cached`: over the KV cache, which grows
@@ -32,7 +33,7 @@ from deadreckon.ops.blockwise.rotation import Turned, turned
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score
 from deadreckon.ops.layout import dense
-from deadreckon.ops.streaming.decode import TokenDecoder, decode_token
+from deadreckon.ops.streaming.decode import TokenDecoder, close_tail, decode_token
 from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.pieces import attend_piece, fields_by_head, from_heads, in_units, queries_by_head
 from deadreckon.ops.streaming.routes import Ascend, attend_routes, attend_routes_fused
@@ -85,6 +86,8 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
             return attend_routes_fused(q, k, v, transport, log_gate, scale, past, kernels.ascend)
         return attend_routes(q, k, v, transport, log_gate, score, scale, past)
     if isinstance(score, Power):
+        if past.length and q.shape[1] == 1 and score.p == 2 and score.form != "attention" and kernels.decoder.plain:
+            return decode_token(q, k, v, None, log_gate, scale, past, kernels.decoder)
         return attend_powers(q, k, v, log_gate, score, past)
     if not past.length:
         return attend_first(q, k, v, log_gate, score, scale, past, kernels)
@@ -135,6 +138,9 @@ def attend_powers(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scor
     """Even powers, a chunk at a time where keys fold. Rows are divided by their sums, so that no scale matters."""
     batch, length, heads, width = k.shape
     folds = score.form != "attention"
+    if past.waiting is not None:  # a decoder's tail
+        close_tail(past)
+        past.decoder = None
     fields = fields_by_head(k, v, None, log_gate)
     queries = in_units(queries_by_head(q, heads, score), fields["k"], past)
     outputs, size = [], chunk_tokens(width, score.p) if folds else length
