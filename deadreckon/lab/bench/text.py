@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import deadreckon as dr
 from deadreckon.lab.bench.flags import Mode, Text
@@ -24,12 +24,15 @@ MODES: dict[str, tuple[Mode, ...]] = {"cpu": ("eager",), "cuda": ("eager", "comp
 HEADINGS = ["layers x width", "", "parameters", "first step", "step", "tokens/s", "×", "peak memory"]
 
 
-def make_model(name: str, layers: int, width: int, vocab: int, longest: int, device: str) -> torch.nn.Module:
-    """Llama, or ours with an encoding: the same sizes."""
+def make_model(
+    name: str, layers: int, width: int, vocab: int, longest: int, device: str, group: int = 1
+) -> PreTrainedModel:
+    """Llama, or ours with an encoding: the same sizes; `group` query heads share one of keys, if there are as many."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": max(width // HEAD_DIM, 1), "max_position_embeddings": longest,
+        "num_key_value_heads": max(width // HEAD_DIM // group, 1),
     }  # fmt: skip
     config = dr.DeadReckonConfig(encoding="rope" if name == LLAMA else name, **sizes, use_cache=False)
     with torch.device(device):
@@ -37,6 +40,15 @@ def make_model(name: str, layers: int, width: int, vocab: int, longest: int, dev
             return dr.DeadReckonForCausalLM(config)
         sizes["intermediate_size"] = config.intermediate_size
         return LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa", use_cache=False))
+
+
+def encodings_in(text: str) -> list[str]:
+    """Names of encodings, separated by commas."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    strangers = [name for name in names if name not in dr.ENCODINGS]
+    if strangers:
+        raise ValueError(f"encodings: expected names among {', '.join(dr.ENCODINGS)}; got {', '.join(strangers)}")
+    return names
 
 
 def training_step(model: torch.nn.Module, tokens: Tensor, compiled: bool) -> Callable[[], None]:
@@ -72,10 +84,7 @@ def measure(make: Callable[[], torch.nn.Module], tokens: Tensor, compiled: bool,
 def run(flags: Text) -> None:
     """Llama first: what speeds are compared with is its eager one."""
     device, page = flags.device, Page(flags, "Training steps", ("triton", "transformers"))
-    names = [name.strip() for name in flags.encodings.split(",") if name.strip()]
-    strangers = [name for name in names if name not in dr.ENCODINGS]
-    if strangers:
-        raise ValueError(f"encodings: expected names among {', '.join(dr.ENCODINGS)}; got {', '.join(strangers)}")
+    names = encodings_in(flags.encodings)
     batch, length = sizes_in(flags.batch or BATCHES[device], "batch", "BxT, such as 8x4096")
     sizes = [sizes_in(size, "sizes", "LxW, such as 24x1024") for size in flags.sizes or SIZES[device]]
     generator = torch.Generator(device).manual_seed(0)

@@ -83,7 +83,7 @@ def _degrees(x: Tensor, p: int) -> list[Tensor]:
     """Monomials of x (..., D, T) of degree 1, 2, ..., p."""
     width, degrees = x.shape[-2], [x]
     for degree in range(1, p):
-        if x.shape[-1] <= FEW:  # one product of gathered rows instead of many of slices
+        if x.shape[-1] <= FEW or x.is_cuda:  # one product of gathered rows instead of many of slices
             channels, rests = _factors(width, degree, x.device)
             degrees.append(x.index_select(-2, channels) * degrees[-1].index_select(-2, rests))
             continue

@@ -6,8 +6,8 @@
                   softmax   long, or first, with kernels   `attend_routes_fused`: the tree of `attend`, and the segments
                   any       any other                      `attend_routes`: the same in PyTorch
     none          Power(2)  one token, with kernels        `decode_token`: two kernels
-                  Power     any other                      `attend_powers`: chunks; keys fold to a state
-                  other     first                          `attend_first`: `attend`, and the KV cache is kept
+                  Power     later, or no kernels           `attend_powers`: chunks; keys fold to a state
+                  any       first                          `attend_first`: `attend`, and the KV cache is kept
                   softmax   one token, with kernels        `decode_token`: two kernels
                   other     later                          `attend_cached`: over the KV cache, which grows
 
@@ -28,12 +28,13 @@ from torch import Tensor
 from deadreckon.ops.blockwise.attend import attend_blockwise
 from deadreckon.ops.blockwise.forward import Top
 from deadreckon.ops.blockwise.power import chunk_tokens
-from deadreckon.ops.blockwise.precision import usual_scale
+from deadreckon.ops.blockwise.precision import usual_scale, work
 from deadreckon.ops.blockwise.rotation import Turned, turned
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score
 from deadreckon.ops.layout import dense
 from deadreckon.ops.streaming.decode import TokenDecoder, close_tail, decode_token
+from deadreckon.ops.streaming.fold import unit_of
 from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.pieces import attend_piece, fields_by_head, from_heads, in_units, queries_by_head
 from deadreckon.ops.streaming.routes import Ascend, attend_routes, attend_routes_fused
@@ -88,7 +89,8 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
     if isinstance(score, Power):
         if past.length and q.shape[1] == 1 and score.p == 2 and score.form != "attention" and kernels.decoder.plain:
             return decode_token(q, k, v, None, log_gate, scale, past, kernels.decoder)
-        return attend_powers(q, k, v, log_gate, score, past)
+        if past.length or not kernels.decoder.plain:
+            return attend_powers(q, k, v, log_gate, score, past)
     if not past.length:
         return attend_first(q, k, v, log_gate, score, scale, past, kernels)
     if score == "softmax" and q.shape[1] == 1 and kernels.decoder.plain:
@@ -119,6 +121,10 @@ def attend_first(
     if log_gate is not None:
         fields["sums"] = fields.pop("gates").mT.contiguous().cumsum(2).mT.contiguous()  # fast on a GPU, too
     past.segments.append(Segment(fields))
+    if isinstance(score, Power):
+        past.longest = unit_of(fields["k"].to(work(q.dtype)), None)
+        if score.form != "attention":
+            past.fold(score.p)
     return output
 
 
