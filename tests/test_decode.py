@@ -20,7 +20,7 @@ TOKENS = 52
 @pytest.fixture
 def small_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail that is full after 16 tokens, and few programs: interpreted, each takes a millisecond."""
-    monkeypatch.setattr("deadreckon.ops.streaming.decode.ROOM", 16)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 16)
     monkeypatch.setattr("deadreckon.ops.streaming.decode.LEAF", 8)
     for module in ("kernels", "fused"):
         monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 16)

@@ -39,7 +39,7 @@ class Rerun:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tails of 16 tokens, few programs, and steps that are graphs while grad mode is off."""
-    monkeypatch.setattr("deadreckon.ops.streaming.decode.ROOM", 16)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 16)
     for module in ("decode", "routes"):
         monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.LEAF", 4)
     for module in ("kernels", "fused"):

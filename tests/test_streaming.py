@@ -72,7 +72,8 @@ def test_long_pieces_climb_by_kernels(gate: str | None) -> None:
 @pytest.mark.parametrize("gate", [None, "learned", "learned per key head"])
 def test_single_tokens(gate: str | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Across closings of segments, between longer pieces, after going back, and twice from one place."""
-    monkeypatch.setattr("deadreckon.ops.streaming.decode.ROOM", 128)
+    for module in ("decode", "fused"):
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.ROOM", 128)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 64)
     case = Case("householder", gate, length=212, batch=2, heads=1, group=3)
     leaves = {name: x.float() for name, x in case.inputs().items()}

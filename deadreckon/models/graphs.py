@@ -113,12 +113,16 @@ class Resident(NamedTuple):
 class CapturedStep:
     """One step for states of one structure."""
 
-    def __init__(self, advance: Advance, ids: Tensor, states: list[LayerState], graph: type[Graph]) -> None:
+    def __init__(
+        self, advance: Advance, ids: Tensor, states: list[LayerState], graph: type[Graph], warm: bool = False
+    ) -> None:
         self.advance, self.ids = advance, ids.clone()
-        self.places = torch.zeros(1, 1, dtype=torch.int64, device=ids.device)
+        self.places = torch.zeros_like(ids) if warm else torch.zeros(1, 1, dtype=torch.int64, device=ids.device)
         self.left_out = None if states[0].left_out is None else states[0].left_out.clone()
         self.residents = [Resident.of(state) for state in states]
         self.owners: list[weakref.ref[StateLayer] | None] = [None] * len(states)
+        if warm:  # nothing has compiled the kernels before; what is there now is loaded again
+            self._run()
         self.graph = graph(self._run)
 
     def _run(self) -> Tensor:
@@ -180,11 +184,10 @@ class CapturedStep:
                 state.crop(1)
 
 
-def count(state: LayerState, decoder: StaticDecoder) -> None:
+def count(state: LayerState, decoder: StaticDecoder, row: int = 0) -> None:
     """Counts a token that kernels have added."""
     past = state.past
-    decoder.lengthen()
-    past.waiting = decoder.waiting
+    past.waiting = decoder.lengthen(row)
     if past.phases is not None:
         past.turned = min(past.turned + 1, CROPPABLE + 1)
     past.length += 1

@@ -19,7 +19,7 @@ from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.routes import close_waiting, without_queries
 from deadreckon.ops.streaming.segments import Fields, Segment, add_closed, counted_to_end
 
-ROOM = LEAF + 128  # tokens of the tail, which are closed when it is full: of Householder steps all but a leaf
+ROOM = LEAF + 128  # tokens of a tail, which are closed when it is full: of Householder steps all but a leaf
 
 
 class Tail:
@@ -34,7 +34,8 @@ class Tail:
             and the tail.
     """
 
-    def __init__(self, past: Past) -> None:
+    def __init__(self, past: Past, room: int) -> None:
+        self.room = room
         past.segments = [segment.closed() for segment in past.segments]
         fields = _last_tokens(past)
         (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
@@ -42,14 +43,14 @@ class Tail:
         if "w" in fields:
             top = without_queries(fields)
             assert top.product is not None
-            self.keys, self.product = roomy(top.keys[:, :tokens].to(dtype)), top.product.to(dtype)
+            self.keys, self.product = roomy(top.keys[:, :tokens].to(dtype), room), top.product.to(dtype)
             sums = None if top.sums is None else top.sums[:, :tokens]
         elif "gates" in fields:
             sums = fields["gates"].cumsum(1)
         if sums is not None:
             total = sums[:, -1:].sum(1, keepdim=True)  # zero where no token waits
-            self.bias, self.total = roomy((total - sums).to(dtype)), total[:, 0].to(dtype)
-        self.waiting = Segment({name: roomy(x) for name, x in fields.items()}).of_length(tokens)
+            self.bias, self.total = roomy((total - sums).to(dtype), room), total[:, 0].to(dtype)
+        self.waiting = Segment({name: roomy(x, room) for name, x in fields.items()}).of_length(tokens)
         product = None
         if self.product is not None:
             product = torch.eye(width, dtype=dtype, device=self.product.device).repeat(heads, 1, 1)
@@ -64,7 +65,7 @@ class Tail:
 
     @property
     def full(self) -> bool:
-        return self.waiting.length == ROOM
+        return self.waiting.length == self.room
 
     def lengthen(self) -> None:
         """Counts the new token, whose fields are in the storage, among those that wait."""
@@ -86,7 +87,7 @@ class TokenDecoder:
         self.load(past)
 
     def load(self, past: Past) -> bool:
-        self.tail = Tail(past)
+        self.tail = Tail(past, ROOM)
         return True
 
     @property
@@ -139,9 +140,9 @@ class TokenDecoder:
         return torch.stack(parts).sum(0)
 
 
-def roomy(x: Tensor) -> Tensor:
-    """(N, T, ...) in storage with room for more tokens."""
-    storage = x.new_empty(x.shape[0], ROOM, *x.shape[2:])
+def roomy(x: Tensor, room: int) -> Tensor:
+    """(N, T, ...) in storage with room for so many tokens."""
+    storage = x.new_empty(x.shape[0], room, *x.shape[2:])
     storage[:, : x.shape[1]] = x
     return storage
 

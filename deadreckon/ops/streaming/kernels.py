@@ -43,14 +43,14 @@ class Last(NamedTuple):
     bias: Tensor | None  # (N, room, 1 | G) float32, sums of gates up to the newest token
     products: Tensor | None  # (2, N, D, D)
     totals: Tensor | None  # (2, N, 1 | G) float32
-    tokens: Tensor  # (1,) int32: how many there are
+    tokens: Tensor  # (rows,) int32: how many there are
 
 
 class State(NamedTuple):
     """With squares: the unit of keys, and the state of all tokens before the segments, (N, F, 1 | G, E + 1) float32."""
 
     unit: Tensor  # (N,) float32: what keys are multiplied by
-    address: Tensor  # (1,) int64, as `placed`
+    address: Tensor  # (rows,) int64, as `placed`
     first: Tensor  # (F,) int32: which two channels make a row
     second: Tensor
     factor: Tensor  # (N,) float32: what the state is multiplied by to be in that unit
@@ -140,7 +140,7 @@ def _look_at_tail(
 
 @triton.jit
 def _look_at_segment(
-    p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, tokens, scale, unit, N,
+    p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, i_h, tokens, scale, unit, N,
     G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -151,13 +151,13 @@ def _look_at_segment(
     segment, start, stop = tl.load(p_part), tl.load(p_part + 1), tl.load(p_part + 2)
     address = p_segments + segment * FIELDS
     length, room = tl.load(address + 5), tl.load(address + 6)
-    p_keys = last.k + tl.multiple_of(tl.load(address), 8) + i_n * room * D
-    p_values = last.k + tl.multiple_of(tl.load(address + 1), 8) + i_n * room * E
-    p_bias = partial.weight + tl.multiple_of(tl.load(address + 2), 4) + i_n * length * GATES
-    p_total = partial.weight + tl.load(address + 4) + i_n * GATES
+    p_keys = last.k + tl.multiple_of(tl.load(address), 8) + i_h * room * D
+    p_values = last.k + tl.multiple_of(tl.load(address + 1), 8) + i_h * room * E
+    p_bias = partial.weight + tl.multiple_of(tl.load(address + 2), 4) + i_h * length * GATES
+    p_total = partial.weight + tl.load(address + 4) + i_h * GATES
     query = tl.arange(0, BG)
     if ROUTES:
-        p_later = partial.weight + tl.multiple_of(tl.load(address + 3), 4) + i_n * D * D
+        p_later = partial.weight + tl.multiple_of(tl.load(address + 3), 4) + i_h * D * D
         b_p, b_later = matrix(p_product, D, BD), matrix(p_later, D, BD)
         b_queries = tl.zeros([BG, BD], tl.float32)
         for g in range(G):
@@ -216,7 +216,7 @@ def _look_at_segment(
 
 @triton.jit
 def _look_at_state(
-    p_q, p_gate, last, partial, state, partial_at, p_part, i_n, tokens, N, F,
+    p_q, p_gate, last, partial, state, partial_at, p_part, i_n, i_h, i_row, tokens, N, F,
     G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Reads some rows of the state."""
@@ -224,7 +224,7 @@ def _look_at_state(
     ROWS: tl.constexpr = 32
     channel, value = tl.arange(0, BD), tl.arange(0, BE)
     start, stop = tl.load(p_part + 1), tl.load(p_part + 2)
-    p_state = partial.weight + tl.load(state.address) + i_n * F * KINDS * (E + 1)
+    p_state = partial.weight + tl.load(state.address + i_row) + i_h * F * KINDS * (E + 1)
     factor = tl.load(state.factor + i_n)
     for g in tl.static_range(G):
         kind = g % KINDS
@@ -256,14 +256,15 @@ def _look_at_state(
 
 @triton.jit
 def _look(
-    p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, state, p_segments, p_parts, scale, N, ROOM, F, SPLIT,
+    p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, state, p_segments, p_parts, scale, N, HEADS, ROOM, F, SPLIT,
     G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     i_n, i_part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    i_row, i_h = i_n // HEADS, i_n % HEADS  # rows have segments of their own, each of so many heads
     channel = tl.arange(0, BD)
-    tokens = tl.load(last.tokens)
+    tokens = tl.load(last.tokens + i_row)
     p_product, b_w, beta = last.products, 0.0, 0.0
     if ROUTES:
         p_product = last.products + ((tokens % 2) * N + i_n) * D * D
@@ -280,16 +281,35 @@ def _look(
             ROOM, G, GATES, ROUTES, SQUARES, D, E, BD, BE, CHUNK,
         )  # fmt: skip
     else:
-        p_part = p_parts + (i_part - ROOM // CHUNK) * 3
+        p_part = p_parts + (i_row * (parts - ROOM // CHUNK) + i_part - ROOM // CHUNK) * 3
+        p_segments += i_row * (SPLIT - ROOM // CHUNK) * FIELDS
         if tl.load(p_part + 1) < tl.load(p_part + 2):
             if SQUARES and i_part >= SPLIT:
                 _look_at_state(
-                    p_q, p_gate, last, partial, state, partial_at, p_part, i_n, tokens, N, F, G, GATES, D, E, BD, BE
+                    p_q,
+                    p_gate,
+                    last,
+                    partial,
+                    state,
+                    partial_at,
+                    p_part,
+                    i_n,
+                    i_h,
+                    i_row,
+                    tokens,
+                    N,
+                    F,
+                    G,
+                    GATES,
+                    D,
+                    E,
+                    BD,
+                    BE,
                 )
             else:
                 _look_at_segment(
-                    p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, tokens,
-                    scale, unit, N, G, GATES, ROUTES, SQUARES, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
+                    p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, i_h,
+                    tokens, scale, unit, N, G, GATES, ROUTES, SQUARES, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
                 )  # fmt: skip
         else:  # there are more programs than parts
             query = tl.arange(0, BG)
@@ -299,7 +319,7 @@ def _look(
 
 @triton.jit
 def _combine(
-    p_out, partial, p_tokens, PARTS, SPLIT,
+    p_out, partial, p_tokens, HEADS, PARTS, SPLIT,
     G: tl.constexpr, SQUARES: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_n, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -336,7 +356,8 @@ def _combine(
     if SQUARES:
         weight = tl.where(weight == 0, 1.0, weight)  # a row without weights attends to nothing
     tl.store(p_out + (i_n * G + g) * E + value, (b_out / weight).to(p_out.dtype.element_ty), mask=value < E)
-    if (i_n == 0) & (g == 0):
+    if (i_n % HEADS == 0) & (g == 0):
+        p_tokens += i_n // HEADS
         tl.store(p_tokens, tl.load(p_tokens) + 1)
 
 
@@ -361,8 +382,9 @@ def look(
     """The output (N, G, E) of the next token, which joins the last ones.
 
     q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G); w and beta are None without Householder steps.
-    segments (segments, FIELDS) int64, as `placed` gives them; parts (parts, 3) int32: a segment, and from where to
-    where in it, or nowhere; with squares the last STATE_PARTS say from where to where in the state. All contiguous.
+    Of each row: segments (rows, segments, FIELDS) int64, as `placed` gives them; parts (rows, parts, 3) int32: a
+    segment, and from where to where in it, or nowhere; with squares the last STATE_PARTS say from where to where in the
+    state. All contiguous.
     """
     heads, group, width = q.shape
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
@@ -370,15 +392,16 @@ def look(
     programs = partial.weight.shape[1]
     row = max(width, value_width) * q.element_size()  # bytes
     block = 128 if row <= 128 else 64 if row <= 512 else 32  # as many keys and values as there is shared memory for
+    of_row = heads // len(last.tokens)
     rows, split = (0, programs) if state is None else (state.first.shape[0], programs - STATE_PARTS)
     _look[(programs, heads)](
-        q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, room, rows, split,
+        q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, of_row, room, rows, split,
         G=group, GATES=gates, ROUTES=w is not None, SQUARES=state is not None, D=width, E=value_width,
         BG=max(16, power_of_two(group)), BD=padded(width), BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS,
         BLOCK=block, DTYPE=DTYPES[q.dtype], num_warps=4, num_stages=3,
     )  # fmt: skip
     _combine[(heads, group)](
-        out, partial, last.tokens, programs, split,
+        out, partial, last.tokens, of_row, programs, split,
         G=group, SQUARES=state is not None, E=value_width, BE=padded(value_width), BLOCK=32, num_warps=4,
     )  # fmt: skip
     return out

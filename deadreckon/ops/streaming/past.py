@@ -51,8 +51,17 @@ class Decoder(Protocol):
 class StaticDecoder(Decoder, Protocol):
     """A decoder whose tensors stay where they are: a CUDA graph may hold its steps, and the host counts them."""
 
-    def lengthen(self) -> None:
-        """Counts a token that the kernels have added."""
+    def load(self, past: Past, row: int = 0) -> bool:
+        """As any decoder; the past of one row, where it serves several."""
+
+    def lengthen(self, row: int = 0) -> Segment:
+        """Counts a token that the kernels have added to a row, and returns all that wait there."""
+
+    def is_full(self, row: int = 0) -> bool:
+        """Whether it is time to close a segment of a row."""
+
+    def waiting_in(self, row: int) -> Segment:
+        """The tokens of a row that are not in a closed segment."""
 
     def rewind(self, waiting: Segment) -> None:
         """Forgets a token that was counted, but that no kernel has added."""
@@ -60,8 +69,8 @@ class StaticDecoder(Decoder, Protocol):
     def ahead(self) -> bool:
         """Whether the kernels have added a token that is not counted. Waits for them."""
 
-    def unload(self) -> None:
-        """Lets go of the segments."""
+    def unload(self, row: int = 0) -> None:
+        """Lets go of the segments of a row."""
 
     def select(self, change: Change, past: Past) -> None:
         """Goes on from other rows of the same past, which `change` chooses, and which have a past by now."""
