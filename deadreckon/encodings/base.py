@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, logsigmoid, normalize, pad
+from torch.nn.functional import linear, logsigmoid, pad
 
+from deadreckon.ops.directions import convolve, directions
 from deadreckon.ops.factors import Factors, Householder
 
 
@@ -153,19 +154,19 @@ class ShortConvolution(SelfInitialised, nn.Module):
         bound = self.weight.shape[0] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def rows(self, x: Tensor, context: Context) -> Tensor:
+        """x (B, T, C) after the tokens of the piece before that it needs, (B, R + T, C)."""
+        if context.recent is None:
+            return x
         reach, length = self.weight.shape[0] - 1, x.shape[1]
-        recent = None if context.recent is None else context.recent.get("convolution")
-        x = pad(x, (0, 0, reach, 0)) if recent is None else torch.cat([recent, x], dim=1)
-        if context.recent is not None:
-            kept = x[:, -reach - CROPPABLE :]  # always as many, zeros at first, and no view of a whole prefill
-            context.recent["convolution"] = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
-            x = x[:, -reach - length :]
-        y = x[:, reach:] * self.weight[0]
-        for lag in range(1, reach + 1):
-            earlier = x[:, reach - lag : reach - lag + length]
-            y = y + earlier * self.weight[lag] * (context.positions >= lag).unsqueeze(-1).to(x.dtype)
-        return y
+        recent = context.recent.get("convolution")
+        x = x if recent is None else torch.cat([recent, x], dim=1)
+        kept = x[:, -reach - CROPPABLE :]  # always as many, zeros at first, and no view of a whole prefill
+        context.recent["convolution"] = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
+        return x[:, -reach - length :]
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return convolve(self.rows(x, context), self.weight, context.positions)
 
 
 class Projection(SelfInitialised, nn.Linear):
@@ -203,5 +204,6 @@ class HouseholderSteps(nn.Module):
             part.reset_parameters()
 
     def forward(self, x: Tensor, context: Context) -> Householder:
-        w = self.convolution(self.up(self.down(x)), context).unflatten(-1, (self.heads, self.head_dim))
-        return Householder(normalize(at_least_single(w), dim=-1), 2 * at_least_single(self.strength(x)).sigmoid())
+        rows = self.convolution.rows(self.up(self.down(x)), context)
+        w = directions(rows, self.convolution.weight, context.positions, self.heads)
+        return Householder(w, 2 * at_least_single(self.strength(x)).sigmoid())

@@ -256,7 +256,7 @@ def flash_backward(
     """
     launch = Launch(q, k, v, sums, pairs, reach, documents)
     inputs = (*strides(q, k, v, grad), delta.stride())
-    first, last = (delta, delta) if reach is None else reach
+    first, last = (delta, delta) if reach is None else (reach.first, reach.last)
     start, end = (delta, delta) if documents is None else documents
     launch(
         _query_gradients, "queries", q, k, v, grad, grad_q, by_query, delta, row_shift, *launch.gates, first, start,

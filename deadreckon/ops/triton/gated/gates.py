@@ -118,19 +118,26 @@ def reach_within(
     first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
     block = torch.arange(first.shape[2], device=first.device, dtype=torch.int32).expand_as(first).contiguous()
     last = torch.searchsorted(first, block, right=True, out_int32=True)
-    return Reach(first * EDGE, last * EDGE)
+    return Reach(torch.stack([first, last]) * EDGE)
 
 
-def pruned(k: Tensor) -> bool:
-    """Whether gates are asked what they leave in reach."""
-    return k.shape[1] >= PRUNED
+def pruned(k: Tensor, log_gate: Tensor | None) -> bool:
+    """Whether gates are asked what they leave in reach: always while a tracer's length stands for any."""
+    return log_gate is not None and (isinstance(k.shape[1], torch.SymInt) or k.shape[1] >= PRUNED)
 
 
-def room_for_reach(k: Tensor, log_gate: Tensor | None) -> Reach:
-    """As `reach_of` has it, or empty where nothing is pruned."""
-    batch, length, heads, _ = k.shape
-    gates, blocks = (heads, 0) if log_gate is None else (log_gate.shape[2], -(-length // EDGE) if pruned(k) else 0)
-    return Reach(*(k.new_empty(batch * heads, gates // heads, blocks, dtype=torch.int32) for _ in range(2)))
+def room_for_reach(k: Tensor, log_gate: Tensor | None, prune: bool) -> Tensor:
+    """As operators return it, in one dimension, which is never 1; empty where nothing is pruned."""
+    blocks = k.shape[0] * log_gate.shape[2] * -(-k.shape[1] // EDGE) if prune and log_gate is not None else 0
+    return k.new_empty(2 * blocks, dtype=torch.int32)
+
+
+def reach_in(room: Tensor, k: Tensor, log_gate: Tensor | None) -> Reach | None:
+    """What an operator returned, as a view; None where nothing is pruned."""
+    if log_gate is None or not room.numel():
+        return None
+    batch, _, heads, _ = k.shape
+    return Reach(room.view(2, batch * heads, log_gate.shape[2] // heads, -1))
 
 
 def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int) -> Tensor:
