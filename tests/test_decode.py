@@ -14,16 +14,16 @@ from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import attend_stream
 
-TOKENS = 52
+TOKENS = 43
 
 
 @pytest.fixture
 def small_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tail that is full after 16 tokens, and few programs: interpreted, each takes a millisecond."""
-    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 16)
-    monkeypatch.setattr("deadreckon.ops.streaming.decode.LEAF", 8)
+    """A tail that is full after 8 tokens, and few programs: interpreted, each takes a millisecond."""
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 8)
+    monkeypatch.setattr("deadreckon.ops.streaming.decode.LEAF", 4)
     for module in ("kernels", "fused"):
-        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 16)
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 8)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 16)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 1)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 4)
@@ -59,13 +59,11 @@ class Stream:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(None, None, batch=1, heads=1, group=1),
         Case("rotation", "learned", batch=2, heads=1, group=3),
         Case("rotation per query head", "learned per key head", batch=1, heads=1, group=2),
         Case("rotation of values", "constant", batch=1, heads=2, group=1),
         Case("rotation", "learned", dr.Power(2), batch=1, heads=1, group=3),
         Case(None, None, dr.Power(2), batch=1, heads=2, group=1),
-        Case(None, "learned per key head", dr.Power(2), batch=1, heads=1, group=2),
     ],
     ids=lambda case: f"{case.transport}-{case.gate}-{case.score}",
 )
@@ -77,17 +75,16 @@ def test_single_tokens(case: Case) -> None:
     stream.attend(30, 31, past)
     stream.attend(31, 33, past)  # the tail joins the KV cache
     assert past.waiting is None
-    for token in range(33, 51):
+    for token in range(33, 43):
         stream.attend(token, token + 1, past)
     assert sum(segment.length for segment in past.segments) > 33 or past.folded is not None  # the tail was closed
     past.crop(4)  # more than waits
-    stream.attend(47, 48, past)
+    stream.attend(39, 40, past)
     other = past.fork()
-    stream.attend(48, 49, past)
-    stream.attend(48, 49, other)
-    stream.attend(49, 50, past)
-    stream.attend(50, 51, past.select(torch.arange(case.batch)))
-    stream.attend(50, 52, past)
+    stream.attend(40, 41, past)
+    stream.attend(40, 41, other)
+    stream.attend(41, 42, past.select(torch.arange(case.batch)))
+    stream.attend(41, 43, past)
 
 
 @pytest.mark.usefixtures("small_tail")
@@ -108,7 +105,7 @@ def test_interrupted_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
     """Also where the tail was full: what a decoder writes over is no longer the past's."""
     past, stream = Past(), Stream(Case(None, "learned", length=60, batch=1, heads=1, group=2))
     stream.attend(0, 20, past)
-    for token in range(20, 36):
+    for token in range(20, 28):
         stream.attend(token, token + 1, past)
     assert past.decoder is not None
     assert past.decoder.full
@@ -119,8 +116,8 @@ def test_interrupted_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr("deadreckon.ops.streaming.fused.look", broken)
         with pytest.raises(KeyboardInterrupt):
-            stream.attend(36, 37, past)
-    for token in range(36, 40):
+            stream.attend(28, 29, past)
+    for token in range(28, 31):
         stream.attend(token, token + 1, past)
 
 
@@ -132,9 +129,10 @@ def test_decoders_stay_where_they_are() -> None:
     stream.attend(20, 21, past)
     decoder: Any = past.decoder
     held = [x for x in (*decoder.last, *decoder.partial, decoder.segments, decoder.parts) if x is not None]
-    for token in range(21, 38):
+    for token in range(21, 31):
         stream.attend(token, token + 1, past)
     assert past.decoder is decoder
     after = [x for x in (*decoder.last, *decoder.partial, decoder.segments, decoder.parts) if x is not None]
     assert all(x is y for x, y in zip(held, after, strict=True))
-    assert all(decoder.waiting.storage[name] is getattr(decoder.last, name) for name in ("k", "v", "gates"))
+    for name, x in decoder.waiting.storage.items():
+        assert x.data_ptr() == getattr(decoder.last, name).data_ptr()

@@ -38,12 +38,13 @@ class Rerun:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tails of 16 tokens, few programs, and steps that are graphs while grad mode is off."""
-    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 16)
+    """Tails of 8 tokens, few programs, and steps that are graphs while grad mode is off."""
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 8)
     for module in ("decode", "routes"):
         monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.LEAF", 4)
     for module in ("kernels", "fused"):
-        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 16)
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 8)
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.STATE_PARTS", 3)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 16)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 1)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 6)
@@ -90,18 +91,18 @@ def decode(model: dr.DeadReckonForCausalLM, ids: Tensor, cache: DynamicCache, st
 @torch.no_grad()
 def test_steps_give_what_one_pass_gives(encoding: str) -> None:
     """Across closings of tails; a second sequence in the same graph; then the first goes on."""
-    model, ids = kernel_model(encoding, layers=2), prompts(1, 32)
+    model, ids = kernel_model(encoding, layers=2), prompts(1, 24)
     expected = model(ids).logits
     cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
     model(ids[:, :8], past_key_values=cache)
-    torch.testing.assert_close(decode(model, ids[:, :26], cache, 8), expected[:, 8:26], **CLOSE)
-    assert (Rerun.captured, Rerun.replayed) == (1, 17)  # the first step is eager
+    torch.testing.assert_close(decode(model, ids[:, :18], cache, 8), expected[:, 8:18], **CLOSE)
+    assert (Rerun.captured, Rerun.replayed) == (1, 9)  # the first step is eager
     model(ids[:, :5], past_key_values=other)
     torch.testing.assert_close(decode(model, ids[:, :7], other, 5), expected[:, 5:7], **CLOSE)
-    torch.testing.assert_close(decode(model, ids[:, :28], cache, 26), expected[:, 26:28], **CLOSE)
-    torch.testing.assert_close(model(ids[:, 28:30], past_key_values=cache).logits, expected[:, 28:30], **CLOSE)
-    torch.testing.assert_close(decode(model, ids, cache, 30), expected[:, 30:], **CLOSE)
-    assert (Rerun.captured, Rerun.replayed) == (1, 23)
+    torch.testing.assert_close(decode(model, ids[:, :20], cache, 18), expected[:, 18:20], **CLOSE)
+    torch.testing.assert_close(model(ids[:, 20:22], past_key_values=cache).logits, expected[:, 20:22], **CLOSE)
+    torch.testing.assert_close(decode(model, ids, cache, 22), expected[:, 22:], **CLOSE)
+    assert (Rerun.captured, Rerun.replayed) == (1, 15)
 
 
 @pytest.mark.parametrize("encoding", ["path-fox", "selective-rope"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -152,7 +153,7 @@ class CapturedStep:
                 if before is not None and isinstance(before.state, LayerState):
                     before.state.detach()
                 layer.state.detach()
-                self.owners[number] = weakref.ref(layer, lambda _, decoder=resident.decoder: decoder.unload())
+                self.owners[number] = weakref.ref(layer, partial(_forgotten, resident.decoder))
             if not resident.load(layer.state):
                 return False
         if self.left_out is not None:
@@ -182,6 +183,11 @@ class CapturedStep:
                 count(state, resident.decoder)
             if state.length == length:
                 state.crop(1)
+
+
+def _forgotten(decoder: StaticDecoder, _: object) -> None:
+    """Lets go of a KV cache that is no more."""
+    decoder.unload()
 
 
 def count(state: LayerState, decoder: StaticDecoder, row: int = 0) -> None:

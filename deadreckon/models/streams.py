@@ -30,7 +30,7 @@ def fork(cache: Cache) -> DynamicCache:
     other.layers = [copy(layer) for layer in cache.layers]
     for layer in other.layers:
         layer.state = layer.state.fork()
-    return other  # type: ignore[return-value]
+    return other
 
 
 class Streams:
@@ -58,10 +58,9 @@ class Streams:
     @torch.no_grad()
     def admit(self, cache: Cache) -> int:
         """Gives a sequence a row. Its KV cache (batch size 1, no masked tokens) belongs to the row until `drop`."""
-        states = [layer.state for layer in cache.layers if isinstance(layer, StateLayer)]
-        if not states or any(
-            not isinstance(state, LayerState) or state.batch != 1 or state.left_out is not None for state in states
-        ):
+        held = [layer.state for layer in cache.layers if isinstance(layer, StateLayer)]
+        states = [state for state in held if isinstance(state, LayerState)]
+        if not held or len(states) < len(held) or any(s.batch != 1 or s.left_out is not None for s in states):
             raise ValueError("cache: expected that of one sequence without masked tokens, after its first piece")
         if not self.free:
             raise ValueError(f"cache: expected a free row, all {len(self.caches)} are taken")

@@ -48,8 +48,8 @@ class Tail:
         elif "gates" in fields:
             sums = fields["gates"].cumsum(1)
         if sums is not None:
-            total = sums[:, -1:].sum(1, keepdim=True)  # zero where no token waits
-            self.bias, self.total = roomy((total - sums).to(dtype), room), total[:, 0].to(dtype)
+            whole = sums[:, -1:].sum(1, keepdim=True)  # zero where no token waits
+            self.bias, self.total = roomy((whole - sums).to(dtype), room), whole[:, 0].to(dtype)
         self.waiting = Segment({name: roomy(x, room) for name, x in fields.items()}).of_length(tokens)
         product = None
         if self.product is not None:

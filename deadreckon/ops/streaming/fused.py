@@ -189,8 +189,10 @@ class KernelDecoder:
         for pair in (last.products, last.totals):
             for x in () if pair is None else pair:
                 x.copy_(change(x))
-        between = [tuple(None if x is None else change(x) for x in parts) for _, *parts in tail.segments]
-        tail.segments = [(segment, *parts) for segment, parts in zip(reversed(past.segments), between, strict=True)]
+        tail.segments = [
+            (segment, None if product is None else change(product), None if total is None else change(total))
+            for segment, (_, product, total) in zip(reversed(past.segments), tail.segments, strict=True)
+        ]
         self._place(tail, past, 0)
 
 
