@@ -79,7 +79,7 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
         super().__init__("GRU", inputs, hidden, batch_first=True)
         self.norm = norm
         if norm is not None:
-            self.loudness = nn.Parameter(torch.ones(()))  # the factor; saved models know it by this name
+            self.loudness = nn.Parameter(torch.ones(()))  # the factor; `from_pretrained` finds it by this name alone
         self.start = nn.Parameter(torch.zeros(hidden)) if start else None
 
     def reset_parameters(self) -> None:

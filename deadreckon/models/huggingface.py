@@ -19,11 +19,10 @@ from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
 from deadreckon.models.graphs import Steps, wanted
 from deadreckon.models.layer import AttentionLayer
-from deadreckon.models.rows import Rows, masked_first
+from deadreckon.models.loss import IGNORED, linear_cross_entropy
+from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
 from deadreckon.ops.tracing import traced
-
-GROWN = "_deadreckon_grown"  # attribute of a mask that `generate()` made from one that was checked, by adding ones
 
 
 @strict
@@ -232,7 +231,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
         tokens = x if ids is None else ids
         assert tokens is not None
-        real = _real_tokens(mask, caches[0].state, *tokens.shape[:2])
+        real = real_tokens(mask, caches[0].state, *tokens.shape[:2])
         if ids is not None and ids.shape[1] == 1 and real is None and wanted(ids, self):
             if self.steps is None:
                 self.steps = Steps(self, self._decode)
@@ -240,7 +239,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             if out is not None:
                 return out
         x = self.embed_tokens(ids) if x is None else x
-        if isinstance(caches[0].state, Rows) or (real is not None and not _begins_later(real, caches[0].state)):
+        if isinstance(caches[0].state, Rows) or (real is not None and not begins_later(real, caches[0].state)):
             return self._continue_rows(x, ids, real, caches)
         drafts = [_uniform(layer).draft() for layer in caches]  # so that all layers move on, or none
         if real is None:
@@ -306,32 +305,6 @@ def _uniform(layer: StateLayer) -> LayerState:
     return layer.state
 
 
-def _real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, length: int) -> Tensor | None:
-    """Which of the new tokens (B, T) are real, or None where all are."""
-    seen, left_out = state.length, state.left_out if isinstance(state, LayerState) else None
-    if mask is None:
-        if left_out is not None:
-            raise ValueError("attention_mask: expected that of past and new tokens, some of them masked, got None")
-        return None
-    expected = (batch, seen + length)
-    if mask.shape != expected:
-        raise ValueError(f"attention_mask: expected (B, past and new tokens) = {expected}, got {tuple(mask.shape)}")
-    if seen and getattr(mask, GROWN, None) == seen:
-        return None
-    real = mask.bool()
-    if seen and isinstance(state, LayerState):
-        masked = (~real[:, :seen]).sum(1)
-        if not torch.equal(masked, torch.zeros_like(masked) if left_out is None else left_out):
-            raise ValueError("attention_mask: expected as many masked tokens as in past_key_values, got others")
-    return None if bool(real[:, seen:].all()) else real[:, seen:]
-
-
-def _begins_later(real: Tensor, state: LayerState) -> bool:
-    """Whether all new tokens (B, T) that are masked are of rows without a real token so far."""
-    began = torch.full_like(real[:, 0], state.length > 0) if state.left_out is None else state.left_out < state.length
-    return not bool((began & ~real.all(1)).any())
-
-
 def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
     """Which tokens are real, (B, T), or None where all are known to be."""
     if attention_mask is None:
@@ -373,6 +346,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        skip_logits: bool = False,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next tokens and, with labels, the loss, which in training includes the encodings' penalties.
 
@@ -389,25 +363,41 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
             return_dict: False for a plain tuple.
             use_cache: create a KV cache if past_key_values is None, and return it.
+            skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
         """
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits: expected labels beside it, got None")
         outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
         hidden = outputs.last_hidden_state
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        logits = None
+        if not skip_logits:
+            logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
             if logits_to_keep:
                 raise ValueError(f"logits_to_keep: expected 0, all logits, beside labels, got {logits_to_keep}")
             if cu_seqlens is not None:  # the last token of a document does not predict the next document
-                labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), -100)
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
-            penalty = self.model.penalty() if self.training else None
-            if penalty is not None and num_items_in_batch is not None:  # once for all parts of an accumulated batch
-                penalty = penalty * ((labels[:, 1:] != -100).sum() / num_items_in_batch)
-            loss = loss if penalty is None else loss + penalty
+                labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), IGNORED)
+            loss = self._loss(hidden, logits, labels, num_items_in_batch)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
         return output.to_tuple() if return_dict is False else output
+
+    def _loss(self, hidden: Tensor, logits: Tensor | None, labels: Tensor, items: Tensor | int | None) -> Tensor:
+        """The mean over labels (B, T), or the sum by `items`, from logits or, without them, from hidden (B, T, D)."""
+        if logits is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=items
+            )
+        else:
+            expected = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten().to(hidden.device)
+            loss = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, expected)
+            loss = loss / ((expected != IGNORED).sum() if items is None else items)
+        penalty = self.model.penalty() if self.training else None
+        if penalty is None:
+            return loss
+        if items is not None:  # once for all parts of an accumulated batch
+            penalty = penalty * ((labels[:, 1:] != IGNORED).sum() / items)
+        return loss + penalty
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -417,7 +407,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
         mask = model_kwargs.get("attention_mask")
         if before is not None and mask is not None:
-            setattr(mask, GROWN, before.shape[1])
+            mark_grown(mask, before.shape[1])
         return model_kwargs
 
 

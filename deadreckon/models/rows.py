@@ -15,6 +15,13 @@ from torch import Tensor
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.streaming.past import check_crop
 
+GROWN = "_deadreckon_grown"  # attribute of a mask that `generate()` made from one that was checked, by adding ones
+
+
+def mark_grown(mask: Tensor, checked: int) -> None:
+    """Says that a mask's columns from `checked` on are ones, and that those before have been checked."""
+    setattr(mask, GROWN, checked)
+
 
 def masked_first(real: Tensor) -> Tensor:
     """The order (B, T) in which masked tokens come first, and real ones stay in theirs."""
@@ -81,3 +88,29 @@ class Rows:
         for state, count in zip(self.states, undone, strict=True):
             state.crop(count)
         self.real = self.real[:, :left]
+
+
+def real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, length: int) -> Tensor | None:
+    """Which of the new tokens (B, T) are real, or None where all are."""
+    seen, left_out = state.length, state.left_out if isinstance(state, LayerState) else None
+    if mask is None:
+        if left_out is not None:
+            raise ValueError("attention_mask: expected that of past and new tokens, some of them masked, got None")
+        return None
+    expected = (batch, seen + length)
+    if mask.shape != expected:
+        raise ValueError(f"attention_mask: expected (B, past and new tokens) = {expected}, got {tuple(mask.shape)}")
+    if seen and getattr(mask, GROWN, None) == seen:
+        return None
+    real = mask.bool()
+    if seen and isinstance(state, LayerState):
+        masked = (~real[:, :seen]).sum(1)
+        if not torch.equal(masked, torch.zeros_like(masked) if left_out is None else left_out):
+            raise ValueError("attention_mask: expected as many masked tokens as in past_key_values, got others")
+    return None if bool(real[:, seen:].all()) else real[:, seen:]
+
+
+def begins_later(real: Tensor, state: LayerState) -> bool:
+    """Whether all new tokens (B, T) that are masked are of rows without a real token so far."""
+    began = torch.full_like(real[:, 0], state.length > 0) if state.left_out is None else state.left_out < state.length
+    return not bool((began & ~real.all(1)).any())

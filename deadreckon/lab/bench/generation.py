@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from deadreckon.lab.arguments import names_in, sizes_in
 from deadreckon.lab.bench.flags import Decode
-from deadreckon.lab.bench.page import Page, Row, explain, sizes_in
-from deadreckon.lab.bench.text import LLAMA, encodings_in, make_model
+from deadreckon.lab.bench.page import Page, Row, explain
+from deadreckon.lab.bench.text import LLAMA, make_model
+from deadreckon.lab.recipes import check_encodings
 
 SIZES = {"cpu": "2x128", "cuda": "16x2048"}
 PROMPTS = {"cpu": ("1x128",), "cuda": ("1x512", "1x16384", "16x2048")}
@@ -48,12 +50,13 @@ def run_models(flags: Decode) -> None:
     prompts = [sizes_in(prompt, "prompts", "BxT, such as 1x512") for prompt in flags.prompts or PROMPTS[device]]
     if flags.tokens < 1:
         raise ValueError(f"tokens: expected 1 or more, got {flags.tokens}")
-    names = [LLAMA, *encodings_in(flags.encodings)]
+    encodings = names_in([flags.encodings])
+    check_encodings(encodings)
     longest = max(length for _, length in prompts) + flags.tokens + 1
     page.note(f"{layers} layers of {width}, {GROUP} query heads a key head", f"greedy, {flags.tokens} tokens")
 
     def rows() -> Iterator[Row]:
-        for name in names:
+        for name in (LLAMA, *encodings):
             model = make_model(name, layers, width, VOCABULARY, longest, device, GROUP).eval()
             if device == "cuda":
                 model = model.to(torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ class Comparison:
     recipe: Recipe  # what they have in common
     values: dict[str, dict[Place, list[float]]]  # by label (encoding and what sets its runs apart); one for each seed
     tests: dict[str, Test] = field(default_factory=dict)  # by default the recipe's metric, by length
+    # Losses on the same texts, by label and place, a row for each seed: see `deadreckon.lab.pages.paired`.
+    texts: dict[str, dict[Place, list[Sequence[float]]]] = field(default_factory=dict)
 
     def test(self, name: str) -> Test:
         """What a test measures."""
@@ -57,31 +60,31 @@ class Comparison:
     def cell(self, label: str, condition: str, length: int) -> str:
         """Mean ± standard deviation between seeds."""
         values, measure = self.values[label].get((condition, length), []), self.test(condition).measure
-        if not values:
-            return ""
-        if len(values) == 1:
-            return format_value(measure, values[0])
-        return f"{format_value(measure, mean(values))} ± {format_value(measure, stdev(values))}"
+        figures = [mean(values)] * bool(values) + ([stdev(values)] if len(values) > 1 else [])
+        return " ± ".join(format_value(measure, figure) for figure in figures)
 
     def best(self, condition: str, length: int) -> str:
         """The label with the best mean."""
         place, measure = (condition, length), self.test(condition).measure
         means = {label: mean(scores[place]) for label, scores in self.values.items() if place in scores}
-        best = next(iter(means))
-        for label, value in means.items():
-            best = label if is_better(measure, value, means[best]) else best
-        return best
+        return reduce(lambda best, label: label if is_better(measure, means[label], means[best]) else best, means)
 
     def table(self, condition: str) -> tuple[list[str], list[list[str]]]:
         """Headings and rows of one test, a row for each length."""
-        cells = [[self.cell(label, condition, n) for label in self.values] for n in self.lengths(condition)]
-        rows = [[f"{length}", *row] for length, row in zip(self.lengths(condition), cells, strict=True)]
+        rows = [[f"{n}", *(self.cell(label, condition, n) for label in self.values)] for n in self.lengths(condition)]
         return [self.test(condition).axis, *map(title_of, self.values)], rows
 
     @property
     def tabulated(self) -> list[str]:
         """Tests that are shown as tables: all but those by position, which are for pictures."""
         return [name for name in self.conditions if self.test(name).axis != "position"]
+
+    @property
+    def pictured(self) -> list[str]:
+        """Tests that are drawn: all but those by training length that have one point, if there are others."""
+        points = [name for name in self.conditions if self.test(name).axis == "training length"]
+        single = [name for name in points if len(self.lengths(name)) == 1]
+        return [name for name in self.conditions if name not in single] or self.conditions
 
     def describe(self, condition: str) -> str:
         """What a table of one test shows."""
@@ -94,14 +97,13 @@ class Comparison:
 
     def solved(self, condition: str) -> dict[str, int | None]:
         """For each label, the greatest length up to which more than 90% of rows are right at all lengths tested."""
-        solved: dict[str, int | None] = {}
+        solved = dict[str, int | None]()
         for label, scores in self.values.items():
-            reached = None
+            solved[label] = None
             for length in self.lengths(condition):
                 if mean(scores.get((condition, length), [0.0])) <= SOLVED:
                     break
-                reached = length
-            solved[label] = reached
+                solved[label] = length
         return solved
 
 
@@ -111,6 +113,7 @@ def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None
     several = len({run.recipe.length for run in runs}) > 1  # training lengths
     values: dict[str, dict[Place, list[float]]] = {}
     tests: dict[str, Test] = {}
+    texts: dict[str, dict[Place, list[Sequence[float]]]] = {}
     for label, labelled in by_label(runs).items():
         for run in labelled:
             recipe = run.recipe
@@ -123,7 +126,9 @@ def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None
                 tests[name] = Test(score.measure or recipe.metric, score.axis, trained)
                 value = score.value(tests[name].measure)
                 values.setdefault(label, {}).setdefault((name, score.length), []).append(value)
-    return Comparison(title, alike(runs[0].recipe), values, tests)
+                if score.texts:
+                    texts.setdefault(label, {}).setdefault((name, score.length), []).append(score.texts)
+    return Comparison(title, alike(runs[0].recipe), values, tests, texts)
 
 
 def alike(recipe: Recipe) -> Recipe:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +63,7 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool) -> None:
     run.note_start(device)
     began = saved = time.perf_counter()
     display = Display(console, str(run.path), recipe, training.done)
-    with display, metrics_log(run, tensorboard) as log:
+    with display, metrics_log(run, tensorboard) as log, noticing_termination() as terminated:
         while training.done < recipe.steps:
             step = training.advance()
             due = step.number % recipe.evaluate_every == 0 or step.number == recipe.steps
@@ -78,10 +80,27 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool) -> None:
                 run.save_best(training, validation)
             now = time.perf_counter()
             progress = Progress(step.number, progress.seconds, progress.tokens + step.tokens, best)
-            if due or now - saved > SAVE_SECONDS:
+            if due or now - saved > SAVE_SECONDS or terminated.is_set():
                 progress = replace(progress, seconds=progress.seconds + now - began)
                 run.save(training, progress)
                 began, saved = now, time.perf_counter()
+            if terminated.is_set() and training.done < recipe.steps:
+                console.print(f"{run.path} was terminated at step {training.done}, which is saved.", soft_wrap=True)
+                raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def noticing_termination() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, so that a run can save what it has before it ends."""
+    terminated = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # which alone has signals
+        yield terminated
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    try:
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def validate(run: Run, training: Training) -> Score:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import EDGE, Reach, Sums
-from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded
+from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded, strides
 
 PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
@@ -59,7 +59,8 @@ def gate_sums(log_gate: Tensor, heads: int) -> Sums:
 
 
 @triton.jit(do_not_specialize=["T", "TILES", "HEADS"])
-def _longest(p_x, p_out, s_b, s_t, s_h, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
+def _longest(p_x, p_out, s_x, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
+    s_b, s_t, s_h = s_x
     pid = tl.program_id(0)
     i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
     row = i_tile * 64 + tl.arange(0, 64)
@@ -76,7 +77,7 @@ def longest(x: Tensor) -> Tensor:
     tiles = ceil_div(length, 64)
     squares = x.new_empty(batch, heads, tiles, dtype=torch.float32)
     _longest[(batch * heads * tiles,)](
-        x, squares, *x.stride()[:3], length, tiles, heads, W=width, BW=padded(width), num_warps=4
+        x, squares, *strides(x), length, tiles, heads, W=width, BW=padded(width), num_warps=4
     )
     return squares.amax(2).sqrt()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -121,8 +120,3 @@ class Launch:
             *arguments, self.rows, self.keys, tiles, *self.sizes,
             **self.flags, BM=rows, BN=columns, **tiling.options,
         )  # fmt: skip
-
-
-def strides(*tensors: Tensor) -> Iterator[tuple[int, ...]]:
-    """Of each tensor the strides of all dimensions but the last, which is 1."""
-    return (x.stride()[:-1] for x in tensors)
