@@ -10,6 +10,7 @@ from cases import Case
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.ops.streaming.decode import renew
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import attend_stream
@@ -119,6 +120,20 @@ def test_interrupted_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
             stream.attend(28, 29, past)
     for token in range(28, 31):
         stream.attend(token, token + 1, past)
+
+
+@pytest.mark.parametrize("score", ["softmax", dr.Power(2)], ids=str)
+@pytest.mark.usefixtures("small_tail")
+def test_a_piece_after_the_tail_was_closed(score: Any) -> None:
+    """Then no token waits there."""
+    past, stream = Past(), Stream(Case(None, "learned", score, length=24, batch=1, heads=1, group=2))
+    stream.attend(0, 12, past)
+    for token in range(12, 20):
+        stream.attend(token, token + 1, past)
+    renew(past)
+    assert past.waiting is not None
+    assert past.waiting.length == 0
+    stream.attend(20, 24, past)
 
 
 @pytest.mark.usefixtures("small_tail")

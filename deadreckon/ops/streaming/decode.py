@@ -160,6 +160,9 @@ def close_tail(past: Past) -> None:
     """Makes room in the tail: its tokens become a segment, with Householder steps all but the last leaf of them."""
     assert past.waiting is not None
     fields, tokens = past.waiting.fields(), past.waiting.length
+    if not tokens:
+        past.waiting = None
+        return
     if "w" in fields:
         close_waiting(past, tokens // LEAF * LEAF - LEAF)
         return
