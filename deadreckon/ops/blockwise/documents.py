@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from deadreckon.ops.factors import Factors, Householder, Rotation
+from deadreckon.ops.factors import Factors
 from deadreckon.ops.tracing import operator
 
 CLOSED = -1e4  # a log gate that nothing passes
@@ -69,7 +69,7 @@ def unpacked(
     cu_seqlens: list[int],
 ) -> Tensor:
     """Runs attend over each group of documents as a batch, and packs the outputs again."""
-    transport, log_gate, score = factors
+    _, log_gate, score = factors
     outputs, order = [], []
     for group in buckets(cu_seqlens):
         longest = max(end - start for start, end in group)
@@ -81,13 +81,9 @@ def unpacked(
             picked = x[0][index.clamp(max=x.shape[1] - 1)]
             return torch.where(real.view(*real.shape, *(1,) * (x.dim() - 2)), picked, 0)
 
-        moved = transport
-        if isinstance(transport, Rotation):
-            moved = Rotation(rows(transport.angles), transport.values)
-        elif isinstance(transport, Householder):
-            moved = Householder(rows(transport.w), rows(transport.beta))
         gates = None if log_gate is None else rows(log_gate)
-        output = attend(rows(q), rows(k), rows(v), Factors(moved, gates, score), scale, None)
+        moved = Factors(factors.map_transport(rows), gates, score)
+        output = attend(rows(q), rows(k), rows(v), moved, scale, None)
         outputs.append(output[real])
         order.append(index[real])
     return torch.cat(outputs)[torch.cat(order).argsort()].unsqueeze(0)

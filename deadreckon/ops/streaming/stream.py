@@ -1,7 +1,7 @@
 """Attention while a sequence comes in pieces, any pieces: prefill, chunks, single tokens. What lies behind is `Past`.
 
     transport     score     piece                          how
-    Rotation      any       any                            turned by its phase, then as without transport
+    Rotation      any       any                            turned by its phase, then as without it
     Householder   softmax   one token, some waiting        `decode_token`: two kernels, or a few products
                   softmax   long, or first, with kernels   `attend_routes_fused`: the tree of `attend`, and the segments
                   any       any other                      `attend_routes`: the same in PyTorch
@@ -31,7 +31,7 @@ from deadreckon.ops.blockwise.power import chunk_tokens
 from deadreckon.ops.blockwise.precision import usual_scale, work
 from deadreckon.ops.blockwise.rotation import Turned, turned
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score
+from deadreckon.ops.factors import Factors, Power, Score
 from deadreckon.ops.layout import dense
 from deadreckon.ops.streaming.decode import TokenDecoder, close_tail, decode_token
 from deadreckon.ops.streaming.fold import unit_of
@@ -46,7 +46,7 @@ class Kernels(NamedTuple):
     """The operations that an implementation brings."""
 
     attend: Callable[[Tensor, Tensor, Tensor, Factors, float, None], Tensor]
-    turned: Callable[[Tensor, Tensor, Tensor, Tensor | None, Rotation], Turned]
+    turned: Callable[[Tensor, Tensor, Tensor, Factors], Turned]
     ascend: Ascend | None
     decoder: type[Decoder]
 
@@ -74,18 +74,19 @@ def attend_stream(
 
 def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels) -> Tensor:
     """Picks the way; see the table above."""
-    transport, log_gate, score = factors
+    _, log_gate, score = factors
+    rotation, steps = factors.parts()
     q, scale = usual_scale(q, scale, score)
-    if isinstance(transport, Rotation):
-        return attend_turned(q, k, v, transport, log_gate, score, scale, past, kernels)
+    if rotation is not None:
+        return attend_turned(q, k, v, factors, scale, past, kernels)
     q, k, v = (dense(x) for x in (q, k, v))  # as kernels take them
-    if isinstance(transport, Householder):
+    if steps is not None:
         length, waiting = q.shape[1], 0 if past.waiting is None else past.waiting.length
         if score == "softmax" and length == 1 and waiting:
-            return decode_token(q, k, v, transport, log_gate, scale, past, kernels.decoder)
+            return decode_token(q, k, v, steps, log_gate, scale, past, kernels.decoder)
         if score == "softmax" and kernels.ascend and (not past.segments or waiting + length > LEAF):
-            return attend_routes_fused(q, k, v, transport, log_gate, scale, past, kernels.ascend)
-        return attend_routes(q, k, v, transport, log_gate, score, scale, past)
+            return attend_routes_fused(q, k, v, steps, log_gate, scale, past, kernels.ascend)
+        return attend_routes(q, k, v, steps, log_gate, score, scale, past)
     if isinstance(score, Power):
         if past.length and q.shape[1] == 1 and score.p == 2 and score.form != "attention" and kernels.decoder.plain:
             return decode_token(q, k, v, None, log_gate, scale, past, kernels.decoder)
@@ -99,16 +100,15 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
 
 
 def attend_turned(
-    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, log_gate: Tensor | None, score: Score, scale: float,
-    past: Past, kernels: Kernels,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels
+) -> Tensor:
     """Turns the piece by phases that go on from those of the past. The KV cache holds keys as they are turned."""
     if past.phases is None:
-        turn = kernels.turned(q, k, v, log_gate, rotation)
+        turn = kernels.turned(q, k, v, factors)
     else:
-        turn = turned(q, k, v, log_gate, rotation, past.phases[:, -1:])
-    past.turn(turn.phase, q.shape[1])
-    output = _advance(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past, kernels)
+        turn = turned(q, k, v, factors, past.phases[:, -1:])
+    past.turn(turn.last_phases(LEAF + 1), q.shape[1])
+    output = _advance(turn.q, turn.k, turn.v, turn.factors, scale, past, kernels)
     return turn.back(output)
 
 
