@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deadreckon.models.state import LayerState
     from deadreckon.ops.attention import IMPLEMENTATIONS, attend, attend_next, share_in_reach
     from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+    from deadreckon.ops.parallel.context import ContextParallel
     from deadreckon.ops.streaming.past import Past
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ _HOME = {
     "Householder": "ops.factors",
     "Power": "ops.factors",
     "Factors": "ops.factors",
+    "ContextParallel": "ops.parallel.context",
     "Encoding": "encodings.base",
     "Sizes": "encodings.base",
     "Context": "encodings.base",
@@ -54,6 +56,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "AttentionLayer",
     "Context",
+    "ContextParallel",
     "DeadReckonConfig",
     "DeadReckonForCausalLM",
     "DeadReckonModel",

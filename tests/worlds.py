@@ -1,0 +1,47 @@
+"""Several ranks on one machine, for tests: forked processes that speak gloo."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_world(size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 120) -> list[Any]:
+    """What work(*arguments) returns on each of `size` ranks, a process each, inside one process group."""
+    context = get_context("fork")  # which has torch imported already
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank, args=(rank, size, Path(folder), work, arguments, timeout), daemon=True)
+            for rank in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(2 * timeout)
+        failures = [file.read_text() for file in sorted(Path(folder).glob("*.failed"))]
+        assert not failures, "\n".join(failures)
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(size)]
+
+
+def _rank(
+    rank: int, size: int, folder: Path, work: Callable[..., Any], arguments: tuple[Any, ...], timeout: int
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+        torch.save(work(*arguments), folder / f"{rank}.pt")
+    except BaseException:  # whatever it is, the parent must hear of it
+        Path(folder, f"{rank}.failed").write_text(f"rank {rank} of {size}:\n{traceback.format_exc()}")
+    os._exit(0)  # the test runner's own exit handlers belong to the parent
