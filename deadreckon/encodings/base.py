@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, normalize, pad
 
 from deadreckon.ops.factors import Factors, Householder
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class Context:
     Attributes:
         positions: (B or 1, T) place of each token in its document.
         token_ids: (B, T), for encodings that look tokens up.
-        cu_seqlens: boundaries of packed documents.
+        cu_seqlens: boundaries of packed documents, of the whole row.
+        cp: which rank has which tokens, where all but cu_seqlens is this rank's shard of them.
+        length: tokens of the whole row, on all ranks, without what it is padded by to be divided.
         recent: where an encoding keeps the last inputs that it needs for the next piece, in prefill and decode.
         shared: where an encoding leaves what the same encoding uses in later layers of this forward pass.
     """
@@ -49,17 +54,35 @@ class Context:
     positions: Tensor
     token_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    cp: ContextParallel | None = None
+    length: int = 0
     recent: dict[str, Tensor] | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, x: Tensor, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Context:
-        """The context of x (B, T, d_model), whose documents begin where cu_seqlens says."""
-        positions = torch.arange(x.shape[1], device=x.device)
+    def of(
+        cls,
+        x: Tensor,
+        token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cp: ContextParallel | None = None,
+        length: int | None = None,
+    ) -> Context:
+        """The context of x (B, T, d_model), or of this rank's shard of it; documents begin where cu_seqlens says."""
+        positions = torch.arange(x.shape[1], device=x.device) if cp is None else cp.positions(x.shape[1], x.device)
         if cu_seqlens is not None:
             starts = cu_seqlens.to(x.device, torch.int64)
             positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-        return cls(positions.unsqueeze(0), token_ids, cu_seqlens)
+        whole = x.shape[1] * (1 if cp is None else cp.size)
+        return cls(positions.unsqueeze(0), token_ids, cu_seqlens, cp, whole if length is None else length)
+
+    def drawn_alike(self, x: Tensor) -> Tensor:
+        """A random x, the same on all ranks."""
+        return x if self.cp is None else self.cp.same(x)
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's part of x (B, length, ...)."""
+        return x if self.cp is None else self.cp.shard(x)
 
     def after(self, length: int) -> Context:
         """The context of a piece that `length` tokens come before."""
@@ -155,15 +178,24 @@ class ShortConvolution(SelfInitialised, nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         reach, length = self.weight.shape[0] - 1, x.shape[1]
+        if context.cp is not None:  # a piece goes on from the one before it, which may be on another rank
+            rows = context.cp.rows_with_tails(x, reach)
+            positions = context.cp.as_rows(context.positions.expand(x.shape[0], -1))
+            return context.cp.from_rows(self._convolve(rows, positions))
         recent = None if context.recent is None else context.recent.get("convolution")
         x = pad(x, (0, 0, reach, 0)) if recent is None else torch.cat([recent, x], dim=1)
         if context.recent is not None:
             context.recent["convolution"] = x[:, -reach - CROPPABLE :].clone()  # a view would hold the whole prefill
             x = x[:, -reach - length :]
+        return self._convolve(x, context.positions)
+
+    def _convolve(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (B, width − 1 + T, channels), whose first tokens come before those at positions (B or 1, T)."""
+        reach, length = self.weight.shape[0] - 1, positions.shape[1]
         y = x[:, reach:] * self.weight[0]
         for lag in range(1, reach + 1):
             earlier = x[:, reach - lag : reach - lag + length]
-            y = y + earlier * self.weight[lag] * (context.positions >= lag).unsqueeze(-1).to(x.dtype)
+            y = y + earlier * self.weight[lag] * (positions >= lag).unsqueeze(-1).to(x.dtype)
         return y
 
 

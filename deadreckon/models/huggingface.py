@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import cross_entropy, pad, silu
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,7 +19,11 @@ from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
 from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.state import LayerState
+from deadreckon.ops.attention import check_documents
 from deadreckon.ops.tracing import traced
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 
 @strict
@@ -148,7 +152,13 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
 
 
 class DeadReckonModel(DeadReckonPreTrainedModel):
-    """Embeddings, layers and the last norm."""
+    """Embeddings, layers and the last norm.
+
+    Attributes:
+        cp: context parallelism. Every rank of its group passes the same whole sequences, and gets its shard of the
+            outputs. The loss is that of whole sequences on every rank; its gradient is the *mean* of the ranks'
+            gradients, which data parallelism (FSDP, DDP) takes anyway.
+    """
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
@@ -158,6 +168,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.cp: ContextParallel | None = None
         self.post_init()
 
     def forward(
@@ -172,6 +183,10 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
+        if self.cp is not None:
+            if past_key_values is not None or use_cache:
+                raise ValueError("past_key_values: expected no cache with context parallelism; generate on one rank")
+            return self._forward_shard(input_ids, attention_mask, inputs_embeds, cu_seqlens, self.cp)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is not None or use_cache:
             if cu_seqlens is not None:
@@ -193,16 +208,40 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             x = x[real].unsqueeze(0)
             input_ids = None if input_ids is None else input_ids[real].unsqueeze(0)
-        context = Context.of(x, input_ids, cu_seqlens)
-        x = self._embed(x, context)
-        for layer in self.layers:
-            x = layer(x, context)
-        x = self.norm(x)
+        x = self._through_layers(x, Context.of(x, input_ids, cu_seqlens))
         if real is not None and order is not None:
             x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
         elif real is not None:
             x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
         return BaseModelOutputWithPast(last_hidden_state=x)
+
+    def _through_layers(self, x: Tensor, context: Context) -> Tensor:
+        x = self._embed(x, context)
+        for layer in self.layers:
+            x = layer(x, context)
+        return self.norm(x)
+
+    def _forward_shard(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cp: ContextParallel,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of this rank's shard of whole sequences, which are padded to equal pieces."""
+        whole = input_ids if inputs_embeds is None else inputs_embeds
+        assert whole is not None
+        length = whole.shape[1]
+        if attention_mask is not None and not bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
+            raise ValueError("attention_mask: with context parallelism, expected padding on the right only")
+        if cu_seqlens is not None and cp.padded(length) > length:  # padding is a document of its own
+            cu_seqlens = pad(cu_seqlens, (0, 1), value=cp.padded(length))
+        ids = None if input_ids is None else cp.shard(input_ids)
+        x = self.embed_tokens(ids) if inputs_embeds is None else cp.shard(inputs_embeds)
+        check_documents(cu_seqlens, x, cp)
+        context = Context.of(x, ids, cu_seqlens, cp, length)
+        return BaseModelOutputWithPast(last_hidden_state=self._through_layers(x, context))
 
     def penalty(self) -> Tensor | None:
         """The sum of the encodings' regularisation terms, which training adds to the loss; None if there are none."""
@@ -285,6 +324,17 @@ def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
     return None if bool(real.all()) else real
 
 
+def _loss_of_shards(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, cp: ContextParallel
+) -> Tensor:
+    """Cross-entropy of whole sequences, from this rank's logits (B, T / R, V) and all labels (B, T)."""
+    following = pad(labels[:, 1:], (0, 1), value=-100)
+    count = (following != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    targets = cp.shard(following, value=-100).to(logits.device)
+    summed = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
+    return cp.sum_of_losses(summed / count)
+
+
 class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
     """A causal language model: ``from_pretrained``, ``save_pretrained``, ``generate``, ``Trainer``."""
 
@@ -296,6 +346,15 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         self.model = DeadReckonModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @property
+    def cp(self) -> ContextParallel | None:
+        """Context parallelism; see :class:`DeadReckonModel`."""
+        return self.model.cp
+
+    @cp.setter
+    def cp(self, cp: ContextParallel | None) -> None:
+        self.model.cp = cp
 
     def forward(
         self,
@@ -325,7 +384,12 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
             return_dict: False for a plain tuple.
             use_cache: create a KV cache if past_key_values is None, and return it.
+
+        With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
+        and so is the loss; logits are those of this rank's shard.
         """
+        if logits_to_keep and self.cp is not None:
+            raise ValueError(f"logits_to_keep: expected 0 with context parallelism, got {logits_to_keep}")
         outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
         hidden = outputs.last_hidden_state
         logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
@@ -335,9 +399,13 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
                 raise ValueError(f"logits_to_keep: expected 0, all logits, beside labels, got {logits_to_keep}")
             if cu_seqlens is not None:  # the last token of a document does not predict the next document
                 labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), -100)
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
+            if self.cp is None:
+                loss = self.loss_function(
+                    logits=logits, labels=labels, vocab_size=self.config.vocab_size,
+                    num_items_in_batch=num_items_in_batch,
+                )  # fmt: skip
+            else:
+                loss = _loss_of_shards(logits, labels, num_items_in_batch, self.cp)
             penalty = self.model.penalty() if self.training else None
             if penalty is not None and num_items_in_batch is not None:  # once for all parts of an accumulated batch
                 penalty = penalty * ((labels[:, 1:] != -100).sum() / num_items_in_batch)

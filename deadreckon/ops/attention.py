@@ -85,6 +85,8 @@ def attend(
     _check_transport(transport, q, k, v)
     _check_score(score, transport)
     gates = _check_gate(log_gate, q, k)
+    if cp is not None and type(cp).__name__ != "ContextParallel":  # which is imported by those who have one
+        raise ValueError(f"cp: expected a ContextParallel or None, got {type(cp).__name__}")
     documents = check_documents(cu_seqlens, q, cp)
     scale = _check_scale(scale, q)
     factors = Factors(transport, gates, score)
@@ -117,7 +119,13 @@ def _attend_shards(
     if impl == "reference":
         raise ValueError("impl: expected 'auto', 'blockwise' or 'triton' beside cp, got 'reference'")
     with without_autocast(q):
-        return attend_parallel(q, k, v, factors, scale, documents, cp)
+        kernels = False
+        if impl == "triton" or (impl == "auto" and q.is_cuda):
+            reason = _reason_against_kernels(q, v, factors, packed=documents is not None)
+            if reason is not None and impl == "triton":
+                raise ValueError(f"impl: 'triton' needs {reason}")
+            kernels = reason is None
+        return attend_parallel(q, k, v, factors, scale, documents, cp, kernels)
 
 
 def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:

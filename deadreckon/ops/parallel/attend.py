@@ -12,6 +12,8 @@ key to the farthest, but a ring in the layout "zigzag" brings pieces in another 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -34,27 +36,31 @@ def attend_parallel(
     scale: float,
     documents: list[int] | None,
     cp: ContextParallel,
-    inside: Inside | None = None,
+    kernels: bool,
 ) -> Tensor:
-    """See :func:`deadreckon.attend`; the arguments are checked, shards (B, T / R, ...) of this rank."""
+    """See :func:`deadreckon.attend`; the arguments are checked, shards (B, T / R, ...) of this rank.
+
+    With kernels, for whose use there is no reason against, attention inside pieces is Triton's.
+    """
     if factors.score == "stick-breaking" and cp.layout == "zigzag":
         near = cp.contiguous()
         q, k, v, factors = mapped(lambda x: cp.moved(x, near), q, k, v, factors)
-        return near.moved(attend_parallel(q, k, v, factors, scale, documents, near, inside), cp)
-    batch, length = q.shape[:2]
-    cp.piece_length(length)
-
-    def pieces_as_rows(x: Tensor) -> Tensor:  # (B, pieces · C, ...) -> (pieces · B, C, ...)
-        return x.unflatten(1, (cp.pieces, -1)).transpose(0, 1).flatten(0, 1)
-
+        return near.moved(attend_parallel(q, k, v, factors, scale, documents, near, kernels), cp)
+    cp.piece_length(q.shape[1])
     q, scale = usual_scale(q, scale, factors.score)
-    output = _over_pieces(*mapped(pieces_as_rows, q, k, v, factors), scale, documents, cp, inside or InsideTree())
-    return output.unflatten(0, (cp.pieces, batch)).transpose(0, 1).flatten(1, 2)
+    rows = mapped(cp.as_rows, q, k, v, factors)
+    inside: Inside = InsideTree()
+    if kernels and factors.score == "softmax":
+        from deadreckon.ops.parallel.fused import InsideKernels
+
+        inside = InsideKernels(cp, documents)
+    return cp.from_rows(_over_pieces(*rows, scale, documents, cp, inside))
 
 
-def mapped(change: object, q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> tuple[Tensor, Tensor, Tensor, Factors]:
+def mapped(
+    change: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, factors: Factors
+) -> tuple[Tensor, Tensor, Tensor, Factors]:
     """All tensors (B, T, ...) of attention, changed alike."""
-    assert callable(change)
     transport, log_gate, score = factors
     moved = transport
     if isinstance(transport, Rotation):
@@ -85,7 +91,7 @@ def _over_pieces(
         scale = 1.0
     gates = None if log_gate is None else gates_by_head(log_gate, heads)
     sums = None if gates is None else gates.cumsum(1)
-    inside_gates = gates if documents is None else _apart(gates, documents, k, cp)
+    inside_gates = gates if documents is None or inside.knows_documents else _apart(gates, documents, k, cp)
     w = beta = products = None
     queries, keys = q, k
     if isinstance(transport, Householder):

@@ -130,6 +130,26 @@ class ContextParallel:
             )
         return length // self.pieces
 
+    # Pieces as rows of a batch ----------------------------------------------------------------------------------------
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """(B, pieces · C, ...) -> (pieces · B, C, ...)."""
+        return x.unflatten(1, (self.pieces, -1)).transpose(0, 1).flatten(0, 1)
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        """(pieces · B, C, ...) -> (B, pieces · C, ...)."""
+        return x.unflatten(0, (self.pieces, -1)).transpose(0, 1).flatten(1, 2)
+
+    def rows_with_tails(self, x: Tensor, tokens: int) -> Tensor:
+        """(B, pieces · C, ...) -> (pieces · B, tokens + C, ...): each piece after the last tokens of the one before."""
+        rows = self.as_rows(x)
+        if rows.shape[1] < tokens:
+            raise ValueError(
+                f"cp: expected pieces of at least {tokens} tokens, {tokens * self.count} in all, got {rows.shape[1]}"
+            )
+        tails = rows[:, rows.shape[1] - tokens :].unflatten(0, (self.pieces, -1))
+        return torch.cat([_TailsBefore.apply(tails, self).flatten(0, 1), rows], dim=1)
+
     # What is small enough for everybody to have -----------------------------------------------------------------------
 
     def every(self, x: Tensor) -> Tensor:
@@ -152,10 +172,6 @@ class ContextParallel:
         """(pieces, ...): the sum of x over all pieces before each of this rank's."""
         return _SumsBefore.apply(x, self)
 
-    def tails_before(self, x: Tensor) -> Tensor:
-        """(pieces, ...): the x of the piece before each of this rank's; zeros before the first."""
-        return _TailsBefore.apply(x, self)
-
     def same(self, x: Tensor) -> Tensor:
         """The x of the group's first rank, on every rank. No gradients."""
         mine = self._to_wire(x).clone()
@@ -169,6 +185,10 @@ class ContextParallel:
         dist.all_reduce(mine, group=self.group)
         self._count(mine, 1)
         return mine.to(x.device)
+
+    def sum_of_losses(self, x: Tensor) -> Tensor:
+        """The sum of x over ranks, on every rank, with gradients for those who average them over ranks."""
+        return _SumOfLosses.apply(x, self)
 
     # What is passed on ------------------------------------------------------------------------------------------------
 
@@ -308,6 +328,8 @@ class _SumsBefore(torch.autograd.Function):
 
 
 class _TailsBefore(torch.autograd.Function):
+    """(pieces, ...): the x of the piece before each of this rank's; zeros before the first."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: ContextParallel) -> Tensor:
         ctx.cp = cp
@@ -318,6 +340,17 @@ class _TailsBefore(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         every = ctx.cp.every(grads[0])
         return torch.cat([every[1:], torch.zeros_like(every[:1])])[ctx.cp.held], None
+
+
+class _SumOfLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: ContextParallel) -> Tensor:
+        ctx.size = cp.size
+        return cp.total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.size, None
 
 
 class _Moved(torch.autograd.Function):

@@ -31,6 +31,8 @@ Optional = Tensor | None
 class Inside(Protocol):
     """Attention inside pieces, M of them: q (M, C, G, D), k and w (M, C, D), v (M, C, E), gates (M, C, 1 | G)."""
 
+    knows_documents: bool  # or gates must keep them apart
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, w: Optional, beta: Optional, gates: Optional, score: Score, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -45,6 +47,8 @@ class Inside(Protocol):
 
 class InsideTree:
     """By the route tree, in PyTorch: any score, any device."""
+
+    knows_documents = False
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, w: Optional, beta: Optional, gates: Optional, score: Score, scale: float
