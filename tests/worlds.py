@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 def run_world(size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 120) -> list[Any]:
     """What work(*arguments) returns on each of `size` ranks, a process each, inside one process group."""
-    context = get_context("fork")  # which has torch imported already
+    # Forks have torch imported already, but CUDA does not survive them.
+    context = get_context("spawn" if torch.cuda.is_available() else "fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(target=_rank, args=(rank, size, Path(folder), work, arguments, timeout), daemon=True)
