@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deadreckon.filters.histogram import histogram_filter, superpose
     from deadreckon.models.huggingface import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
     from deadreckon.models.layer import AttentionLayer
+    from deadreckon.models.parallelize import parallelize
     from deadreckon.models.state import LayerState
     from deadreckon.ops.attention import IMPLEMENTATIONS, attend, attend_next, share_in_reach
     from deadreckon.ops.factors import Factors, Householder, Power, Rotation
@@ -45,6 +46,7 @@ _HOME = {
     "AttentionLayer": "models.layer",
     "LayerState": "models.state",
     "Past": "ops.streaming.past",
+    "parallelize": "models.parallelize",
     "DeadReckonConfig": "models.huggingface",
     "DeadReckonModel": "models.huggingface",
     "DeadReckonForCausalLM": "models.huggingface",
@@ -71,6 +73,7 @@ __all__ = [
     "attend",
     "attend_next",
     "histogram_filter",
+    "parallelize",
     "parameter_groups",
     "share_in_reach",
     "superpose",

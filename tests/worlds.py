@@ -1,9 +1,10 @@
-"""Several ranks on one machine, for tests: forked processes that speak gloo."""
+"""Several ranks on one machine, for tests: processes that speak gloo."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 
-def run_world(size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 120) -> list[Any]:
+def run_world(size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60) -> list[Any]:
     """What work(*arguments) returns on each of `size` ranks, a process each, inside one process group."""
-    # Forks have torch imported already, but CUDA does not survive them.
-    context = get_context("spawn" if torch.cuda.is_available() else "fork")
+    context = get_context("forkserver")  # a fork of the test runner itself might inherit locks
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(target=_rank, args=(rank, size, Path(folder), work, arguments, timeout), daemon=True)
@@ -26,9 +29,16 @@ def run_world(size: int, work: Callable[..., Any], *arguments: Any, timeout: int
         ]
         for process in ranks:
             process.start()
+        failed = list[Path]()
+        while not failed and any(process.is_alive() for process in ranks):
+            time.sleep(0.05)
+            failed = sorted(Path(folder).glob("*.failed"))
         for process in ranks:
-            process.join(2 * timeout)
-        failures = [file.read_text() for file in sorted(Path(folder).glob("*.failed"))]
+            if failed:  # the others would wait for it
+                process.join(1)
+                process.kill()
+            process.join()
+        failures = [file.read_text() for file in failed]
         assert not failures, "\n".join(failures)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(size)]
 
@@ -60,5 +70,7 @@ def _rank(
         )  # fmt: skip
         torch.save(work(*arguments), folder / f"{rank}.pt")
     except BaseException:  # whatever it is, the parent must hear of it
-        Path(folder, f"{rank}.failed").write_text(f"rank {rank} of {size}:\n{traceback.format_exc()}")
+        text = f"rank {rank} of {size}:\n{traceback.format_exc()}"
+        Path(folder, f"{rank}.text").write_text(text)
+        Path(folder, f"{rank}.text").rename(folder / f"{rank}.failed")  # whole, or not there
     os._exit(0)  # the test runner's own exit handlers belong to the parent
