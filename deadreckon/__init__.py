@@ -1,4 +1,4 @@
-"""Attention whose positions are reckoned from content.
+"""Attention with data-dependent position encodings.
 
     import deadreckon as dr
     o = dr.attend(q, k, v, transport=dr.Householder(w, beta), log_gate=log_gate)

@@ -29,6 +29,7 @@ from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 from deadreckon.ops.triton.attend import attend_fused
+from deadreckon.ops.triton.directions import directions_forward
 from deadreckon.ops.triton.power.operator import attend_power
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -129,12 +130,18 @@ def call_power(
     attend_power(q, k, v, gate, 0.1, p, form)[0].sum().backward()
 
 
+def call_directions(dtype: torch.dtype, width: int) -> None:
+    x = torch.randn(1, 40, 2 * width).to(dtype).requires_grad_()
+    directions_forward(x, torch.randn(3, 2 * width), torch.arange(40)[None], 2, True, 0.0).sum().backward()
+
+
 JITFunction.run = compile_only  # type: ignore[method-assign]
 deadreckon.ops.triton.householder.levels.backend_for = lambda x: None  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.float16, 100, 1, 64, "rotation", False)
 call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
 decode(torch.bfloat16, 64, gated=True)
+call_directions(torch.bfloat16, 64)
 call_filter(torch.bfloat16, 20, 512, copy=True)
 call_power(torch.bfloat16, 1100, 2, 64, 2, True)
 if "--quick" not in sys.argv:

@@ -14,19 +14,19 @@ import torch
 from small_runs import run_cli
 
 import deadreckon as dr
+from deadreckon.lab.arguments import sizes_in
 from deadreckon.lab.bench import attention, cases, decode, filters, text
 from deadreckon.lab.bench.attention import Figures
 from deadreckon.lab.bench.cases import Shape
 from deadreckon.lab.bench.drift import in_place_drift, model_drift
 from deadreckon.lab.bench.flags import Attention, Benchmark, Filters, Powers
-from deadreckon.lab.bench.page import sizes_in
 from deadreckon.lab.bench.rivals import RIVALS, Inputs, Method, documents_apart, sdpa
 from deadreckon.lab.bench.timing import peak_bytes, seconds_per_step
 
 SHORT = Shape(1, 40, 2, 16)
 
 
-def bench(*shapes: Shape, **flags: Any) -> dict[Shape, attention.Found]:
+def bench(*shapes: Shape, **flags: Any) -> dict[Shape, attention.Results]:
     return attention.run(Attention(shapes=tuple(map(str, shapes)), rounds=1, **flags))
 
 
@@ -69,7 +69,7 @@ def test_packed_rows_are_timed(tmp_path: Path) -> None:
     assert cases.check(across, 16, packed=True, device="cpu")["output"] > 1
     assert max(cases.check(Method(documents_apart, "attention"), 16, packed=True, device="cpu").values()) <= 1
     for flags, message in (
-        ({"documents": "600,x"}, "documents: expected mean lengths, such as 600,2500,10000, got '600,x'"),
+        ({"documents": "600,x"}, "documents: expected mean lengths, such as 512,4096, got 'x'"),
         ({"documents": "9", "row": "100x16"}, "row: expected TxHxD, got '100x16'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -299,7 +299,7 @@ def test_training_steps_are_timed(
     assert llama[6] == "1.00" and llama[2] == rope[2] and float(path[6]) > 0
     assert failed[1] == "fox, eager (failed: MemoryError: fox)"
     assert run_cli(monkeypatch, *words, "--encodings", "rotary") == 2
-    assert "encodings: expected names among nope" in capsys.readouterr().err
+    assert "encoding: expected one of nope" in capsys.readouterr().err
 
 
 def without_fox(make: Any) -> Any:

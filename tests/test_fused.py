@@ -123,7 +123,7 @@ def test_strong_gates_are_pruned_and_right(
     grad = torch.ones_like(expected)
     ours = torch.autograd.grad(output, list(leaves.values()), grad.float().to(DEVICE))
     theirs = torch.autograd.grad(expected, list(exact.values()), grad)
-    first, last = found[0]
+    first, last = found[0].both
     assert first.max() >= 64 and last.min() < 500
     assert all(bool((row.diff() >= 0).all()) for row in first.flatten(0, 1))
     # A weight has its gates as the difference of sums over 64 tokens, in single precision.
@@ -247,10 +247,17 @@ def test_operators(transport: str | None, gate: str | None) -> None:
     leaves = {name: x.float().to(DEVICE).requires_grad_() for name, x in case.inputs().items()}
     log_gate = leaves.get("log_gate")
     if transport:
-        inputs = (*(leaves[name] for name in ("q", "k", "v", "w", "beta")), log_gate, None, 0.25, True)
+        inputs = (
+            *(leaves[name] for name in ("q", "k", "v", "w", "beta")),
+            log_gate,
+            None,
+            gate is not None,
+            0.25,
+            True,
+        )
         operator = torch.ops.deadreckon.householder.default
     else:
-        inputs = (*(leaves[name] for name in ("q", "k", "v")), log_gate, None, 0.25)
+        inputs = (*(leaves[name] for name in ("q", "k", "v")), log_gate, None, gate is not None, 0.25)
         operator = torch.ops.deadreckon.gated.default
     torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
     compiled = torch.compile(lambda leaves: case.attend(leaves, impl="triton"), fullgraph=True, backend="aot_eager")
@@ -317,8 +324,9 @@ def rounded_angles(case: Case, expected: dict[str, Tensor], dtype: torch.dtype) 
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_precision(case: Case, dtype: torch.dtype) -> None:
     """At most twice the error that the definition makes in the same precision."""
-    if dtype == torch.float32 and case.width == 128 and case.transport:
-        case = replace(case, width=64, value_width=64)  # wider ones need more shared memory than there is
+    if dtype == torch.float32 and case.transport == "householder":
+        # wider ones need more shared memory than there is
+        case = replace(case, width=min(case.width, 64), value_width=min(case.value_width, 64))
     expected = {name: x.cpu() for name, x in run(case, device="cuda", impl="reference").items()}
     ours = relative_errors(run(case, dtype, "cuda", EXACT, impl="triton"), expected)
     if dtype == torch.float32:

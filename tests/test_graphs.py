@@ -118,6 +118,16 @@ def test_layers_export_for_any_length(name: str) -> None:
         torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("name", ["path-fox", "sympow-gated", "fox"])
+def test_kernels_export_for_any_length(name: str) -> None:
+    """Interpreted here: what their operators return must not depend on the length by a branch."""
+    net = dr.AttentionLayer(16, 2, name, 1, vocab_size=VOCABULARY, max_length=64, impl="triton").eval()
+    x, length = torch.randn(1, 100, 16), torch.export.Dim("length", min=2, max=4000)
+    program = torch.export.export(net, (x[:, :24],), dynamic_shapes={"x": {1: length}}).module()
+    for count in (24, 100):
+        torch.testing.assert_close(program(x[:, :count]), net(x[:, :count]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", dr.ENCODINGS)
 def test_layers_compile_and_export_on_a_gpu(name: str) -> None:

@@ -337,14 +337,18 @@ def test_operators(length: int) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v, gates)]
     some = ("test_schema", "test_autograd_registration", "test_faketensor")  # compiled below
     for chunk in (0, 64):
-        torch.library.opcheck(torch.ops.deadreckon.power, (*leaves, None, None, 2, chunk, False), test_utils=some)
-    torch.library.opcheck(torch.ops.deadreckon.power, (*leaves[:3], None, None, None, 2, 64, True), test_utils=some)
-    out, values, moments, *kept = (x.detach() for x in power_forward(*leaves, None, None, 2, 64, True))
-    inputs = [x.detach() for x in leaves]
-    backward = (grad, None, None, *inputs, out, *kept, 2, 64, False)
+        torch.library.opcheck(
+            torch.ops.deadreckon.power, (*leaves, None, None, 2, chunk, length > chunk > 0, False), test_utils=some
+        )
+    torch.library.opcheck(
+        torch.ops.deadreckon.power, (*leaves[:3], None, None, None, 2, 64, True, True), test_utils=some
+    )
+    out, values, moments, *kept = (x.detach() for x in power_forward(*leaves, None, None, 2, 64, length > 64, True))
+    tensors = [x.detach() for x in leaves]
+    backward = (grad, None, None, *tensors, out, *kept, 2, 64, False)
     torch.library.opcheck(torch.ops.deadreckon.power_backward, backward, test_utils=some)
-    results = power_backward(grad, values, moments, *inputs, out, *kept, 2, 64, False)
-    assert [x.shape for x in results[:4]] == [x.shape for x in inputs] and not len(results[4])
+    results = power_backward(grad, values, moments, *tensors, out, *kept, 2, 64, False)
+    assert [x.shape for x in results[:4]] == [x.shape for x in tensors] and not len(results[4])
 
 
 @pytest.mark.usefixtures("_chunks_of_one_tile")

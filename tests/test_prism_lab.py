@@ -15,7 +15,7 @@ from deadreckon.encodings.cursors import Cursors
 from deadreckon.lab.pages.compare import compare
 from deadreckon.lab.pages.comparison import alike
 from deadreckon.lab.pages.report import write_report
-from deadreckon.lab.probe.cursors_picture import show
+from deadreckon.lab.probe.cursors import show
 from deadreckon.lab.recipes import EXPERIMENTS, SIZES, find_recipe
 from deadreckon.lab.training import Run, Training, make_model, score_model, train, train_run
 from deadreckon.lab.training.engine import config_for_tests, model_for_tests

@@ -10,7 +10,7 @@ from small_runs import run_cli
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.probe.cursors import trace
+from deadreckon.lab.probe.cursors import Pair, trace
 
 
 def test_traces_show_what_the_model_computes() -> None:
@@ -24,7 +24,7 @@ def test_traces_show_what_the_model_computes() -> None:
     model, tokens = dr.DeadReckonForCausalLM(config).eval(), torch.randint(0, 13, (1, 9))
     for layer in range(3):
         for head in range(4):
-            found = trace(model, tokens, 4, layer, head, 1)
+            found = trace(model, tokens, 4, Pair(layer, head, 1))
             attention = model.model.layers[layer].self_attn
             heard: list[Tensor] = []
             hooks = [
@@ -37,7 +37,7 @@ def test_traces_show_what_the_model_computes() -> None:
                 hook.remove()
             v, output = heard[0].unflatten(-1, (2, -1)), heard[1].unflatten(-1, (4, -1))
             torch.testing.assert_close(found.attention @ v[0, :, head // 2], output[0, :, head], rtol=0, atol=1e-5)
-            assert (found.layer, found.head, found.cursor) == (layer, head, 1)
+            assert found.pair == (layer, head, 1)
             for side in ("query", "key"):
                 assert found.gates[side].shape == (9, 4) and found.histograms[side].shape == (9, 9)
                 torch.testing.assert_close(found.gates[side][:, 1:].sum(-1), torch.ones(9))
@@ -45,9 +45,9 @@ def test_traces_show_what_the_model_computes() -> None:
     with torch.no_grad():
         model.model.layers[1].self_attn.encoding.alpha[2, 1] = -9.0
     chosen = trace(model, tokens, 4)
-    assert (chosen.layer, chosen.head, chosen.cursor) == (1, 2, 1)
+    assert chosen.pair == (1, 2, 1)
     with pytest.raises(ValueError, match="head: expected 0 to 3, got 4"):
-        trace(model, tokens, 4, head=4)
+        trace(model, tokens, 4, Pair(head=4))
 
 
 def test_cursors_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, logsigmoid, normalize, pad
+from torch.nn.functional import linear, logsigmoid
 
+from deadreckon.ops.directions import convolve, directions
 from deadreckon.ops.factors import Factors, Householder
 
 if TYPE_CHECKING:
@@ -161,6 +164,7 @@ def at_least_single(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+Convolution = Callable[[Tensor, Tensor, Tensor], Tensor]
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
 
 
@@ -177,26 +181,21 @@ class ShortConvolution(SelfInitialised, nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        return self.through(convolve, x, context)
+
+    def through(self, function: Convolution, x: Tensor, context: Context) -> Tensor:
+        """A function of x (B, T, C) and the tokens before it, the filters and places: see :func:`convolve`."""
         reach, length = self.weight.shape[0] - 1, x.shape[1]
         if context.cp is not None:  # a piece goes on from the one before it, which may be on another rank
             rows = context.cp.rows_with_tails(x, reach)
-            positions = context.cp.as_rows(context.positions.expand(x.shape[0], -1))
-            return context.cp.from_rows(self._convolve(rows, positions))
-        recent = None if context.recent is None else context.recent.get("convolution")
-        x = pad(x, (0, 0, reach, 0)) if recent is None else torch.cat([recent, x], dim=1)
+            places = context.cp.as_rows(context.positions.expand(x.shape[0], -1))
+            return context.cp.from_rows(function(rows, self.weight, places))
         if context.recent is not None:
+            recent = context.recent.get("convolution")
+            x = x if recent is None else torch.cat([recent, x], dim=1)
             context.recent["convolution"] = x[:, -reach - CROPPABLE :].clone()  # a view would hold the whole prefill
             x = x[:, -reach - length :]
-        return self._convolve(x, context.positions)
-
-    def _convolve(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x (B, width − 1 + T, channels), whose first tokens come before those at positions (B or 1, T)."""
-        reach, length = self.weight.shape[0] - 1, positions.shape[1]
-        y = x[:, reach:] * self.weight[0]
-        for lag in range(1, reach + 1):
-            earlier = x[:, reach - lag : reach - lag + length]
-            y = y + earlier * self.weight[lag] * (positions >= lag).unsqueeze(-1).to(x.dtype)
-        return y
+        return function(x, self.weight, context.positions)
 
 
 class Projection(SelfInitialised, nn.Linear):
@@ -234,5 +233,5 @@ class HouseholderSteps(nn.Module):
             part.reset_parameters()
 
     def forward(self, x: Tensor, context: Context) -> Householder:
-        w = self.convolution(self.up(self.down(x)), context).unflatten(-1, (self.heads, self.head_dim))
-        return Householder(normalize(at_least_single(w), dim=-1), 2 * at_least_single(self.strength(x)).sigmoid())
+        w = self.convolution.through(partial(directions, heads=self.heads), self.up(self.down(x)), context)
+        return Householder(w, 2 * at_least_single(self.strength(x)).sigmoid())

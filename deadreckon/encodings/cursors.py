@@ -252,7 +252,7 @@ class Cursors(SelfInitialised, nn.Module):
         """Cursors as heads have them, from what the filters (B, T, F, ·) and fixed cursors (B, T, ·) are at."""
         queries, keys, jumps = filtered.split([self.walking_queries, self.keys - self.fixed, self.jumping], dim=2)
         if self.jumping:
-            # Reckoned on the device, so that a CUDA graph may hold it.
+            # Computed on the device, so that a CUDA graph may hold it.
             key = torch.arange(self.keys, device=filtered.device)
             met = key.view(-1, 1, self.key_shape[2]).expand(-1, self.group, -1).flatten()  # by each query cursor
             fixed = fixed.unsqueeze(2).expand(-1, -1, self.fixed, -1)

@@ -2,8 +2,8 @@
 
     r, z = σ(W x_t + b + U h_{t−1} + c),   n = tanh(W x_t + b + r ⊙ (U h_{t−1} + c)),   h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
-each with its third of the rows of W, U, b and c. On a CPU PyTorch computes it token by token, which a compiler would
-unroll, for one length alone: compiled, it is one operator, `unrolled`.
+each with its third of the rows of W, U, b and c. A tracer would unroll PyTorch's, for one length alone: while one looks
+on, it is one operator, `unrolled`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
         super().__init__("GRU", inputs, hidden, batch_first=True)
         self.norm = norm
         if norm is not None:
-            self.loudness = nn.Parameter(torch.ones(()))  # the factor; saved models know it by this name
+            self.loudness = nn.Parameter(torch.ones(()))  # the factor; `from_pretrained` finds it by this name alone
         self.start = nn.Parameter(torch.zeros(hidden)) if start else None
 
     def reset_parameters(self) -> None:
@@ -107,6 +107,6 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
             from_hidden = from_hidden * (self.norm * self.loudness.to(x.dtype) / from_hidden.norm())
         train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
         weights, before = [from_input, from_hidden, *biases], before.unsqueeze(0).contiguous()  # cuDNN takes no other
-        if torch.compiler.is_compiling() and not x.is_cuda:
+        if torch.compiler.is_compiling():
             return unrolled(x, before.squeeze(0), *weights)
         return torch.gru(x, before, weights, True, 1, 0.0, train, False, True)[0]

@@ -18,6 +18,7 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
 
+from deadreckon.lab.arguments import names_in, numbers_in
 from deadreckon.lab.bench.flags import Attention, Benchmark
 
 Size = Literal["tiny", "small", "paper"]
@@ -39,7 +40,6 @@ class Demo:
         console = Console()
         console.print("Loading PyTorch and transformers; about a minute on two free cores, measured in a moment …")
         from deadreckon.lab.environment import check_device
-        from deadreckon.lab.pages.compare import names_in
         from deadreckon.lab.pages.demo import demo_recipe, run_demo
         from deadreckon.lab.recipes import check_encodings
 
@@ -92,19 +92,46 @@ class Train:
 
 @dataclass(frozen=True)
 class Eval:
-    """Score a trained model by length, in every test of its recipe."""
+    """Score a trained model by length, in every test of its recipe; or by generation, in the long-context suite.
 
-    folder: Annotated[Positional[Path], arg(name="run")]  # folder of a run; or, with --recipe, of any saved model
+    The suite works on any causal language model with a tokenizer. If killed, run the same command again: it resumes.
+    """
+
+    folder: Annotated[Positional[Path], arg(name="run")]  # folder of a run; with --recipe or --suite, any saved model
     lengths: tuple[str, ...] = ()  # where to score, such as 512,4096,65536; by default where its recipe says
     checkpoint: Checkpoint = "last"  # the last weights, or those that did best while training
     recipe: str = ""  # the tests to run on a saved model that is no run, such as addition
     size: Size = "small"  # of that recipe
     change: tuple[str, ...] = ()  # fields of that recipe to change, such as test_rows=1000
+    suite: Literal["", "long"] = ""  # long: passkey, RULER's niah, vt, cwe and fwe, BABILong, PhoneBook
+    tasks: tuple[str, ...] = ()  # of the suite, such as passkey,vt; by default all that there is data for
+    rows: int = 100  # questions of each task at each length
+    babi: str = ""  # bAbI's stories for BABILong: JSON lines with fields task and text
+    books: str = ""  # books to scatter their facts in: a file, a folder or a dataset
+    seed: int = 0  # of the suite's questions
+    batch_tokens: int = 2**16  # tokens of prompts to read at once
+    out: Path | None = None  # where the suite's answers, tables and picture go; `long` in the folder by default
+    beside: tuple[Path, ...] = ()  # models that have been through the suite, to show in the same picture
     device: str = "cpu"  # cpu, cuda, …
 
     def run(self) -> None:
+        if self.suite:
+            self._run_suite()
+        else:
+            self._run_tests()
+
+    def _run_suite(self) -> None:
+        from deadreckon.lab.pages.compare import names_in, numbers_in
+        from deadreckon.lab.pages.suite import run_suite
+
+        run_suite(
+            self.folder, numbers_in(self.lengths), tasks=names_in(self.tasks), rows=self.rows, babi=self.babi,
+            books=self.books, checkpoint=self.checkpoint, seed=self.seed, batch_tokens=self.batch_tokens, out=self.out,
+            beside=self.beside, device=self.device, console=Console(),
+        )  # fmt: skip
+
+    def _run_tests(self) -> None:
         from deadreckon.lab.environment import check_device
-        from deadreckon.lab.pages.compare import numbers_in
         from deadreckon.lab.recipes import find_recipe
         from deadreckon.lab.training import Run, list_scores, quiet_transformers, score_model, score_run, summary
 
@@ -141,13 +168,10 @@ class Compare:
     jobs: int = 1  # how many to train at a time; small models leave most of a GPU to others
 
     def run(self) -> None:
-        from deadreckon.lab.pages.compare import compare, names_in, numbers_in
+        from deadreckon.lab.pages.compare import compare
 
-        compare(
-            self.experiment, names_in(self.encodings), seeds=self.seeds, size=self.size,
-            lengths=numbers_in(self.lengths), changes=self.change, sweep=self.sweep, runs=self.runs,
-            device=self.device, jobs=self.jobs, picture=self.picture, page=self.page,
-        )  # fmt: skip
+        flags = asdict(self) | {"encodings": names_in(self.encodings), "lengths": numbers_in(self.lengths)}
+        compare(flags.pop("experiment"), changes=flags.pop("change"), **flags)
 
 
 @dataclass(frozen=True)
@@ -201,18 +225,18 @@ class Probe:
         console, out = Console(), self.output or self.folder / "probe"
         source = Source(self.folder, self.checkpoint, self.device)
         if self.cursors:
-            from deadreckon.lab.probe.cursors_picture import show
+            from deadreckon.lab.probe.cursors import Pair, show
 
             question = self.question or source.question(self.data, self.length, self.seed)
-            answer = show(source.model, question, out / "cursors.png", self.layer, self.head, self.cursor)
+            answer = show(source.model, question, out / "cursors.png", Pair(self.layer, self.head, self.cursor))
             console.print(answer, highlight=False)
         else:
             tokens, labels, usual = source.rows(self.data, self.rows, self.length, self.seed)
-            found = run_probe(
+            findings = run_probe(
                 source.model, tokens, out, labels=labels, trained=self.trained or usual, window=self.window or None,
                 queries=self.queries, seed=self.seed,
             )  # fmt: skip
-            print_findings(found, console)
+            print_findings(findings, console)
         console.print(f"Saved: {out}", highlight=False)
 
 

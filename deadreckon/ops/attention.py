@@ -47,7 +47,7 @@ def attend(
     impl: Implementation = "auto",
     cp: ContextParallel | None = None,
 ) -> Tensor:
-    """Causal attention whose positions are reckoned from content.
+    """Causal attention with data-dependent position encodings.
 
         o_i = (1/Z_i) Σ_{j≤i} κ(scale · k_jᵀ T_ji q_i) · Π_{s=j+1..i} f_s · U_ji v_j
 

@@ -5,53 +5,48 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import torch
 
 import deadreckon as dr
+from deadreckon.lab.arguments import names_in, numbers_in, sizes_in
 from deadreckon.lab.bench import cases
 from deadreckon.lab.bench.cases import Inputs, Shape, make_inputs
 from deadreckon.lab.bench.flags import Attention
-from deadreckon.lab.bench.page import Page, Row, explain, mebibytes, milliseconds, ratio, sizes_in
-from deadreckon.lab.bench.rivals import Method, compiled_rotate, installed, rivals_on
-from deadreckon.lab.bench.timing import peak_bytes, seconds, shares, summary
+from deadreckon.lab.bench.page import Page, Row, explain, mebibytes, milliseconds, ratio
+from deadreckon.lab.bench.rivals import Method, baseline, compiled_rotate, installed, rivals_on
+from deadreckon.lab.bench.timing import empty_cache, peak_bytes, seconds, shares, summary
 
 PARTS = ["", "time", "share", "calls"]
 MOST = 24  # parts that are shown
 GATED = {"FoX": "log_gate", "forgetful FoX": "strong_gate"}
 GATED |= {"PaTH-FoX": "log_gate", "forgetful PaTH-FoX": "strong_gate"}
 
-Checked = tuple[int, bool]  # width, packed: what methods are checked for
 
-
-@dataclass
-class Figures:
-    """What one method took."""
+class Figures(NamedTuple):
+    """What one method took: seconds and bytes."""
 
     forward: float
     both: float
     memory: int
 
 
-Found = dict[str, Figures | str]  # or why there are none
+Results = dict[str, Figures | str]  # by method; or why there are none
+Checked = tuple[int, bool]  # width, packed: what methods are checked for
 Errors = dict[str, float | str]
 
 
-@dataclass
 class Trial:
     """One method on one shape."""
 
-    method: Method
-    inputs: Inputs
-    device: str
-    forwards: list[float] = field(default_factory=list)
-    boths: list[float] = field(default_factory=list)
-    memory: int = 0
-    failure: str = ""
+    def __init__(self, method: Method, inputs: Inputs, device: str) -> None:
+        self.method, self.inputs, self.device = method, method.prepare(inputs), device
+        self.times: tuple[list[float], list[float]] = ([], [])  # of `forward` and of `both`
+        self.memory, self.failure = 0, ""
 
     def forward(self) -> None:
         """Without gradients."""
@@ -75,25 +70,25 @@ class Trial:
 
     def time(self) -> None:
         """Once more."""
-        self.forwards.append(seconds(self.forward, self.device))
-        self.boths.append(seconds(self.both, self.device))
+        for times, run in zip(self.times, (self.forward, self.both), strict=True):
+            times.append(seconds(run, self.device))
 
     def result(self) -> Figures | str:
         """Figures, or why there are none."""
         if self.failure:
             return self.failure
-        return Figures(summary(self.forwards, self.device), summary(self.boths, self.device), self.memory)
+        forward, both = (summary(times, self.device) for times in self.times)
+        return Figures(forward, both, self.memory)
 
 
-def measure(methods: dict[str, Method], shape: Shape, rounds: int, device: str) -> Found:
+def measure(methods: dict[str, Method], shape: Shape, rounds: int, device: str) -> Results:
     """Times all methods in turn, `rounds` times over, so that a slow moment of the machine falls on all alike.
 
     One that raises, for lack of memory say, is out, and the error stands in the place of its figures.
     """
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache(device)
     inputs = make_inputs(shape, device)
-    trials = {name: Trial(method, method.prepare(inputs), device) for name, method in methods.items()}
+    trials = {name: Trial(method, inputs, device) for name, method in methods.items()}
     for step in (Trial.warm_up, *[Trial.time] * rounds):
         for trial in trials.values():
             if trial.failure:
@@ -102,18 +97,18 @@ def measure(methods: dict[str, Method], shape: Shape, rounds: int, device: str) 
                 step(trial)
             except Exception as error:
                 trial.failure = explain(error)
-            if trial.failure and device == "cuda":
-                torch.cuda.empty_cache()
+            if trial.failure:
+                empty_cache(device)
     return {name: trial.result() for name, trial in trials.items()}
 
 
 def parts(method: Method, shape: Shape, device: str) -> list[Row]:
     """Where the time of a forward and backward pass goes, the longest first."""
-    trial = Trial(method, method.prepare(make_inputs(shape, device)), device)
+    trial = Trial(method, make_inputs(shape, device), device)
     trial.warm_up()
-    found = shares(trial.both, device)
-    whole = sum(time for time, _, _ in found)
-    rows = [[name[:70], milliseconds(time), ratio(time, whole), str(count)] for time, count, name in found[:MOST]]
+    taken = shares(trial.both, device)
+    whole = sum(time for time, _, _ in taken)
+    rows = [[name[:70], milliseconds(time), ratio(time, whole), str(count)] for time, count, name in taken[:MOST]]
     return [*rows, ["all", milliseconds(whole), "", ""]]
 
 
@@ -121,18 +116,17 @@ def everyone(device: str, packed: bool) -> dict[str, Method]:
     """Ours and the rivals that are installed, by kind."""
     kinds = cases.PACKED if packed else {name: name for name in cases.CASES}
     ours = {name: Method(partial(cases.attend, kind, "auto"), kind, "deadreckon") for name, kind in kinds.items()}
-    found, order = {**installed(rivals_on(device, packed)), **ours}, list(cases.KINDS)
-    return dict(sorted(found.items(), key=lambda one: order.index(one[1].kind)))
+    methods, order = {**installed(rivals_on(device, packed)), **ours}, list(cases.KINDS)
+    return dict(sorted(methods.items(), key=lambda one: order.index(one[1].kind)))
 
 
 def line_up(device: str, packed: bool, only: str = "") -> dict[str, Method]:
     """All, or those that `only` names, and always the baseline."""
-    wanted = {name.strip().lower() for name in only.split(",") if name.strip()}
+    wanted = {name.lower() for name in names_in([only])}
     known = everyone(device, False) | everyone(device, True)
-    strangers = wanted - {name.lower() for name in known}
-    if strangers:
+    if strangers := wanted - {name.lower() for name in known}:
         raise ValueError(f"only: expected names among {', '.join(known)}; got {', '.join(sorted(strangers))}")
-    wanted |= {next(iter(rivals_on(device, packed))).lower()} if wanted else set()
+    wanted |= {baseline(device, packed).lower()} if wanted else set()
     return {name: one for name, one in everyone(device, packed).items() if not wanted or name.lower() in wanted}
 
 
@@ -152,44 +146,44 @@ def check_all(
     Several processes at a time, since kernels take long to compile; what they have compiled stays on the disk.
     """
     tasks = [(name, method, what) for what in wanted for name, method in line_ups[what[1]].items()]
-    _, methods, cases = zip(*tasks, strict=True)
+    _, methods, checked = zip(*tasks, strict=True)
     workers = min(workers, len(tasks))
     if workers > 1:
         spawn = get_context("spawn")
         with ProcessPoolExecutor(workers, spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            results = list(pool.map(_checked, methods, cases, repeat(device)))
+            results = list(pool.map(_checked, methods, checked, repeat(device)))
     else:
-        results = list(map(_checked, methods, cases, repeat(device)))
-    found: dict[Checked, Errors] = {what: {} for what in cases}
+        results = list(map(_checked, methods, checked, repeat(device)))
+    worst: dict[Checked, Errors] = {what: {} for what in checked}
     amiss = []
     for (name, method, what), errors in zip(tasks, results, strict=True):
-        fault = errors if isinstance(errors, str) else ", ".join(
-            f"{part} off by {error:.3g} × what is allowed" for part, error in errors.items() if error > 1
-        )  # fmt: skip
-        found[what][name] = errors if isinstance(errors, str) else max(errors.values())
+        if isinstance(errors, str):
+            fault = worst[what][name] = errors
+        else:
+            worst[what][name] = max(errors.values())
+            far_off = {part: error for part, error in errors.items() if error > 1}
+            fault = ", ".join(f"{part} off by {error:.3g} × what is allowed" for part, error in far_off.items())
         if fault and method.package == "deadreckon":
             amiss.append(f"{name} at D = {what[0]}{', packed' * what[1]}: {fault}")
     if amiss:
         raise RuntimeError(f"nothing was timed: {'; '.join(amiss)}")
-    return found
+    return worst
 
 
 def shapes_of(flags: Attention) -> list[Shape]:
     """What is to be timed: packed rows after others, and the default ones if nothing else is asked for."""
-    means = [mean.strip() for mean in flags.documents.split(",") if mean.strip()]
-    if not all(mean.isdecimal() and int(mean) > 0 for mean in means):
-        raise ValueError(f"documents: expected mean lengths, such as 600,2500,10000, got {flags.documents!r}")
+    means = numbers_in([flags.documents], "documents", "mean lengths")
     shapes = [Shape.parse(shape) for shape in flags.shapes]
     if not shapes and not means:
         shapes = [Shape(flags.batch, length, flags.heads, flags.head_dim) for length in flags.lengths]
     length, heads, width = sizes_in(flags.row, "row", "TxHxD")
-    found = [*shapes, *(Shape(1, length, heads, width, int(mean)) for mean in means)]
-    if not found:
+    shapes += [Shape(1, length, heads, width, mean) for mean in means]
+    if not shapes:
         raise ValueError("lengths: expected at least one, got none")
-    return found
+    return shapes
 
 
-def run(flags: Attention) -> dict[Shape, Found]:
+def run(flags: Attention) -> dict[Shape, Results]:
     """Checks, then measures, prints and saves shape by shape."""
     device, shapes = flags.device, shapes_of(flags)
     page = Page(flags, "Attention", ("triton", "fla-core"))
@@ -197,7 +191,7 @@ def run(flags: Attention) -> dict[Shape, Found]:
     line_ups = {packed: line_up(device, packed, flags.only) for _, packed in kinds}
     errors = check_all(line_ups, kinds, device, (os.cpu_count() or 1) if device == "cuda" else 1)
     page.note(*notes(device, list(line_ups)))
-    found = dict[Shape, Found]()
+    results = dict[Shape, Results]()
     with_fla = any(name.startswith("fla ") for methods in line_ups.values() for name in methods)
     headings = ["B x T x H x D" + " / documents" * (True in line_ups), "", "error"]
     for heading in ("forward", "forward + backward", "peak memory"):
@@ -205,35 +199,31 @@ def run(flags: Attention) -> dict[Shape, Found]:
 
     def rows() -> Iterator[Row]:
         for shape in shapes:
-            methods, allowed = line_ups[bool(shape.documents)], errors[shape.width, bool(shape.documents)]
-            failures = {name: error for name, error in allowed.items() if isinstance(error, str)}
+            packed = bool(shape.documents)
+            methods, worst = line_ups[packed], errors[shape.width, packed]
+            failures = {name: error for name, error in worst.items() if isinstance(error, str)}
             sound = {name: method for name, method in methods.items() if name not in failures}
             timed = measure(sound, shape, flags.rounds, device) | failures
-            found[shape] = {name: timed[name] for name in methods}
-            base = found[shape].get(next(iter(rivals_on(device, bool(shape.documents)))), "not installed")
+            results[shape] = {name: timed[name] for name in methods}
             remarks = reach(shape, methods, device)
             for name in methods:
-                cells = row(name, found[shape], base, allowed[name], with_fla, remarks.get(name, ""))
+                rivals = [baseline(device, packed), *[f"fla {name}"] * with_fla]
+                cells = row(name + remarks.get(name, ""), timed[name], worst[name], [timed.get(one) for one in rivals])
                 yield [str(shape), *cells, *[""] * (len(headings) - 1 - len(cells))]
 
     page.table(headings, rows(), left=2)
-    for shape, timed in found.items() if flags.profile else ():
-        methods = line_ups[bool(shape.documents)]
-        for name, figures in timed.items():
-            if isinstance(figures, Figures) and methods[name].package == "deadreckon":
-                title = f"{name}, {shape}: forward and backward"
-                page.table(PARTS, parts(methods[name], shape, device), title)
-    return found
+    for shape, timed in results.items() if flags.profile else ():
+        for name, method in line_ups[bool(shape.documents)].items():
+            if isinstance(timed[name], Figures) and method.package == "deadreckon":
+                page.table(PARTS, parts(method, shape, device), f"{name}, {shape}: forward and backward")
+    return results
 
 
-def row(name: str, found: Found, base: Figures | str, error: float | str, with_fla: bool, remark: str) -> Row:
-    """One method on one shape: its figures, each over those of the baseline and, if there is one, of fla's."""
-    figures = found[name]
-    if isinstance(figures, str):
+def row(name: str, figures: Figures | str, error: float | str, rivals: list[Figures | str | None]) -> Row:
+    """One method on one shape: its figures, each over those of rivals, where there are any."""
+    if isinstance(figures, str) or isinstance(error, str):
         return [f"{name} ({figures})"]
-    assert isinstance(error, float)
-    cells = [name + remark, f"{error:.2f}" + " ✗" * (error > 1)]
-    rivals = [base, found.get(f"fla {name}")] if with_fla else [base]
+    cells = [name, f"{error:.2f}" + " ✗" * (error > 1)]
     for part, form in (("forward", milliseconds), ("both", milliseconds), ("memory", mebibytes)):
         value = getattr(figures, part)
         cells += [form(value), *(ratio(value, getattr(rival, part, 0)) for rival in rivals)]
@@ -252,18 +242,17 @@ def reach(shape: Shape, methods: dict[str, Method], device: str) -> dict[str, st
     return {name: f" ({share:.0%} in reach)" for name, share in left.items()}
 
 
-def notes(device: str, packed: Iterable[bool]) -> list[str]:
+def notes(device: str, packed: list[bool]) -> list[str]:
     """What the columns mean."""
     dtype = cases.DTYPES[device]
     output, gradient = cases.LIMITS[dtype]
     allowed = f"{output} of the output and {gradient} of a gradient"
     if dtype == torch.bfloat16:
         allowed += ", or twice the definition's own in bfloat16 where that is less"
-    rivals = [rivals_on(device, kind) for kind in packed]
-    found = [str(dtype).removeprefix("torch."), f"× is the ratio to {' or '.join(next(iter(some)) for some in rivals)}"]
+    lines = [str(dtype).removeprefix("torch.")]
+    lines.append(f"× is the ratio to {' or '.join(baseline(device, kind) for kind in packed)}")
     if device == "cuda":
-        found.append(compiled_rotate(device)[1])
-    absent = [name for some in rivals for name in some if name not in installed(some)]
-    if absent:
-        found.append(f"not installed: {', '.join(dict.fromkeys(absent))}")
-    return [*found, f"error is the worst relative error against float64, over what is allowed ({allowed})"]
+        lines.append(compiled_rotate(device)[1])
+    if absent := [name for kind in packed for name in rivals_on(device, kind).keys() - everyone(device, kind).keys()]:
+        lines.append(f"not installed: {', '.join(dict.fromkeys(sorted(absent)))}")
+    return [*lines, f"error is the worst relative error against float64, over what is allowed ({allowed})"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 import deadreckon as dr
-from deadreckon.lab.bench.page import sizes_in
+from deadreckon.lab.arguments import sizes_in
 from deadreckon.lab.bench.rivals import Inputs, Method
 
 CASES: dict[str, Callable[[Inputs], dict[str, Any]]] = {
@@ -113,18 +113,18 @@ def output_and_gradients(run: Callable[[Inputs], Tensor], inputs: Inputs) -> Inp
     leaves = {name: x for name, x in inputs.items() if x.requires_grad}
     output = run(inputs)
     gradients = torch.autograd.grad(output, list(leaves.values()), inputs["grad"].to(output.dtype), allow_unused=True)
-    found = {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
-    return {"output": output.detach(), **found}
+    by_name = {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
+    return {"output": output.detach(), **by_name}
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    """‖found − exact‖ / ‖exact‖."""
-    return float((found.double() - exact).norm() / exact.norm())
+def relative_error(computed: Tensor, exact: Tensor) -> float:
+    """‖computed − exact‖ / ‖exact‖."""
+    return float((computed.double() - exact).norm() / exact.norm())
 
 
-def relative_errors(found: Inputs, truth: Inputs) -> dict[str, float]:
+def relative_errors(computed: Inputs, truth: Inputs) -> dict[str, float]:
     """By name; infinite where something is missing or not a number."""
-    errors = {name: relative_error(found[name], x) for name, x in truth.items() if name in found}
+    errors = {name: relative_error(computed[name], x) for name, x in truth.items() if name in computed}
     return {name: errors[name] if errors.get(name, torch.nan) >= 0 else torch.inf for name in truth}
 
 

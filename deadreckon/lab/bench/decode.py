@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -102,12 +103,10 @@ def run(flags: Decode) -> None:
     page.note(f"{HEADS} heads of {WIDTH}, {KEY_HEADS} of keys")
 
     def rows() -> Iterator[Row]:
-        for length in flags.caches or CACHES[flags.device]:
-            for batch in flags.batches:
-                for encoding, gated in ENCODINGS.items():
-                    rope, ours, memory, error = measure(batch, length, gated, flags.device)
-                    times = [microseconds(rope), microseconds(ours), ratio(ours, rope)]
-                    yield [encoding, str(length), str(batch), *times, f"{memory:.3f}", f"{error:.1e}" if error else ""]
+        for length, batch, encoding in product(flags.caches or CACHES[flags.device], flags.batches, ENCODINGS):
+            rope, ours, memory, error = measure(batch, length, ENCODINGS[encoding], flags.device)
+            times = [microseconds(rope), microseconds(ours), ratio(ours, rope)]
+            yield [encoding, str(length), str(batch), *times, f"{memory:.3f}", f"{error:.1e}" if error else ""]
 
     page.table(["", "cache", "batch", "RoPE, SDPA", "ours", "×", "memory ×", "error"], rows())
     for encoding, gated in ENCODINGS.items() if flags.device == "cuda" else ():

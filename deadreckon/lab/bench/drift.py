@@ -55,8 +55,8 @@ def in_place_drift(length: int, last: int, device: str) -> tuple[float, float]:
             keys[:, :i] = past - beta[:, i : i + 1].to(dtype) * (past @ along.mT) * along
         if i >= length - last:
             query = q[:, i].double().unsqueeze(-1)
-            for found, keys in ((truth, exact), (rounded, exact.bfloat16()), (in_place, kept)):
-                found.append((keys[:, : i + 1].double() @ query).flatten())
+            for into, keys in ((truth, exact), (rounded, exact.bfloat16()), (in_place, kept)):
+                into.append((keys[:, : i + 1].double() @ query).flatten())
     logits = torch.cat(truth)
     return relative_error(torch.cat(rounded), logits), relative_error(torch.cat(in_place), logits)
 
@@ -66,12 +66,12 @@ def run(flags: Drift) -> list[Row]:
     page, began = Page(flags, "Drift of decoding"), time.perf_counter()
     page.note(f"PaTH, {flags.length} tokens in bfloat16; relative errors of the last {flags.last} against float64")
     sizes = (flags.length, flags.last, flags.device)
-    found = [*model_drift(*sizes), *in_place_drift(*sizes)]
+    errors = [*model_drift(*sizes), *in_place_drift(*sizes)]
     names = ["model's logits, one forward pass", "model's logits, token by token"]
     names += ["attention's logits, keys rounded once", "attention's logits, keys rewritten in place"]
-    rows = [[name, f"{error:.2e}", ""] for name, error in zip(names, found, strict=True)]
+    rows = [[name, f"{error:.2e}", ""] for name, error in zip(names, errors, strict=True)]
     for place in (1, 3):
-        rows[place][2] = ratio(found[place], found[place - 1])
+        rows[place][2] = ratio(errors[place], errors[place - 1])
     page.table(["", "error", "×"], rows)
     page.say(f"In {time.perf_counter() - began:.0f} s.")
     return rows

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.lab.arguments import sizes_in
 from deadreckon.lab.bench.cases import relative_error
 from deadreckon.lab.bench.flags import Filters
-from deadreckon.lab.bench.page import Page, Row, mebibytes, milliseconds, ratio, sizes_in
+from deadreckon.lab.bench.page import Page, Row, mebibytes, milliseconds, ratio
 from deadreckon.lab.bench.timing import peak_bytes, repeated
 
 NAMES = {"reference": "loop of scatter_add", "blockwise": "PyTorch", "native": "C", "triton": "Triton"}

@@ -33,7 +33,7 @@ class Page:
         self.flags, self.console = flags, Console()
         threads = torch.get_num_threads()
         machine = torch.cuda.get_device_name() if flags.device == "cuda" else f"{processor()}, {threads} threads"
-        versions = [f"{package} {found}" for package in packages if (found := version_of(package))]
+        versions = [f"{package} {version}" for package in packages if (version := version_of(package))]
         self.about = [machine, f"torch {torch.__version__}", *versions]
         self.about += [] if rounds is None else [f"{SUMMARIES[flags.device][0]} of {rounds}"]
         self.title, self.parts = f"# {title} on {machine}", list[str]()
@@ -94,14 +94,6 @@ def mebibytes(count: float) -> str:
 def ratio(value: float, base: float) -> str:
     """Empty where there is nothing to compare with."""
     return f"{value / base:.2f}" if base else ""
-
-
-def sizes_in(text: str, name: str, form: str) -> tuple[int, ...]:
-    """Numbers such as 24x1024, as many as the first word of `form` has."""
-    numbers, wanted = text.lower().split("x"), form.split(",")[0].split("x")
-    if len(numbers) != len(wanted) or not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise ValueError(f"{name}: expected {form}, got {text!r}")
-    return tuple(map(int, numbers))
 
 
 def explain(error: Exception) -> str:

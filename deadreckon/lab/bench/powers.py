@@ -39,10 +39,10 @@ def check(p: int, width: int, device: str) -> float:
     inputs = make_inputs(Shape(1, 2000, 1, width), device, WEAK)
     exact = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in inputs.items()}
     truth = output_and_gradients(gated(dr.Power(p, form="attention"), "blockwise").run, exact)
-    found = relative_errors(output_and_gradients(gated(dr.Power(p, form="chunked")).run, inputs), truth)
-    worst = max(error / LIMITS[device][name != "output"] for name, error in found.items())
+    errors = relative_errors(output_and_gradients(gated(dr.Power(p, form="chunked")).run, inputs), truth)
+    worst = max(error / LIMITS[device][name != "output"] for name, error in errors.items())
     if not worst <= 1:
-        raise RuntimeError(f"Power({p}) is off: output and gradients by {found}; nothing was timed")
+        raise RuntimeError(f"Power({p}) is off: output and gradients by {errors}; nothing was timed")
     return worst
 
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 import deadreckon as dr
+from deadreckon.lab.arguments import sizes_in
 from deadreckon.lab.bench.flags import Ranks
-from deadreckon.lab.bench.page import Page, Row, mebibytes, milliseconds, ratio, sizes_in
+from deadreckon.lab.bench.page import Page, Row, mebibytes, milliseconds, ratio
 
 
 def _work(rank: int, size: int, folder: str, flags: Ranks, encoding: str) -> None:

@@ -154,8 +154,13 @@ PACKED_RIVALS: dict[str, dict[str, Method]] = {
 
 
 def rivals_on(device: str, packed: bool) -> dict[str, Method]:
-    """The first is the baseline, which ratios are taken to."""
+    """The first is the baseline."""
     return (PACKED_RIVALS if packed else RIVALS)[device]
+
+
+def baseline(device: str, packed: bool) -> str:
+    """What ratios are taken to."""
+    return next(iter(rivals_on(device, packed)))
 
 
 def installed(rivals: dict[str, Method]) -> dict[str, Method]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deadreckon as dr
+from deadreckon.lab.arguments import names_in, sizes_in
 from deadreckon.lab.bench.flags import Mode, Text
-from deadreckon.lab.bench.page import Page, Row, explain, ratio, sizes_in
-from deadreckon.lab.bench.timing import peak_bytes, repeated, seconds
+from deadreckon.lab.bench.page import Page, Row, explain, ratio
+from deadreckon.lab.bench.timing import empty_cache, peak_bytes, repeated, seconds
+from deadreckon.lab.recipes import check_encodings
 
 LLAMA = "Hugging Face Llama"
 HEAD_DIM = 64
@@ -72,10 +75,8 @@ def measure(make: Callable[[], torch.nn.Module], tokens: Tensor, compiled: bool,
 def run(flags: Text) -> None:
     """Llama first: what speeds are compared with is its eager one."""
     device, page = flags.device, Page(flags, "Training steps", ("triton", "transformers"))
-    names = [name.strip() for name in flags.encodings.split(",") if name.strip()]
-    strangers = [name for name in names if name not in dr.ENCODINGS]
-    if strangers:
-        raise ValueError(f"encodings: expected names among {', '.join(dr.ENCODINGS)}; got {', '.join(strangers)}")
+    names = names_in([flags.encodings])
+    check_encodings(names)
     batch, length = sizes_in(flags.batch or BATCHES[device], "batch", "BxT, such as 8x4096")
     sizes = [sizes_in(size, "sizes", "LxW, such as 24x1024") for size in flags.sizes or SIZES[device]]
     generator = torch.Generator(device).manual_seed(0)
@@ -83,22 +84,19 @@ def run(flags: Text) -> None:
     page.note(f"{batch} x {length} tokens a step, vocabulary of {flags.vocab}", f"× is the speed over {LLAMA}'s, eager")
 
     def rows() -> Iterator[Row]:
-        for layers, width in sizes:
-            base = 0.0
-            for mode in flags.modes or MODES[device]:
-                for name in (LLAMA, *names):
-                    title = [f"{layers}x{width}", f"{name}, {mode}"]
-                    torch.compiler.reset()
-                    make = partial(make_model, name, layers, width, flags.vocab, length, device)
-                    try:
-                        (*cells, memory), speed = measure(make, tokens, mode == "compiled", flags.rounds)
-                    except Exception as error:
-                        yield [title[0], f"{title[1]} ({explain(error)})", *[""] * (len(HEADINGS) - 2)]
-                    else:
-                        base = speed if (name, mode) == (LLAMA, "eager") else base
-                        yield [*title, *cells, ratio(speed, base), memory]
-                    gc.collect()  # a model and its optimizer are in circles
-                    if device == "cuda":
-                        torch.cuda.empty_cache()
+        bases = dict[str, float]()  # by size
+        for (layers, width), mode, name in product(sizes, flags.modes or MODES[device], (LLAMA, *names)):
+            size, title = f"{layers}x{width}", f"{name}, {mode}"
+            torch.compiler.reset()
+            make = partial(make_model, name, layers, width, flags.vocab, length, device)
+            try:
+                (*cells, memory), speed = measure(make, tokens, mode == "compiled", flags.rounds)
+            except Exception as error:
+                yield [size, f"{title} ({explain(error)})", *[""] * (len(HEADINGS) - 2)]
+            else:
+                bases |= {size: speed} if (name, mode) == (LLAMA, "eager") else {}
+                yield [size, title, *cells, ratio(speed, bases.get(size, 0.0)), memory]
+            gc.collect()  # a model and its optimizer are in circles
+            empty_cache(device)
 
     page.table(HEADINGS, rows(), left=2)

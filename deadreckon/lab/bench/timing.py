@@ -23,6 +23,12 @@ def scratch() -> Tensor:
     return torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
 
 
+def empty_cache(device: str) -> None:
+    """Gives unused memory of a GPU back."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def seconds(run: Run, device: str) -> float:
     """How long it takes: by the clock on a CPU, by the GPU's own events on CUDA."""
     if device == "cpu":
@@ -53,12 +59,12 @@ def repeated(run: Run, rounds: int, device: str) -> float:
 def seconds_per_step(step: Callable[[int], object], steps: int, device: str) -> float:
     """Seconds of step(n), n from `steps` to twice that, after those before."""
 
-    def some(first: int) -> None:
+    def take(first: int) -> None:
         for number in range(first, first + steps):
             step(number)
 
-    some(0)
-    return seconds(partial(some, steps), device) / steps
+    take(0)
+    return seconds(partial(take, steps), device) / steps
 
 
 def peak_bytes(run: Run, device: str = "cpu") -> int:
@@ -89,5 +95,5 @@ def shares(run: Run, device: str) -> list[tuple[float, int, str]]:
         if device == "cuda":
             torch.cuda.synchronize()
     clock = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
-    found = [(getattr(one, clock) / 1e6, one.count, one.key) for one in profile.key_averages()]
-    return sorted((one for one in found if one[0] > 0), reverse=True)
+    parts = [(getattr(one, clock) / 1e6, one.count, one.key) for one in profile.key_averages()]
+    return sorted((one for one in parts if one[0] > 0), reverse=True)

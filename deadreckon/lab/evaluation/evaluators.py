@@ -6,31 +6,44 @@ perplexity-window   the same, reading no further back than the training length
 loss-by-position    by the number of tokens before, up to the greatest test length; and its mean within the training
                     length and beyond
 training-loss       the mean over the last tenth of training
+long                the long-context suite, a test for each of its tasks, answered by generation
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from statistics import mean
 from typing import Any, NamedTuple
 
 import deadreckon as dr
+from deadreckon.lab.evaluation.long import ask
 from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length
 from deadreckon.lab.evaluation.scores import Place, Score, score
 from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.recipes.texts import read_long_tasks
 from deadreckon.tasks.language import Corpus, Language
+from deadreckon.tasks.long.question import LongTask
+from deadreckon.tasks.tokens import for_transformers
 
 TRAINING_LOSS = "last tenth of training"
 BINS = 32  # of positions
+SUITE_OPTIONS = ("tasks", "babi", "books")
+SUITE_BATCH = 1 << 18  # tokens of prompts read at a time
 
 
 class Subject(NamedTuple):
-    """What is evaluated, in which test and at which lengths."""
+    """What is evaluated, in which test and where."""
 
     model: dr.DeadReckonForCausalLM | None  # None if no evaluator needs it
     recipe: Recipe
     metrics: Sequence[dict[str, Any]]  # lines of its training
     condition: str
-    lengths: Sequence[int]
+    places: Sequence[Place]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for _, length in self.places]
 
 
 class Evaluator(NamedTuple):
@@ -53,7 +66,7 @@ def evaluate(
         for condition in recipe.conditions:
             missing = [place for place in evaluator.places(recipe, condition, lengths) if place not in known]
             if missing:
-                yield from evaluator.scores(Subject(model, recipe, metrics, condition, [n for _, n in missing]))
+                yield from evaluator.scores(Subject(model, recipe, metrics, condition, missing))
 
 
 def places_to_test(recipe: Recipe, lengths: Sequence[int] = ()) -> list[Place]:
@@ -162,6 +175,27 @@ def _training_loss(subject: Subject) -> Iterator[Score]:
         yield Score(TRAINING_LOSS, recipe.length, None, None, loss, len(losses), "loss", "training length")
 
 
+def _suite(recipe: Recipe) -> dict[str, LongTask]:
+    """Its tasks, with the data that the recipe names."""
+    return read_long_tasks(**{name: recipe.options[name] for name in SUITE_OPTIONS if name in recipe.options})
+
+
+def _suite_places(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
+    places = _on_text(recipe, condition, lengths)
+    return [(name, length) for name in _suite(recipe) for _, length in places]
+
+
+def _suite_scores(subject: Subject) -> Iterator[Score]:
+    assert subject.model is not None
+    recipe, suite = subject.recipe, _suite(subject.recipe)
+    tokenizer = for_transformers(_corpus(subject, max(subject.lengths))[0].tokenizer)
+    for name, length in subject.places:
+        rows = max(1, min(recipe.test_rows, recipe.test_tokens // length))
+        batches = ask(subject.model, tokenizer, {name: suite[name]}, (length,), rows, batch_tokens=SUITE_BATCH)
+        right = mean(answer.score for batch in batches for answer in batch)
+        yield Score(name, length, None, right, math.nan, rows, "exact")
+
+
 EVALUATORS = {
     "error": Evaluator(_offered, _sampled),
     "exact": Evaluator(_offered, _sampled),
@@ -169,4 +203,5 @@ EVALUATORS = {
     "perplexity-window": Evaluator(_longer, lambda subject: _perplexity(subject, subject.recipe.length)),
     "loss-by-position": Evaluator(_position_places, _positions),
     "training-loss": Evaluator(lambda recipe, condition, lengths: [(TRAINING_LOSS, recipe.length)], _training_loss),
+    "long": Evaluator(_suite_places, _suite_scores),
 }

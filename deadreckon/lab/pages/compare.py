@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,21 +18,10 @@ from deadreckon.lab.training.parallel import make_runs
 
 
 def compare(
-    name: str,
-    encodings: Sequence[str] = (),
-    *,
-    seeds: int = 1,
-    size: str = "tiny",
-    lengths: Sequence[int] = (),
-    changes: Sequence[str] = (),
-    sweep: Sequence[str] = (),
-    runs: Path = Path("runs"),
-    device: str = "cpu",
-    jobs: int = 1,
-    picture: Path | None = None,
-    page: Path | None = None,
-    console: Console | None = None,
-) -> Comparison:
+    name: str, encodings: Sequence[str] = (), *, seeds: int = 1, size: str = "tiny", lengths: Sequence[int] = (),
+    changes: Sequence[str] = (), sweep: Sequence[str] = (), runs: Path = Path("runs"), device: str = "cpu",
+    jobs: int = 1, picture: Path | None = None, page: Path | None = None, console: Console | None = None,
+) -> Comparison:  # fmt: skip
     """Trains what is missing, scores what is not scored, prints tables and draws the picture.
 
     Arguments are those of the command, `deadreckon.lab.cli.Compare`.
@@ -98,16 +87,3 @@ def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Pat
     comparison_picture(comparison, path)
     console.print(f"Picture: {path}", highlight=False)
     return path
-
-
-def names_in(texts: Iterable[str]) -> tuple[str, ...]:
-    """Names that are separated by commas or already apart."""
-    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
-
-
-def numbers_in(texts: Iterable[str], name: str = "lengths") -> tuple[int, ...]:
-    """Likewise, whole numbers above 0."""
-    for text in names_in(texts):
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"{name}: expected whole numbers above 0, such as 512,4096, got {text!r}")
-    return tuple(int(text) for text in names_in(texts))

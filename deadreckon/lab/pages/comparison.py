@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
@@ -57,25 +58,18 @@ class Comparison:
     def cell(self, label: str, condition: str, length: int) -> str:
         """Mean ± standard deviation between seeds."""
         values, measure = self.values[label].get((condition, length), []), self.test(condition).measure
-        if not values:
-            return ""
-        if len(values) == 1:
-            return format_value(measure, values[0])
-        return f"{format_value(measure, mean(values))} ± {format_value(measure, stdev(values))}"
+        figures = [mean(values)] * bool(values) + ([stdev(values)] if len(values) > 1 else [])
+        return " ± ".join(format_value(measure, figure) for figure in figures)
 
     def best(self, condition: str, length: int) -> str:
         """The label with the best mean."""
         place, measure = (condition, length), self.test(condition).measure
         means = {label: mean(scores[place]) for label, scores in self.values.items() if place in scores}
-        best = next(iter(means))
-        for label, value in means.items():
-            best = label if is_better(measure, value, means[best]) else best
-        return best
+        return reduce(lambda best, label: label if is_better(measure, means[label], means[best]) else best, means)
 
     def table(self, condition: str) -> tuple[list[str], list[list[str]]]:
         """Headings and rows of one test, a row for each length."""
-        cells = [[self.cell(label, condition, n) for label in self.values] for n in self.lengths(condition)]
-        rows = [[f"{length}", *row] for length, row in zip(self.lengths(condition), cells, strict=True)]
+        rows = [[f"{n}", *(self.cell(label, condition, n) for label in self.values)] for n in self.lengths(condition)]
         return [self.test(condition).axis, *map(title_of, self.values)], rows
 
     @property
@@ -94,14 +88,13 @@ class Comparison:
 
     def solved(self, condition: str) -> dict[str, int | None]:
         """For each label, the greatest length up to which more than 90% of rows are right at all lengths tested."""
-        solved: dict[str, int | None] = {}
+        solved = dict[str, int | None]()
         for label, scores in self.values.items():
-            reached = None
+            solved[label] = None
             for length in self.lengths(condition):
                 if mean(scores.get((condition, length), [0.0])) <= SOLVED:
                     break
-                reached = length
-            solved[label] = reached
+                solved[label] = length
         return solved
 
 

@@ -6,12 +6,13 @@ import time
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import score
@@ -30,19 +31,15 @@ TESTS = (("as trained", 1), ("sparse", 1), ("dense", 1), ("as trained", 4))  # c
 class Contestant:
     """One encoding in training, and its errors in the tests."""
 
-    encoding: str
+    title: str
     model: dr.DeadReckonForCausalLM
     steps: list[Step] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)  # one a test
 
-    @property
-    def title(self) -> str:
-        return title_of(self.encoding)
-
     def recent(self, span: int = 20) -> tuple[float, float]:
         """Loss and error, averaged over the last steps."""
         last = self.steps[-span:]
-        return sum(step.loss for step in last) / len(last), sum(step.error for step in last) / len(last)
+        return fmean(step.loss for step in last), fmean(step.error for step in last)
 
 
 def demo_recipe(steps: int = 500, length: int = 128, seed: int = 0) -> Recipe:
@@ -59,32 +56,22 @@ def run_demo(
         f"width 64, {recipe.steps} steps of {recipe.batch_size} × {recipe.length} tokens, seed {recipe.seed}."
     )
     began, threads = time.perf_counter(), torch.get_num_threads()
-    contestants = [
-        Contestant(name, make_model(replace(recipe, encoding=name), FlipFlop().vocab_size).to(device))
-        for name in encodings
-    ]
+    models = [make_model(replace(recipe, encoding=name), FlipFlop().vocab_size).to(device) for name in encodings]
+    contestants = [Contestant(title_of(name), model) for name, model in zip(encodings, models, strict=True)]
     torch.set_num_threads(measure_threads(contestants, recipe, console))
     try:
         _train(console, contestants, recipe, began)
-        with console.status("scoring on fresh sequences"):
-            for contestant in contestants:
-                scores = [score(contestant.model, recipe, name, times * recipe.length) for name, times in TESTS]
-                contestant.errors = [one.value("error") for one in scores]
-                _say(console, f"{contestant.title} is tested, {time.perf_counter() - began:.0f} s")
+        for one in contestants:
+            scores = [score(one.model, recipe, name, times * recipe.length) for name, times in TESTS]
+            one.errors = [result.value("error") for result in scores]
+            console.print(f"{one.title} is tested, {time.perf_counter() - began:.0f} s", highlight=False)
     finally:
         torch.set_num_threads(threads)
-    console.print(_results(contestants, recipe))
+    headings = ["encoding", *(name if times == 1 else f"{times}× length" for name, times in TESTS)]
+    rows = [[one.title, *(f"[{_colour(error)}]{100 * error:.2f}%[/]" for error in one.errors)] for one in contestants]
+    console.print(terminal(headings, rows, title=f"Read-bit error, trained at length {recipe.length}"))
     if picture is not None:
-        from deadreckon.lab.pages.pictures import flipflop_picture
-
-        learning = {contestant.title: [step.error for step in contestant.steps] for contestant in contestants}
-        tested = {contestant.title: contestant.errors for contestant in contestants}
-        names = [
-            f"{name}\n{100 * recipe.conditions[name].get('ignore', 0.8):.0f}% ignored\n{times * recipe.length} tokens"
-            for name, times in TESTS
-        ]
-        step = f"training step ({recipe.batch_size} × {recipe.length} tokens)"
-        flipflop_picture(learning, tested, names, step, picture)
+        _draw(contestants, recipe, picture)
         console.print(f"Picture: {picture}")
     console.print(f"{time.perf_counter() - began:.0f} s on {device}, torch {torch.__version__}.")
     return contestants
@@ -124,36 +111,31 @@ def _train(console: Console, contestants: list[Contestant], recipe: Recipe, bega
             for contestant, steps in trained:
                 contestant.steps.append(next(steps))
             now = time.perf_counter()
-            live.update(_progress(contestants, recipe, now - first))
-            if now - said > QUIET_SECONDS or number == recipe.steps:
+            left = format_seconds((now - first) / number * (recipe.steps - number))
+            title = f"step {number}/{recipe.steps}, {now - began:.0f} s, {left} left"
+            bar, recent = ProgressBar(recipe.steps, number, width=30), [one.recent() for one in contestants]
+            if console.is_terminal:
+                figures = [[f"{loss:.3f}", f"{100 * error:.1f}%"] for loss, error in recent]
+                rows: Any = [[one.title, bar, *cells] for one, cells in zip(contestants, figures, strict=True)]
+                live.update(terminal(("encoding", "", "loss", "read-bit error"), rows, 2, title))
+            elif now - said > QUIET_SECONDS or number == recipe.steps:
                 said = now
-                left = format_seconds((now - first) / number * (recipe.steps - number))
-                losses = ", ".join(f"{c.title} {c.recent()[0]:.3f}" for c in contestants)
-                _say(console, f"step {number}/{recipe.steps}, {now - began:.0f} s, {left} left: loss {losses}")
+                losses = [f"{one.title} {loss:.3f}" for one, (loss, _) in zip(contestants, recent, strict=True)]
+                console.print(f"{title}: loss {', '.join(losses)}", highlight=False)
 
 
-def _say(console: Console, line: str) -> None:
-    """A line where there is no live table."""
-    if not console.is_terminal:
-        console.print(line, highlight=False)
+def _colour(error: float) -> str:
+    return "green" if error <= 0.001 else "red"
 
 
-def _progress(contestants: list[Contestant], recipe: Recipe, seconds: float) -> Table:
-    done = len(contestants[-1].steps)
-    left = seconds / done * (recipe.steps - done)
-    rows = list[list[RenderableType]]()
-    for contestant in contestants:
-        loss, error = contestant.recent()
-        bar = ProgressBar(total=recipe.steps, completed=len(contestant.steps), width=30)
-        rows.append([contestant.title, bar, f"{loss:.3f}", f"{100 * error:.1f}%"])
-    title = f"step {done}/{recipe.steps}, {seconds:.0f} s, {left:.0f} s left"
-    return terminal(("encoding", "", "loss", "read-bit error"), rows, 2, title)
+def _draw(contestants: list[Contestant], recipe: Recipe, picture: Path) -> None:
+    from deadreckon.lab.pages.pictures import flipflop_picture
 
-
-def _results(contestants: list[Contestant], recipe: Recipe) -> Table:
-    headings = ["encoding", *(name if times == 1 else f"{times}× length" for name, times in TESTS)]
-    rows = [
-        [one.title, *(f"[{'green' if error <= 0.001 else 'red'}]{100 * error:.2f}%[/]" for error in one.errors)]
-        for one in contestants
+    learning = {one.title: [step.error for step in one.steps] for one in contestants}
+    ignored = [100 * recipe.conditions[name].get("ignore", 0.8) for name, _ in TESTS]
+    names = [
+        f"{name}\n{share:.0f}% ignored\n{times * recipe.length} tokens"
+        for (name, times), share in zip(TESTS, ignored, strict=True)
     ]
-    return terminal(headings, rows, title=f"Read-bit error, trained at length {recipe.length}")
+    step = f"training step ({recipe.batch_size} × {recipe.length} tokens)"
+    flipflop_picture(learning, {one.title: one.errors for one in contestants}, names, step, picture)

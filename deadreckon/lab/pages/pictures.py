@@ -68,16 +68,85 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Scores against length, a panel for each test, the training length marked."""
     conditions = comparison.conditions
     measures = {comparison.test(condition).measure for condition in conditions}
-    size, shared = (max(1.2 + 3.6 * len(conditions), 5.5), 3.8), len(measures) == 1
-    with drawing(path, 1, len(conditions), figsize=size, sharey=shared, squeeze=False) as (figure, panels):
-        for axes, condition in zip(panels[0], conditions, strict=True):
+    columns = min(len(conditions), 5)
+    rows, shared = -(-len(conditions) // columns), len(measures) == 1
+    size = (max(1.2 + 3.6 * columns, 5.5), 3.8 * rows)
+    with drawing(path, rows, columns, figsize=size, sharey=shared, squeeze=False) as (figure, panels):
+        for axes, condition in zip(panels.flat, conditions, strict=False):
             _draw_scores(axes, comparison, condition)
             axes.set_title(condition if len(conditions) > 1 else "", pad=18)
-        for axes in panels[0][1:] if shared else ():
+        for axes in panels[:, 1:].flat if shared else ():
             axes.set_ylabel("")
+        for axes in panels.flat[len(conditions) :]:
+            axes.axis("off")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
         figure.suptitle(comparison.title)
+
+
+def suite_picture(
+    scores: dict[str, dict[str, dict[int, float]]], depths: dict[str, dict[float, dict[int, float]]], path: Path
+) -> None:
+    """The long-context suite: a panel for each task, a line for each model; then passkey by depth, a panel a model.
+
+    Args:
+        scores: from 0 to 1, by model, task and length.
+        depths: scores in passkey, by model, depth and length.
+    """
+    tasks = list(dict.fromkeys(task for by_task in scores.values() for task in by_task))
+    maps = {name: by_depth for name, by_depth in depths.items() if by_depth}
+    panels_wanted = len(tasks) + len(maps)
+    columns = min(panels_wanted, 5)
+    rows = -(-panels_wanted // columns)
+    size = (1 + 2.6 * columns, 0.9 + 2.3 * rows)
+    with drawing(path, rows, columns, font=9, figsize=size, squeeze=False) as (figure, panels):
+        flat = list(panels.ravel())
+        for axes, task in zip(flat, tasks, strict=False):
+            _draw_task(axes, {name: by_task.get(task, {}) for name, by_task in scores.items()})
+            axes.set_title(task)
+        image = None
+        for axes, (name, by_depth) in zip(flat[len(tasks) :], maps.items(), strict=False):
+            image = _draw_depths(axes, by_depth)
+            axes.set_title(f"passkey, {name}" if len(scores) > 1 else "passkey by depth")
+        for axes in flat[panels_wanted:]:
+            axes.axis("off")
+        if image is not None:
+            figure.colorbar(image, ax=flat[panels_wanted - 1])
+        figure.supxlabel("length in tokens", fontsize=10)
+        figure.supylabel("score, %", fontsize=10)
+        if len(scores) > 1:
+            handles, labels = flat[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False)
+
+
+def _draw_task(axes: Axes, by_model: dict[str, dict[int, float]]) -> None:
+    """Scores in % against length, a line for each model."""
+    for (name, by_length), colour, marker in zip(by_model.items(), cycle(COLOURS[2:]), cycle(MARKERS), strict=False):
+        values = [100 * value for value in by_length.values()]
+        axes.plot(list(by_length), values, color=colour, marker=marker, markersize=4, linewidth=1.6, label=name)
+    lengths = sorted({length for by_length in by_model.values() for length in by_length})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [_short(length) for length in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(-3, 108)
+
+
+def _draw_depths(axes: Axes, by_depth: dict[float, dict[int, float]]) -> Any:
+    """A heat map, the beginning of the text on top."""
+    lengths = sorted({length for by_length in by_depth.values() for length in by_length})
+    cells = [[100 * by_length.get(n, float("nan")) for n in lengths] for by_length in by_depth.values()]
+    image = axes.imshow(cells, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
+    marked = [place for place, depth in enumerate(by_depth) if round(100 * depth) % 50 == 0]
+    axes.set_yticks(marked, [f"{100 * list(by_depth)[place]:.0f} %" for place in marked])
+    axes.set_ylabel("depth")
+    axes.spines[:].set_visible(False)
+    return image
+
+
+def _short(length: int) -> str:
+    """2048 as 2k."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 def scores_svg(comparison: Comparison, condition: str) -> str:

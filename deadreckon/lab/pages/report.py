@@ -57,7 +57,8 @@ def _section(runs: list[Run]) -> str:
     title = f"{recipe.task}: {', '.join(dict.fromkeys(run.recipe.encoding for run in runs))}"
     parts = [f"<h2>{escape(title)}</h2><p>{escape(', '.join(folders))}</p>"]
     parts += [_scores(comparison, condition) for condition in comparison.tabulated]
-    parts += [_learning(runs), _runs(runs), _recipe(runs), _environment(runs)]
+    shown = json.dumps({**recipe.to_dict(), "encoding": "…", "seed": "…"}, indent=2, ensure_ascii=False)
+    parts += [_learning(runs), _runs(runs), _details("Recipe", f"<pre>{escape(shown)}</pre>"), _environment(runs)]
     return "".join(parts)
 
 
@@ -65,11 +66,11 @@ def _scores(comparison: Comparison, condition: str) -> str:
     from deadreckon.lab.pages.pictures import scores_svg
 
     lengths = comparison.lengths(condition)
-    rows = []
-    for name in comparison.values:
-        best = [comparison.best(condition, length) == name for length in lengths]
-        cells = [comparison.cell(name, condition, length) for length in lengths]
-        rows.append([title_of(name), *zip(cells, best, strict=True)])
+    best = {length: comparison.best(condition, length) for length in lengths}
+    rows = [
+        [title_of(name), *((comparison.cell(name, condition, length), best[length] == name) for length in lengths)]
+        for name in comparison.values
+    ]
     heading = comparison.describe(condition)
     picture = _picture(scores_svg(comparison, condition), heading)
     return f"<h3>{escape(heading)}</h3>{picture}{html(['encoding', *map(str, lengths)], rows)}"
@@ -81,11 +82,9 @@ def _learning(runs: list[Run]) -> str:
     curves: dict[str, list[tuple[list[int], list[float]]]] = {}
     for label, labelled in by_label(runs).items():
         for run in labelled:
-            lines = [line for line in run.metrics() if line["loss"] is not None]
-            if lines:
-                thin = lines[:: max(1, len(lines) // 500)]
-                curve = [line["step"] for line in thin], [line["loss"] for line in thin]
-                curves.setdefault(label, []).append(curve)
+            points = [(line["step"], line["loss"]) for line in run.metrics() if line["loss"] is not None]
+            if thin := points[:: max(1, len(points) // 500)]:
+                curves.setdefault(label, []).append(([step for step, _ in thin], [loss for _, loss in thin]))
     if not curves:
         return ""
     return f"<h3>Learning</h3>{_picture(learning_svg(curves), 'Loss while training')}"
@@ -102,11 +101,6 @@ def _runs(runs: list[Run]) -> str:
     return f"<h3>Runs</h3>{html(headings, rows)}"
 
 
-def _recipe(runs: list[Run]) -> str:
-    text = json.dumps({**runs[0].recipe.to_dict(), "encoding": "…", "seed": "…"}, indent=2, ensure_ascii=False)
-    return f"<details><summary>Recipe</summary><pre>{escape(text)}</pre></details>"
-
-
 def _environment(runs: list[Run]) -> str:
     rows = []
     for run in runs:
@@ -116,7 +110,11 @@ def _environment(runs: list[Run]) -> str:
             words = [start["date"], start["command"], machine, f"python {start['python']}, {versions}"]
             rows.append([run.path.name, *words, start["commit"] or "no commit known"])
     headings = ["run", "started", "command", "machine", "versions", "commit"]
-    return f"<details><summary>Environment</summary>{html(headings, rows, 'words')}</details>"
+    return _details("Environment", html(headings, rows, "words"))
+
+
+def _details(title: str, body: str) -> str:
+    return f"<details><summary>{title}</summary>{body}</details>"
 
 
 def _picture(svg: str, title: str) -> str:

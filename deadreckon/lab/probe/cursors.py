@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.lab.pages.pictures import COLOURS, drawing
 from deadreckon.tasks import task
+
+
+class Pair(NamedTuple):
+    """Which query cursor, with its key cursor; None where that is left open."""
+
+    layer: int | None = None
+    head: int | None = None
+    cursor: int | None = None
+
+
+ANY = Pair()
+SIDES = {"query": COLOURS[2], "key": COLOURS[5]}
 
 
 class Trace(NamedTuple):
@@ -16,9 +30,7 @@ class Trace(NamedTuple):
 
     words: list[str]
     asked: int  # how many of them are the question
-    layer: int
-    head: int
-    cursor: int
+    pair: Pair
     gates: dict[str, Tensor]  # (T, 4) of the pair's query and key cursor: reset, +1, −1, stay
     modes: dict[str, Tensor]  # (T, C) of all of the head's
     histograms: dict[str, Tensor]  # (T, P) of the pair's
@@ -49,26 +61,19 @@ def layers_of(model: dr.DeadReckonForCausalLM) -> list[Any]:
 
 
 @torch.no_grad()
-def trace(
-    model: dr.DeadReckonForCausalLM,
-    tokens: Tensor,
-    asked: int,
-    layer: int | None = None,
-    head: int | None = None,
-    cursor: int | None = None,
-) -> Trace:
+def trace(model: dr.DeadReckonForCausalLM, tokens: Tensor, asked: int, pair: Pair = ANY) -> Trace:
     """Runs tokens (1, T) and reads one head; by default that to whose logits position adds most."""
     model.eval()
     layers = layers_of(model)
-    layer, head, cursor = _choose(layers, layer, head, cursor)
+    layer, head, cursor = _choose(layers, pair)
     attention = layers[layer]
     owner = layers[attention.encoding.source]
     caught: dict[str, Any] = {}
     hooks = [
-        owner.encoding.cursors.register_forward_pre_hook(lambda _, given: caught.update(before=given)),
-        attention.q_proj.register_forward_pre_hook(lambda _, given: caught.update(x=given[0])),
-        attention.q_norm.register_forward_hook(lambda _, given, found: caught.update(q=found)),
-        attention.k_norm.register_forward_hook(lambda _, given, found: caught.update(k=found)),
+        owner.encoding.cursors.register_forward_pre_hook(lambda _, inputs: caught.update(before=inputs)),
+        attention.q_proj.register_forward_pre_hook(lambda _, inputs: caught.update(x=inputs[0])),
+        attention.q_norm.register_forward_hook(lambda _, inputs, output: caught.update(q=output)),
+        attention.k_norm.register_forward_hook(lambda _, inputs, output: caught.update(k=output)),
     ]
     try:
         model(tokens)
@@ -87,24 +92,70 @@ def trace(
         return streams.queries[0, :, head], streams.keys[0, :, head * streams.keys.shape[2] // streams.queries.shape[2]]
 
     gates = [torch.cat(both, dim=-1)[:, cursor] for both in zip(of_head("reset"), of_head("move"), strict=True)]
-    spread = of_head("histograms")
-    kinds = ("query", "key")
+    spread = dict(zip(SIDES, of_head("histograms"), strict=True))
     return Trace(
-        words(tokens[0]), asked, layer, head, cursor,
-        {kind: found.cpu() for kind, found in zip(kinds, gates, strict=True)},
-        {kind: found.argmax(-1).cpu() for kind, found in zip(kinds, spread, strict=True)},
-        {kind: found[:, cursor].cpu() for kind, found in zip(kinds, spread, strict=True)},
+        words(tokens[0]), asked, Pair(layer, head, cursor),
+        {side: gate.cpu() for side, gate in zip(SIDES, gates, strict=True)},
+        {side: histogram.argmax(-1).cpu() for side, histogram in spread.items()},
+        {side: histogram[:, cursor].cpu() for side, histogram in spread.items()},
         weights.cpu(), float(attention.encoding.mix[head].sigmoid()), attention.encoding.alpha[head].abs().cpu(),
     )  # fmt: skip
 
 
-def _choose(layers: list[Any], layer: int | None, head: int | None, cursor: int | None) -> tuple[int, int, int]:
-    """What is not said is where (1 − μ)|α| is greatest."""
+def _choose(layers: list[Any], pair: Pair) -> tuple[int, int, int]:
+    """What is left open is where (1 − μ)|α| is greatest."""
     alpha = torch.stack([part.encoding.alpha.abs() * (1 - part.encoding.mix.sigmoid()[:, None]) for part in layers])
-    for name, value, size in zip(("layer", "head", "cursor"), (layer, head, cursor), alpha.shape, strict=True):
+    for name, value, size in zip(Pair._fields, pair, alpha.shape, strict=True):
         if value is not None and not 0 <= value < size:
             raise ValueError(f"{name}: expected 0 to {size - 1}, got {value}")
     allowed = torch.zeros_like(alpha)
-    allowed[tuple(slice(None) if place is None else place for place in (layer, head, cursor))] = 1
+    allowed[tuple(slice(None) if place is None else place for place in pair)] = 1
     best = int((alpha * allowed + allowed).argmax())
     return best // alpha[0].numel(), best // alpha.shape[2] % alpha.shape[1], best % alpha.shape[2]
+
+
+def show(model: dr.DeadReckonForCausalLM, question: str, path: Path, pair: Pair = ANY) -> str:
+    """Lets the model answer, draws what its cursors did, and returns the whole as text."""
+    tokens, asked = answer(model, question)
+    cursors_picture(trace(model, tokens, asked, pair), path)
+    spelt = words(tokens[0])
+    return (" " if max(map(len, spelt)) > 1 else "").join(spelt)
+
+
+def cursors_picture(trace: Trace, path: Path) -> None:
+    """Gates and histograms of a pair of cursors, the likeliest positions of all pairs of its head, its attention."""
+    size = len(trace.words)
+    reach = int(max(modes.max() for modes in trace.modes.values())) + 2
+    width = min(18.0, 9.5 + 0.16 * size)  # titles need so much
+    fitting = max(3.0, min(9.0, 220 / size))  # font size at which so many words fit side by side
+    image: Any = {"aspect": "auto", "cmap": "Blues", "vmin": 0, "interpolation": "nearest"}
+    with drawing(path, 2, 3, font=9, figsize=(width, 0.5 * width)) as (figure, grid):
+        for axes, side in zip(grid[:, 0], SIDES, strict=True):
+            axes.imshow(trace.gates[side].T.numpy(), vmax=1, **image)
+            axes.set_yticks(range(4), ("reset", "+1", "−1", "stay"))
+            axes.set_title(f"what its {side} cursor does")
+        for axes, side in zip(grid[:, 1], SIDES, strict=True):
+            shown = trace.histograms[side][:, :reach].T.numpy()
+            axes.imshow(shown, origin="lower", **image)
+            axes.set(title=f"where its {side} cursor may be", ylabel="position")
+            axes.yaxis.get_major_locator().set_params(integer=True)
+        modes, attention = grid[:, 2]
+        for side, colour in SIDES.items():
+            for number, places in enumerate(trace.modes[side].T.tolist()):
+                chosen = number == trace.pair.cursor
+                label = f"{side} cursor {number}" if chosen else None
+                shape = {"linewidth": 2.5, "alpha": 1.0} if chosen else {"linewidth": 1.0, "alpha": 0.35}
+                modes.plot(range(size), places, color=colour, label=label, drawstyle="steps-mid", **shape)
+        modes.set(title="likeliest positions, all its cursors", ylabel="position")
+        modes.yaxis.get_major_locator().set_params(integer=True)
+        modes.legend(frameon=False)
+        attention.imshow(trace.attention.numpy(), vmax=1, **image)
+        attention.set(title="attention of the head", ylabel="from")
+        attention.set_yticks(range(size), trace.words, fontsize=fitting)
+        for axes in grid.flat:
+            axes.set_xticks(range(size), trace.words, fontsize=fitting, rotation=90 * (max(map(len, trace.words)) > 1))
+            if axes is not attention:
+                axes.axvline(trace.asked - 0.5, color="#555555", linestyle="--", linewidth=1)
+                axes.set_xlim(-0.5, size - 0.5)
+        names = ", ".join(f"{name} {number}" for name, number in trace.pair._asdict().items())
+        figure.suptitle(f"{names}:   μ = {trace.mix:.2f},  |α| = {', '.join(f'{a:.1f}' for a in trace.alpha.tolist())}")

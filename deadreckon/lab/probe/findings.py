@@ -117,9 +117,9 @@ class Findings:
     def load(cls, path: Path) -> Findings:
         """Reads what `save` has written."""
 
-        def read(found: dict[str, Any]) -> Any:
+        def read(data: dict[str, Any]) -> Any:
             kinds = (Mixing, Scores, Mass, Values, Reach, Head, cls)
-            return next((kind(**found) for kind in kinds if found.keys() == kind.__annotations__.keys()), found)
+            return next((kind(**data) for kind in kinds if data.keys() == kind.__annotations__.keys()), data)
 
         loaded: Findings = json.loads(path.read_text(), object_hook=read)
         return loaded

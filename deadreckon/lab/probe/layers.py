@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,24 +52,25 @@ def probe_layer(
         (layer.q_norm, layer.q_proj), (layer.k_norm, layer.k_proj), (torch.nn.Identity(), layer.v_proj)
     ))  # fmt: skip
     q, k = layer.encoding.widen(q, k, x, context)
-    q, k, v = (attention.per_head(_at_least_single(t), heads) for t in (q, k, v))
+    q, k, v = (attention.per_head(t if t.dtype == torch.float64 else t.float(), heads) for t in (q, k, v))
     transport, gates = factors.transport, attention.gates_of(factors.log_gate, x, heads)
     mixing = _mixing(transport, heads, options)
-    windows = [_window(found, x.shape[1], options) for found in mixing]
+    windows = [_window(one, x.shape[1], options) for one in mixing]
     split = torch.tensor([window for window, _ in windows], device=x.device).view(-1, 1, 1)
+    at_once = max(AT_ONCE // (x.shape[1] * heads * len(options.places)), 1)  # rows of the batch
     parts = [
-        _look(q[rows], k[rows], v[rows], _some(transport, rows), None if gates is None else gates[rows], factors.score,
-              output[rows], split, width**-0.5, options)
-        for rows in _rows(q, len(options.places))
+        _look(q[rows], k[rows], v[rows], _rows_of(transport, rows), None if gates is None else gates[rows],
+              factors.score, output[rows], split, width**-0.5, options)
+        for rows in (slice(start, start + at_once) for start in range(0, len(x), at_once))
     ]  # fmt: skip
-    found = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}  # (B, H, Q, …)
-    off = float((found["off"].square().sum() / found["output"].square().sum()).sqrt())
+    stats = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}  # (B, H, Q, …)
+    off = float((stats["off"].square().sum() / stats["output"].square().sum()).sqrt())
     if not off <= AGREE:
         raise UndefinedError(f"the probe's weights give an output {off:.2g} off that of the {name} layer")
     lengths = route_lengths(x.shape[1] // 2)
     let_through = None if gates is None else mean_gates(gates, lengths).T.tolist()
     return [
-        _head(number, head, name, factors, {key: value[:, head].double() for key, value in found.items()}, mixing[head],
+        _head(number, head, name, factors, {key: value[:, head].double() for key, value in stats.items()}, mixing[head],
               *windows[head], None if let_through is None else let_through[head], lengths, options)
         for head in range(heads)
     ]  # fmt: skip
@@ -81,21 +81,10 @@ def distance_bins(tokens: int) -> list[int]:
     return [0, *route_lengths(tokens - 1)]
 
 
-def _at_least_single(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _some(transport: dr.Rotation | dr.Householder | None, rows: slice) -> dr.Rotation | dr.Householder | None:
+def _rows_of(transport: dr.Rotation | dr.Householder | None, rows: slice) -> dr.Rotation | dr.Householder | None:
     if isinstance(transport, dr.Rotation):
         return replace(transport, angles=transport.angles[rows])
     return transport and dr.Householder(transport.w[rows], transport.beta[rows])
-
-
-def _rows(q: Tensor, queries: int) -> Iterator[slice]:
-    """Rows of the batch, as many at once as memory has room for."""
-    batch, tokens, heads, _ = q.shape
-    some = max(AT_ONCE // (tokens * heads * queries), 1)
-    return (slice(start, start + some) for start in range(0, batch, some))
 
 
 def _mixing(transport: dr.Rotation | dr.Householder | None, heads: int, options: Options) -> list[Mixing | None]:
@@ -103,21 +92,21 @@ def _mixing(transport: dr.Rotation | dr.Householder | None, heads: int, options:
     if transport is None:
         return [None] * heads
     mean = mean_transport(transport, routes=options.routes)
-    own = mean.norm.shape[1]
-    found = []
-    for head in range(own):
+    key_heads = mean.norm.shape[1]
+    by_key_head = []
+    for head in range(key_heads):
         norm, noise = mean.norm[:, head], mean.noise[:, head]
         decay, mixed, pair_rates = mean.decay(head), None, None
         if mean.pairs is not None and mean.pairs_noise is not None:
             limit = (2 * mean.pairs_noise[:, head]).clamp(min=options.tolerance)
             mixed = (mean.pairs[:, head] <= limit).double().mean(-1).tolist()
             pair_rates = [pair.rate for pair in mean.pair_decays(head)]
-        found.append(Mixing(
+        by_key_head.append(Mixing(
             norm.tolist(), mean.typical[:, head].tolist(), noise.tolist(), mean.size[:, head].tolist(), float(norm[0]),
             decay.rate, decay.error, decay.gap, decay.gap_ceiling,
             None if decay.gap is None else theory.mixing_window(decay.rate, options.tolerance), mixed, pair_rates,
         ))  # fmt: skip
-    return [found[head * own // heads] for head in range(heads)]
+    return [by_key_head[head * key_heads // heads] for head in range(heads)]
 
 
 def _window(mixing: Mixing | None, tokens: int, options: Options) -> tuple[int, str]:
@@ -133,7 +122,7 @@ def _look(
     q: Tensor, k: Tensor, v: Tensor, transport: dr.Rotation | dr.Householder | None, gates: Tensor | None,
     score: object, output: Tensor, split: Tensor, scale: float, options: Options,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """What each sampled query sees, (B, H, Q, …), far being `split` (H, 1, 1) tokens and more away."""
+    """Statistics of each sampled query, (B, H, Q, …), far being `split` (H, 1, 1) tokens and more away."""
     places, tokens = options.places, q.shape[1]
     distance = places.unsqueeze(-1) - torch.arange(tokens, device=q.device)  # (Q, T)
     behind, far = distance >= 0, distance >= split  # (Q, T), (H, Q, T)
@@ -148,11 +137,11 @@ def _look(
     by_head = v.transpose(1, 2)
     whole = attention.carried_sum(weights, v, transport, places) if carries and transport else weights @ by_head
     far_weights = torch.where(far, weights, 0)
-    loudness = (far_weights * by_head.norm(dim=-1).unsqueeze(-2)).sum(-1).clamp(min=1e-30)
+    far_length = (far_weights * by_head.norm(dim=-1).unsqueeze(-2)).sum(-1).clamp(min=1e-30)
     starts = torch.tensor(distance_bins(tokens), device=q.device)
     which = (torch.bucketize(distance, starts, right=True) - 1).clamp(min=0).expand_as(logits)
     empty = logits.new_zeros(*logits.shape[:-1], len(starts))
-    found = {
+    stats = {
         "output": truth, "off": whole - truth,
         "mass": empty.scatter_add(-1, which, weights),
         "logits": empty.scatter_add(-1, which, torch.where(behind, logits, 0)),
@@ -167,56 +156,56 @@ def _look(
         "far_least": torch.where(far, gated, torch.inf).amin(-1),
         "limit": 2 * scale * q[:, places].norm(dim=-1).transpose(1, 2)
         * k.norm(dim=-1).amax(1).unsqueeze(-1),
-        "plain": (far_weights @ by_head).norm(dim=-1) / loudness,
+        "plain": (far_weights @ by_head).norm(dim=-1) / far_length,
     }  # fmt: skip
     if transport is not None and v.shape[-1] == q.shape[-1]:
-        found["carried"] = attention.carried_sum(far_weights, v, transport, places).norm(dim=-1) / loudness
+        stats["carried"] = attention.carried_sum(far_weights, v, transport, places).norm(dim=-1) / far_length
     if isinstance(transport, dr.Rotation):
         phases = attention.phases_of(transport, q.shape[2]).transpose(1, 2)  # (B, H, T, M)
         along = [far_weights.double() @ side for side in (phases.cos(), phases.sin())]
-        found["transport"] = torch.hypot(*along).amax(-1) / far_weights.double().sum(-1).clamp(min=1e-300)
-    return found
+        stats["transport"] = torch.hypot(*along).amax(-1) / far_weights.double().sum(-1).clamp(min=1e-300)
+    return stats
 
 
 def _head(
-    number: int, head: int, name: str, factors: dr.Factors, found: dict[str, Tensor], mixing: Mixing | None,
+    number: int, head: int, name: str, factors: dr.Factors, stats: dict[str, Tensor], mixing: Mixing | None,
     window: int, window_from: str, gates: list[float] | None, lengths: list[int], options: Options,
 ) -> Head:  # fmt: skip
     """The averages over queries, (B, Q, …), and what follows from them."""
     transport, softmax = factors.transport, factors.score == "softmax"
     stretches = isinstance(transport, dr.Householder) and not _contracts(transport)
-    far, tokens = found["far"], FarTokens(window, lengths, gates)
+    far, tokens = stats["far"], FarTokens(window, lengths, gates)
     # What a context of the trained length shows of far tokens has to do for those of longer ones.
     last = options.trained - 1 if window < options.trained else math.inf
     counts = torch.tensor([tokens.at(min(place, last)) for place in options.places.tolist()], dtype=torch.float64)
     # A mean of logs: odds of single queries differ by orders of magnitude.
-    each = math.exp(float((_log_odds(found, "seen").cpu() - counts.clamp(min=1e-300).log()).mean()))
+    each = math.exp(float((_log_odds(stats, "seen").cpu() - counts.clamp(min=1e-300).log()).mean()))
     floor = norm_floor = ceiling = weight_gap = None
     if softmax:
-        gap = found["near_best"] - found["far_least"]
-        floor = float(theory.far_mass_floor(gap, found["near_count"], found["far_count"]).mean())
+        gap = stats["near_best"] - stats["far_least"]
+        floor = float(theory.far_mass_floor(gap, stats["near_count"], stats["far_count"]).mean())
         if gates is None and not stretches:
-            norm_floor = float(theory.far_mass_floor(found["limit"], found["near_count"], found["far_count"]).mean())
-        above = found["near_best"] - found["far_best"]  # of one near key: N = 1
-        ceiling = float(torch.sigmoid(found["far_count"].log() - above).mean())
+            norm_floor = float(theory.far_mass_floor(stats["limit"], stats["near_count"], stats["far_count"]).mean())
+        above = stats["near_best"] - stats["far_best"]  # of one near key: N = 1
+        ceiling = float(torch.sigmoid(stats["far_count"].log() - above).mean())
     if factors.score != "stick-breaking":
-        weight_gap = float((found["far_count"].log() - found["near_count"].log() - _log_odds(found, "far")).mean())
+        weight_gap = float((stats["far_count"].log() - stats["near_count"].log() - _log_odds(stats, "far")).mean())
         reach = predict(each, tokens, options.trained, options.keep)
         if gates is None and isinstance(transport, dr.Rotation) and _by_position(transport):
             reach = Reach(float(options.trained), "routes turn by their length alone: longer ones than trained are new")
     else:
         reach = Reach(None, "stick-breaking gives what is near its weight first: far tokens take none of it")
     scores = Scores(
-        (found["logits"].sum((0, 1)) / found["count"].sum((0, 1)).clamp(min=1)).tolist(),
-        float((found["near_mean"] - found["far_mean"]).mean()),
-        float((found["near_best"] - found["far_best"]).mean()), weight_gap,
+        (stats["logits"].sum((0, 1)) / stats["count"].sum((0, 1)).clamp(min=1)).tolist(),
+        float((stats["near_mean"] - stats["far_mean"]).mean()),
+        float((stats["near_best"] - stats["far_best"]).mean()), weight_gap,
     )  # fmt: skip
     mass = Mass(
-        found["mass"].mean((0, 1)).tolist(), float(far.mean()),
+        stats["mass"].mean((0, 1)).tolist(), float(far.mean()),
         float(far.std() / math.sqrt(far.numel())) if far.numel() > 1 else None,
-        floor, norm_floor, ceiling, float(found["far_norm"].mean()),
+        floor, norm_floor, ceiling, float(stats["far_norm"].mean()),
     )  # fmt: skip
-    values = _values(found, transport, mixing, window)
+    values = _values(stats, transport, mixing, window)
     plain = carried = None
     if gates is None and factors.score != "stick-breaking":
         plain = 1 / (each * values.plain)
@@ -227,9 +216,9 @@ def _head(
     )
 
 
-def _log_odds(found: dict[str, Tensor], which: str) -> Tensor:
+def _log_odds(stats: dict[str, Tensor], which: str) -> Tensor:
     """log of far mass, or of what is seen of it, over near mass."""
-    return found[which].clamp(min=1e-300).log() - found["near"].clamp(min=1e-300).log()
+    return stats[which].clamp(min=1e-300).log() - stats["near"].clamp(min=1e-300).log()
 
 
 def _by_position(transport: dr.Rotation) -> bool:
@@ -243,14 +232,14 @@ def _contracts(transport: dr.Householder) -> bool:
     return bool((strength >= -1e-5).all() and (strength <= 2 + 1e-5).all())
 
 
-def _values(found: dict[str, Tensor], transport: object, mixing: Mixing | None, window: int) -> Values:
+def _values(stats: dict[str, Tensor], transport: object, mixing: Mixing | None, window: int) -> Values:
     turned = bound = None
     if isinstance(transport, dr.Rotation) and mixing is not None:
-        turned, far = float(found["transport"].mean()), float(found["far"].mean())
+        turned, far = float(stats["transport"].mean()), float(stats["far"].mean())
         rate = 1.0 if mixing.gap is None else mixing.rate
         bound = theory.prefix_radius(
-            far, float(found["far_norm"].mean()), rate, transport.angles.shape[-1], CHANCE, rate**window
+            far, float(stats["far_norm"].mean()), rate, transport.angles.shape[-1], CHANCE, rate**window
         ) / max(far, 1e-300)
-    carried = float(found["carried"].mean()) if "carried" in found else None
+    carried = float(stats["carried"].mean()) if "carried" in stats else None
     in_use = isinstance(transport, dr.Rotation) and transport.values
-    return Values(float(found["plain"].mean()), carried, turned, bound, in_use)
+    return Values(float(stats["plain"].mean()), carried, turned, bound, in_use)

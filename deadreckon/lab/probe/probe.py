@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 import deadreckon as dr
 from deadreckon.lab.evaluation.scores import judge
@@ -21,19 +22,10 @@ from deadreckon.lab.probe.transport import SHORTEST, route_lengths
 
 @torch.no_grad()
 def run_probe(
-    model: dr.DeadReckonForCausalLM,
-    tokens: Tensor,
-    out: Path | None = None,
-    *,
-    labels: Tensor | None = None,
-    trained: int | None = None,
-    window: int | None = None,
-    tolerance: float = 0.1,
-    queries: int = 32,
-    routes: int = 1024,
-    keep: float = 0.5,
-    seed: int = 0,
-) -> Findings:
+    model: dr.DeadReckonForCausalLM, tokens: Tensor, out: Path | None = None, *, labels: Tensor | None = None,
+    trained: int | None = None, window: int | None = None, tolerance: float = 0.1, queries: int = 32,
+    routes: int = 1024, keep: float = 0.5, seed: int = 0,
+) -> Findings:  # fmt: skip
     """Probes every head of every layer while the model reads some tokens.
 
     Args:
@@ -75,7 +67,7 @@ def run_probe(
     ends, loss, error = _by_place(losses, scored)
     more = None if short is None else _by_place(losses - short, scored)
     measured = measure(ends, loss, error, options.trained) if more is None else measure_more(*more, options.trained)
-    found = Findings(
+    findings = Findings(
         about={
             "encodings": model.config.encodings(), "rows": tokens.shape[0], "length": length, "trained": trained,
             "tolerance": tolerance, "queries": len(places), "routes": routes, "keep": keep, "seed": seed,
@@ -86,12 +78,12 @@ def run_probe(
         undefined=undefined, places=ends, loss=loss, loss_error=error, loss_more=None if more is None else more[1],
     )  # fmt: skip
     if out is not None:
-        from deadreckon.lab.probe.picture import probe_picture
+        from deadreckon.lab.probe.report import probe_picture
 
-        found.save(out / "probe.json")
+        findings.save(out / "probe.json")
         if heads:
-            probe_picture(found, out / "probe.png")
-    return found
+            probe_picture(findings, out / "probe.png")
+    return findings
 
 
 def _check(
@@ -102,25 +94,22 @@ def _check(
         raise ValueError(f"model: expected a DeadReckonForCausalLM, got {type(model).__name__}")
     if tokens.dim() != 2 or tokens.is_floating_point():
         raise ValueError(f"tokens: expected integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}")
-    if tokens.shape[0] < 1 or tokens.shape[1] < SHORTEST:
-        raise ValueError(f"tokens: expected a row of {SHORTEST} or more, got {tuple(tokens.shape)}")
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.config.vocab_size:
-        raise ValueError(
-            f"tokens: expected numbers from 0 to {model.config.vocab_size - 1}, the model's vocabulary, "
-            f"got {int(tokens.min())} to {int(tokens.max())}"
-        )
-    if labels is not None and labels.shape != tokens.shape:
-        raise ValueError(f"labels: expected (B, T) = {tuple(tokens.shape)}, got {tuple(labels.shape)}")
-    if trained is not None and trained < 4:
-        raise ValueError(f"trained: expected a length of 4 or more, got {trained}")
-    if window is not None and not 1 <= window <= tokens.shape[1] // 2:
-        raise ValueError(f"window: expected between 1 and T / 2 = {tokens.shape[1] // 2}, got {window}")
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance: expected a number between 0 and 1, got {tolerance}")
-    if queries < 1:
-        raise ValueError(f"queries: expected 1 or more, got {queries}")
-    if not 0 < keep < 1:
-        raise ValueError(f"keep: expected a share between 0 and 1, got {keep}")
+    (rows, length), vocabulary = tokens.shape, model.config.vocab_size
+    if rows < 1 or length < SHORTEST:
+        raise ValueError(f"tokens: expected a row of {SHORTEST} or more, got {(rows, length)}")
+    low, high, shape = int(tokens.min()), int(tokens.max()), tokens.shape if labels is None else labels.shape
+    in_vocabulary = f"numbers from 0 to {vocabulary - 1}, the model's vocabulary"
+    for name, right, expected, got in (
+        ("tokens", 0 <= low <= high < vocabulary, in_vocabulary, f"{low} to {high}"),
+        ("labels", shape == tokens.shape, f"(B, T) = {(rows, length)}", tuple(shape)),
+        ("trained", trained is None or trained >= 4, "a length of 4 or more", trained),
+        ("window", window is None or 1 <= window <= length // 2, f"between 1 and T / 2 = {length // 2}", window),
+        ("tolerance", 0 < tolerance < 1, "a number between 0 and 1", tolerance),
+        ("queries", queries >= 1, "1 or more", queries),
+        ("keep", 0 < keep < 1, "a share between 0 and 1", keep),
+    ):
+        if not right:
+            raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
 @contextmanager
@@ -128,37 +117,35 @@ def _watched(
     model: dr.DeadReckonForCausalLM, options: Options, heads: list[Head], undefined: dict[str, str]
 ) -> Iterator[None]:
     """While this lasts, a forward pass adds what its layers do to `heads`, or to `undefined` why not."""
-    hooks = []
     names = model.config.encodings()
-    seen: set[int] = set()
-    for number, name in enumerate(names):
-        layer: Any = model.model.layers[number].get_submodule("self_attn")
+    for number, name in enumerate(names):  # until its attention is seen
+        undefined[f"layer {number}"] = f"{name} went another way than through the layer's attention"
+
+    def watch(number: int, name: str, layer: Any) -> list[RemovableHandle]:
         went_in: dict[str, Any] = {}
 
-        def encoded(module: object, inputs: Any, factors: Any, went_in: dict[str, Any] = went_in) -> None:
+        def encoded(module: object, inputs: Any, factors: Any) -> None:
             went_in.update(x=inputs[0], context=inputs[1], factors=factors)
 
-        def attended(
-            module: object, inputs: Any, number: int = number, name: str = name, layer: Any = layer,
-            went_in: dict[str, Any] = went_in,
-        ) -> None:  # fmt: skip
-            seen.add(number)
+        def attended(module: object, inputs: Any) -> None:
             try:
                 if not isinstance(went_in.get("factors"), dr.Factors):
                     raise UndefinedError(f"{name} does not say what it does in factors")
                 heads.extend(probe_layer(number, name, layer, output=inputs[0], options=options, **went_in))
+                del undefined[f"layer {number}"]
             except UndefinedError as why:
                 undefined[f"layer {number}"] = str(why)
             went_in.clear()
 
-        hooks += [layer.encoding.register_forward_hook(encoded), layer.o_proj.register_forward_pre_hook(attended)]
+        return [layer.encoding.register_forward_hook(encoded), layer.o_proj.register_forward_pre_hook(attended)]
+
+    layers = [part.get_submodule("self_attn") for part in model.model.layers]
+    hooks = [hook for number, name in enumerate(names) for hook in watch(number, name, layers[number])]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-    for number in set(range(len(names))) - seen:
-        undefined[f"layer {number}"] = f"{names[number]} went another way than through the layer's attention"
 
 
 def _losses(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> Tensor:

@@ -1,12 +1,20 @@
-"""A probe's findings on a terminal."""
+"""A probe's findings as tables on a terminal, and as one picture: a line for each head, in the colour of its layer."""
 
 from __future__ import annotations
 
+from functools import reduce
+from pathlib import Path
+from typing import Any, cast
+
+from matplotlib.lines import Line2D
+from matplotlib.ticker import ScalarFormatter
 from rich.console import Console
 
+from deadreckon.lab.pages.pictures import COLOURS, drawing
 from deadreckon.lab.pages.tables import terminal
 from deadreckon.lab.probe.findings import Findings, Head
 
+PALE = "#CCCCCC"
 TABLES = {
     "Routes": ("encoding", "layer", "head", "‖E[T₁]‖", "gap", "window", "far from", "predicted range"),
     "Attention": ("layer", "head", "Δ logit", "far mass", "floor", "ceiling", "far values", "carried"),
@@ -14,22 +22,25 @@ TABLES = {
 """Title -> headings of two tables, each narrow enough for a terminal."""
 
 
-def print_findings(found: Findings, console: Console) -> None:
+def print_findings(findings: Findings, console: Console) -> None:
     """One row a head, then the ranges, then what is not defined."""
-    about = found.about
+    about = findings.about
     looked_at = f"{about['rows']} × {about['length']} tokens, {about['queries']} queries a row"
-    for title, headings in TABLES.items() if found.heads else ():
-        rows = [[_cells(head)[heading] for heading in headings] for head in found.heads]
+    for title, headings in TABLES.items() if findings.heads else ():
+        rows = [[_cells(head)[heading] for heading in headings] for head in findings.heads]
         console.print(terminal(headings, rows, left=1, title=f"{title}: {looked_at}"))
-    if found.heads:
+    if findings.heads:
         console.print(
             "window: after which ‖E[T]‖ is below the tolerance; far from: that, or, with a *, assumed; floor, ceiling: "
             "Propositions 3 and 1; far values: ‖Σ a v‖ / Σ a ‖v‖, as they are and carried along their routes",
             highlight=False,
         )  # fmt: skip
-    for where, why in found.undefined.items():
+    for where, why in findings.undefined.items():
         console.print(f"{where}: not defined: {why}", markup=False, highlight=False)
-    for what, reach, none in (("predicted", found.predicted, "no limit"), ("measured", found.measured, "not reached")):
+    for what, reach, none in (
+        ("predicted", findings.predicted, "no limit"),
+        ("measured", findings.measured, "not reached"),
+    ):
         length = none if reach.tokens is None else spell_tokens(reach.tokens)
         console.print(f"{what} range: {length} ({reach.why})", markup=False, highlight=False)
 
@@ -64,3 +75,116 @@ def _cells(head: Head) -> dict[str, str]:
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f}%" if share >= 5e-4 or not share else f"{100 * share:.0e}%"
+
+
+def probe_picture(findings: Findings, path: Path) -> None:
+    """Mean transport, logits and attention by distance, far mass between its bounds, cancellation, and ranges."""
+    draws = (_transport, _logits, _attention, _far, _cancellation, _ranges)
+    with drawing(path, 2, 3, font=9, figsize=(13, 7.2)) as (figure, panels):
+        for draw, panel in zip(draws, panels.flat, strict=True):
+            draw(findings, panel)
+        about = findings.about
+        names = ", ".join(dict.fromkeys(about["encodings"]))
+        figure.suptitle(f"{names}: {about['rows']} × {about['length']} tokens, {about['queries']} queries a row")
+        layers = sorted({head.layer for head in findings.heads})
+        lines = [Line2D([], [], color=_colour(layer), linewidth=2, label=f"layer {layer}") for layer in layers]
+        figure.legend(handles=lines, loc="outside lower center", ncols=min(len(lines), 12), frameon=False)
+
+
+def _colour(layer: int) -> str:
+    return COLOURS[1:][layer % (len(COLOURS) - 1)]
+
+
+def _lines(findings: Findings, panel: Any, x: list[int], name: str, **how: Any) -> None:
+    """A line for each head that has values of this name."""
+    for head in findings.heads:
+        y = reduce(lambda part, word: getattr(part, word, None), name.split("."), cast(Any, head))
+        if y is not None:
+            panel.plot(x[: len(y)], y, color=_colour(head.layer), linewidth=1.2, alpha=0.8, **how)
+
+
+def _transport(findings: Findings, panel: Any) -> None:
+    for name, style in (("mixing.norm", "-"), ("mixing.typical", ":"), ("mixing.mixed", "-."), ("gates", "--")):
+        _lines(findings, panel, findings.lengths, name, linestyle=style)
+    noises = [head.mixing.noise for head in findings.heads if head.mixing is not None]
+    if noises:
+        worst = [max(values) for values in zip(*noises, strict=True)]
+        panel.fill_between(findings.lengths, worst, 1e-4, color=PALE, alpha=0.6, linewidth=0)
+        panel.axhline(findings.about["tolerance"], color="black", linewidth=0.8, linestyle=(0, (1, 3)))
+    styles: Any = {"‖E[T]‖": "-", "root mean square": ":", "share of pairs mixed": "-.", "E[Π f], gates": "--"}
+    lines = [Line2D([], [], color="black", linestyle=style, label=name) for name, style in styles.items()]
+    panel.legend(handles=lines, frameon=False)
+    panel.set(xscale="log", yscale="log", ylim=(1e-3, 1.5), xlabel="route length", title="Mean transport (grey: noise)")
+    if not noises and all(head.gates is None for head in findings.heads):
+        panel.text(0.5, 0.5, "no transport, no gates:\nT = I, nothing mixes", transform=panel.transAxes, ha="center")
+
+
+def _by_distance(findings: Findings, panel: Any, name: str, **labels: Any) -> None:
+    """Bins by number: distance 0 has no place on a logarithmic axis."""
+    places = list(range(len(findings.bins)))
+    _lines(findings, panel, places, name)
+    panel.set_xticks(places[::2], [str(start) for start in findings.bins[::2]])
+    panel.set(xlabel="distance (bins begin at)", **labels)
+
+
+def _logits(findings: Findings, panel: Any) -> None:
+    labels = {"ylabel": "mean logit, nats", "title": "Score by distance, without gates"}
+    _by_distance(findings, panel, "scores.by_distance", **labels)
+
+
+def _attention(findings: Findings, panel: Any) -> None:
+    _by_distance(findings, panel, "mass.by_distance", ylabel="share of attention", title="Attention by distance")
+    panel.set(ylim=(0, None))
+
+
+def _far(findings: Findings, panel: Any) -> None:
+    for place, head in enumerate(findings.heads):
+        mass = head.mass
+        if mass.floor is not None and mass.ceiling is not None:
+            panel.plot([place] * 2, [mass.floor, mass.ceiling], color=PALE, linewidth=3, solid_capstyle="butt")
+        panel.errorbar(place, mass.far, 2 * (mass.error or 0.0), color=_colour(head.layer), marker="o", markersize=4)
+    _head_axis(findings, panel)
+    panel.set(ylim=(-0.02, 1.02), ylabel="far mass", title="Far mass (grey: Propositions 3 and 1)")
+
+
+def _cancellation(findings: Findings, panel: Any) -> None:
+    for place, head in enumerate(findings.heads):
+        colour = _colour(head.layer)
+        panel.plot(place, head.values.plain, color=colour, marker="o", markersize=5, fillstyle="none")
+        if head.values.carried is not None:
+            panel.plot([place] * 2, [head.values.plain, head.values.carried], color=colour, linewidth=0.8, alpha=0.5)
+            panel.plot(place, head.values.carried, color=colour, marker="v", markersize=5)
+    _head_axis(findings, panel)
+    panel.plot([], [], "o", color="black", fillstyle="none", label="values as they are")
+    panel.plot([], [], "v", color="black", label="carried along routes")
+    panel.legend(frameon=False)
+    panel.set(ylim=(0, 1.05), ylabel="‖Σ a v‖ / Σ a ‖v‖, far", title="What is left of far values")
+
+
+def _ranges(findings: Findings, panel: Any) -> None:
+    panel.errorbar(findings.places, findings.loss, findings.loss_error, color="black", linewidth=1.2, elinewidth=0.6)
+    if findings.loss_more is not None:
+        short = [loss - more for loss, more in zip(findings.loss, findings.loss_more, strict=True)]
+        panel.plot(findings.places, short, color="#999999", linewidth=1.2, label="same, context as trained")
+    marks: list[tuple[str, float | None, str, str, str]] = [
+        ("trained", findings.about["trained"], "not given", "--", "#999999"),
+        ("predicted", findings.predicted.tokens, "no limit", "-", "#0072B2"),
+        ("measured", findings.measured.tokens, "not reached", "-", "#D55E00"),
+    ]
+    for name, tokens, none, style, colour in marks:
+        label = f"{name}: {none if tokens is None else spell_tokens(tokens)}"
+        if tokens is not None and tokens <= 16 * findings.about["length"]:
+            panel.axvline(tokens, color=colour, linestyle=style, linewidth=1.5, label=label)
+        else:
+            panel.plot([], [], color=colour, linestyle=style, linewidth=1.5, label=label)
+    panel.legend(framealpha=0.8, edgecolor="none")
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(ScalarFormatter())
+    panel.set(xlabel="position", ylabel="loss, nats", title="Loss by position, and ranges")
+
+
+def _head_axis(findings: Findings, panel: Any) -> None:
+    skip = -(-len(findings.heads) // 16)
+    labels = [f"{head.layer}.{head.head}" for head in findings.heads]
+    panel.set_xticks(range(0, len(labels), skip), labels[::skip])
+    panel.set(xlabel="layer.head", xlim=(-0.6, len(labels) - 0.4))

@@ -42,10 +42,8 @@ class Source:
         self.run = Run(folder) if (folder / "recipe.json").exists() else None
         self.folder = folder if self.run is None else folder / checkpoint
         with quiet_transformers():
-            if self.run is not None:
-                self.model = self.run.load(checkpoint, device)
-            else:
-                self.model = dr.DeadReckonForCausalLM.from_pretrained(folder).to(device)
+            load = dr.DeadReckonForCausalLM.from_pretrained
+            self.model = load(folder).to(device) if self.run is None else self.run.load(checkpoint, device)
 
     def rows(self, data: str, count: int, length: int, seed: int) -> Rows:
         """Rows of `data`, or of the task of the run at four times its length, unless another is given."""
@@ -82,9 +80,7 @@ class Source:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.folder)
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"data: expected a tokenizer in {str(self.folder)!r} to read a text with, found none"
-            ) from error
+            raise ValueError(f"data: expected a tokenizer in {str(self.folder)!r} to read it with, got none") from error
         ids = torch.tensor(tokenizer(Path(data).read_text())["input_ids"])
         if len(ids) < rows * length:
             raise ValueError(f"data: expected {rows} × {length} tokens or more in {data!r}, got {len(ids)}")

@@ -86,7 +86,7 @@ def mean_transport(
         routes: about how many to average for steps that do not commute; more cost more.
     """
     first = steps if isinstance(steps, Tensor) else steps.angles if isinstance(steps, dr.Rotation) else steps.w
-    rows, tokens = first.shape[:2]
+    rows, tokens, *_ = first.shape
     if tokens < SHORTEST:
         raise ValueError(f"steps: expected {SHORTEST} tokens or more, got {tokens}")
     lengths = route_lengths(tokens // 2) if lengths is None else list(lengths)
@@ -95,66 +95,64 @@ def mean_transport(
     segments = -(-GROUPS // rows)
     if isinstance(steps, dr.Rotation):
         return _rotations(steps.angles, lengths, segments)
-    return _products(steps, lengths, segments, routes)
+    return _products(steps, first, lengths, segments, routes)
 
 
 def _rotations(angles: Tensor, lengths: list[int], segments: int) -> MeanTransport:
     phases = angles.double().cumsum(1)
     phasors = torch.polar(torch.ones_like(phases), phases)  # (B, T, H, M)
-    norm, typical, noise, pairs, pairs_noise = [], [], [], [], []
+    figures = []  # of each length, as fields of MeanTransport
     for length in lengths:
         routes = phasors[:, length:] * phasors[:, :-length].conj()
         means, counts = _segment_means(routes, segments)
         mean = (means * counts).sum(0)  # (H, M)
         drawn = _noise(means, counts).abs()  # (draws, H, M)
+        noise = drawn.amax(-1).square().mean(0).sqrt()
         squares = drawn.square().mean(0)
-        norm.append(mean.abs().amax(-1))
-        noise.append(drawn.amax(-1).square().mean(0).sqrt())
-        typical.append((mean.abs().square() - squares).mean(-1).clamp(min=0).sqrt())
-        pairs.append((mean.abs().square() - squares).clamp(min=0).sqrt())
-        pairs_noise.append(squares.sqrt())
-    size = torch.ones(len(lengths), angles.shape[2], dtype=torch.float64)
-    return MeanTransport(
-        lengths, _stack(norm), _stack(typical), _stack(noise), size, _stack(pairs), _stack(pairs_noise)
-    )
+        left = mean.abs().square() - squares
+        typical, pairs = left.mean(-1).clamp(min=0).sqrt(), left.clamp(min=0).sqrt()
+        figures.append((mean.abs().amax(-1), typical, noise, torch.ones_like(noise), pairs, squares.sqrt()))
+    return MeanTransport(lengths, *_columns(figures))
 
 
-def _products(steps: dr.Householder | Tensor, lengths: list[int], segments: int, routes: int) -> MeanTransport:
-    first = steps if isinstance(steps, Tensor) else steps.w
+def _products(
+    steps: dr.Householder | Tensor, first: Tensor, lengths: list[int], segments: int, routes: int
+) -> MeanTransport:
     (rows, tokens), dim = first.shape[:2], first.shape[-1]
     grid = 1 << max((rows * (tokens - 1) // routes).bit_length() - 1, 0)
     while any(length % grid for length in lengths if length > grid) or (tokens - 1) // grid < 2 * segments:
         grid //= 2
     sums: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {length: [] for length in lengths}
     for row in range(rows):
-        for length, products in _row_products(steps, row, grid, lengths):
+        for length, products in _row_products(steps, first, row, grid, lengths):
             means, counts = _segment_means(products.unsqueeze(0), segments)
             sums[length].append((means, counts * products.shape[0], products.square().mean((0, -2, -1)) * dim))
-    norm, typical, noise, size = [], [], [], []
+    figures = []  # of each length, as fields of MeanTransport
     for length in lengths:
-        means, counts = torch.cat([s[0] for s in sums[length]]), torch.cat([s[1] for s in sums[length]])
+        by_row, by_row_counts, sizes = zip(*sums[length], strict=True)
+        means, counts = torch.cat(by_row), torch.cat(by_row_counts)
         counts = counts / counts.sum(0)
         mean, drawn = (means * counts).sum(0), _noise(means, counts)  # (H, D, D), (draws, H, D, D)
-        norm.append(torch.linalg.matrix_norm(mean, 2))
-        noise.append(torch.linalg.matrix_norm(drawn, 2).square().mean(0).sqrt())
+        noise = torch.linalg.matrix_norm(drawn, 2).square().mean(0).sqrt()
         squares = mean.square().sum((-2, -1)) - drawn.square().sum((-2, -1)).mean(0)
-        typical.append((squares / dim).clamp(min=0).sqrt())
-        size.append(torch.stack([s[2] for s in sums[length]]).mean(0).sqrt())
-    return MeanTransport(lengths, _stack(norm), _stack(typical), _stack(noise), _stack(size))
+        typical, size = (squares / dim).clamp(min=0).sqrt(), torch.stack(sizes).mean(0).sqrt()
+        figures.append((torch.linalg.matrix_norm(mean, 2), typical, noise, size))
+    return MeanTransport(lengths, *_columns(figures))
 
 
-def _row_products(steps: dr.Householder | Tensor, row: int, grid: int, lengths: list[int]) -> list[tuple[int, Tensor]]:
+def _row_products(
+    steps: dr.Householder | Tensor, first: Tensor, row: int, grid: int, lengths: list[int]
+) -> list[tuple[int, Tensor]]:
     """The routes (count, H, D, D) of each length that begin on the grid."""
     advance = _stepper(steps, row)
-    first = steps if isinstance(steps, Tensor) else steps.w
     (tokens, heads), dim, device = first.shape[1:3], first.shape[-1], first.device
     cells = (tokens - 1) // grid
     product = torch.eye(dim, dtype=torch.float64, device=device).expand(cells, heads, dim, dim)
-    found = []
+    by_length = []
     for step in range(grid):
         product = advance(product, slice(1 + step, 1 + step + (cells - 1) * grid + 1, grid))
         if step + 1 in lengths:
-            found.append((step + 1, product))
+            by_length.append((step + 1, product))
     # Longer routes are made of those of 1, 2, 4, … cells, the binary digits of their length, lowest first.
     wanted = {length // grid: product for length in lengths if length > grid}
     doubled, reach = product, 1
@@ -165,9 +163,9 @@ def _row_products(steps: dr.Householder | Tensor, row: int, grid: int, lengths: 
                 after = doubled[before:]
                 wanted[count] = wanted[count][: len(after)] @ after if before else doubled
                 if count < 2 * reach:
-                    found.append((count * grid, wanted[count]))
+                    by_length.append((count * grid, wanted[count]))
         doubled, reach = doubled[:-reach] @ doubled[reach:], 2 * reach
-    return found
+    return by_length
 
 
 def _stepper(steps: dr.Householder | Tensor, row: int) -> Callable[[Tensor, slice], Tensor]:
@@ -201,8 +199,8 @@ def _noise(means: Tensor, shares: Tensor) -> Tensor:
     return torch.tensordot(factors.to(means.device, means.dtype), off, dims=1)
 
 
-def _stack(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).cpu()
+def _columns(rows: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.stack(column).cpu() for column in zip(*rows, strict=True)]
 
 
 def fit_decay(lengths: Sequence[int], norms: Tensor, noise: Tensor) -> Decay:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from deadreckon.tasks.language import TOKENIZER_FILE, Corpus, Language, load_corpus, open_corpus
+from deadreckon.tasks.long import make_long_tasks
+from deadreckon.tasks.long.question import LongTask
+from deadreckon.tasks.long.rows import Questions
+from deadreckon.tasks.mixture import Mixture
 from deadreckon.tasks.task import Task
 from deadreckon.tasks.tokens import for_transformers
 
@@ -13,9 +18,17 @@ PARTS = ("train", "valid")
 
 
 def read_language(
-    data: str = "", held_out: str = "", part: str = "train", vocabulary: int = 8192, packed: bool = False
-) -> Language:
-    """Language modelling on any text.
+    data: str = "",
+    held_out: str = "",
+    part: str = "train",
+    vocabulary: int = 8192,
+    packed: bool = False,
+    questions: float = 0.0,
+    tasks: Sequence[str] = (),
+    babi: str = "",
+    books: str = "",
+) -> Language | Mixture:
+    """Language modelling on any text, and questions of the long-context suite among it.
 
     Args:
         data: the text to learn from: a file, a folder or a dataset, see `deadreckon.tasks.text.read_documents`. Or a
@@ -24,6 +37,10 @@ def read_language(
         part: "train" or "valid".
         vocabulary: tokens of the tokenizer, which is trained on `data`.
         packed: whether documents are kept from seeing each other.
+        questions: the share of rows that begin with one.
+        tasks: that these are of; see :func:`deadreckon.tasks.long.make_long_tasks`.
+        babi: for BABILong.
+        books: likewise.
     """
     if part not in PARTS:
         raise ValueError(f"part: expected one of {', '.join(PARTS)}; got {part!r}")
@@ -31,7 +48,23 @@ def read_language(
         raise ValueError(
             "options.data: expected a text to learn from; --change options.data=FILE options.held_out=FILE"
         )
-    return Language(_read(data, held_out, part, vocabulary), packed)
+    text = Language(_read(data, held_out, part, vocabulary), packed)
+    if not questions:
+        return text
+    asked = read_long_tasks(tasks, babi, books, "train" if part == "train" else "test")
+    return Mixture(text, Questions(asked, text.corpus.tokenizer), questions)
+
+
+def read_long_tasks(
+    tasks: Sequence[str] = (), babi: str = "", books: str = "", part: str = "test"
+) -> dict[str, LongTask]:
+    """Tasks of the long-context suite, as a recipe names them in its options; data is read once."""
+    return _read_long_tasks(tuple(tasks), babi, books, part)
+
+
+@lru_cache(maxsize=4)
+def _read_long_tasks(tasks: tuple[str, ...], babi: str, books: str, part: str) -> dict[str, LongTask]:
+    return make_long_tasks(tasks, babi=babi, books=books, part=part)
 
 
 @lru_cache(maxsize=4)
@@ -46,5 +79,7 @@ def _read(data: str, held_out: str, part: str, vocabulary: int) -> Corpus:
 
 def save_tokenizer(task: Task, folder: Path) -> None:
     """Puts the tokenizer of a text beside a model, where `deadreckon generate` finds it."""
+    if isinstance(task, Mixture):
+        task = task.text
     if isinstance(task, Language):
         for_transformers(task.corpus.tokenizer).save_pretrained(folder)

@@ -61,10 +61,15 @@ def chunked_from(width: int, p: int, device: torch.device) -> int:
 
 
 def form_for(score: Power, q: Tensor) -> Form:
-    """The form to compute q (B, T, Hq, D) in: the one it says or, where the choice is ours, the faster."""
+    """The form to compute q (B, T, Hq, D) in: the one it says or, where the choice is ours, the faster.
+
+    While a tracer stands for any length, chunks: a sequence that is shorter than one is attended to as a whole.
+    """
     if score.form != "auto":
         return score.form
-    return "chunked" if q.shape[1] >= chunked_from(q.shape[3], score.p, q.device) else "attention"
+    length = q.shape[1]
+    many = isinstance(length, torch.SymInt) or length >= chunked_from(q.shape[3], score.p, q.device)
+    return "chunked" if many else "attention"
 
 
 def state_dtype(dtype: torch.dtype, p: int, device: torch.device) -> torch.dtype:

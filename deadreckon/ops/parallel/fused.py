@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deadreckon.ops.factors import Score
 from deadreckon.ops.parallel.context import ContextParallel
+from deadreckon.ops.triton.gated.gates import pruned
 from deadreckon.ops.triton.gated.operator import gated_backward, gated_forward
 from deadreckon.ops.triton.householder.operator import directions, householder_backward, householder_forward
 
@@ -31,12 +32,12 @@ class InsideKernels:
         inputs = [
             None if x is None else self._row(x, y) for x, y in zip((q, k, v, w, beta, gates), "qkvwbg", strict=True)
         ]
-        bounds = self._boundaries(q)
+        bounds, prune = self._boundaries(q), inputs[1] is not None and pruned(inputs[1], inputs[5])
         if w is None:
-            out, lse, *saved = gated_forward(*self._without_steps(inputs), bounds, scale)
+            out, lse, *saved = gated_forward(*self._without_steps(inputs), bounds, prune, scale)
         else:
             inputs[3] = directions(inputs[3])  # type: ignore[arg-type]
-            out, lse, *saved = householder_forward(*inputs, bounds, scale, True)
+            out, lse, *saved = householder_forward(*inputs, bounds, prune, scale, True)
         return self._pieces(out, q).float(), self._statistic(lse, q).clone(), [lse, *saved]
 
     def backward(

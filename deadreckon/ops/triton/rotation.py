@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.layout import dense
-from deadreckon.ops.triton.tiles import ceil_div, power_of_two
+from deadreckon.ops.triton.tiles import ceil_div, power_of_two, strides
 
 TURN = tl.constexpr(2 * math.pi)
 QUARTER_TURN = tl.constexpr(math.pi / 2)
@@ -75,10 +75,11 @@ def _place(T, TURNS, PARTS, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr)
 
 @triton.jit
 def _turn_heads(
-    p_x, s_b, s_t, s_h, p_y, p_z, group, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cross, T, TURNS, PARTS,
+    p_x, s_x, p_y, p_z, group, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cross, T, TURNS, PARTS,
     D: tl.constexpr, CROSS: tl.constexpr,
 ):  # fmt: skip
     """y, contiguous, is x turned, for one part of the heads that share angles; to b_cross is added Σ z × y."""
+    s_b, s_t, s_h = s_x
     share = (group + PARTS - 1) // PARTS
     first = i_r * group + i_part * share
     last = tl.minimum(first + share, (i_r + 1) * group)
@@ -98,8 +99,9 @@ def _turn_heads(
 
 
 @triton.jit
-def _step_totals(p_angle, s_b, s_t, s_h, p_total, T, TURNS, TILES, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+def _step_totals(p_angle, s_angle, p_total, T, TURNS, TILES, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     i_tile, i_r, _, i_b, token, channel, mask = _place(T, TURNS, 1, D, BT, BD)
+    s_b, s_t, s_h = s_angle
     p_angle += i_b * s_b + i_r * s_h
     b_angle = tl.load(p_angle + token[:, None] * s_t + channel[None, :], mask=mask, other=0.0)
     b_total = tl.sum(_fixed(b_angle), 0)
@@ -127,15 +129,15 @@ def _before(p_total, TILES, WIDTH, REVERSE: tl.constexpr, CHUNK: tl.constexpr, C
 
 @triton.jit
 def _turn_by_steps(
-    p_angle, s_ab, s_at, s_ah, p_before, p_phase,
-    p_q, s_qb, s_qt, s_qh, p_q_turned, p_k, s_kb, s_kt, s_kh, p_k_turned, p_v, s_vb, s_vt, s_vh, p_v_turned,
+    p_angle, s_angle, p_before, p_phase, p_q, s_q, p_q_turned, p_k, s_k, p_k_turned, p_v, s_v, p_v_turned,
     T, ROWS, TURNS, TILES, PARTS, GROUP_Q, GROUP_K,
     D: tl.constexpr, VALUES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_r, i_part, i_b, token, channel, mask = _place(T, TURNS, PARTS, D, BT, BD)
     i_row = tl.minimum(i_b, ROWS - 1)  # of angles, which rows of the batch may share
-    p_angle += i_row * s_ab + i_r * s_ah
-    b_angle = tl.load(p_angle + token[:, None] * s_at + channel[None, :], mask=mask, other=0.0)
+    s_b, s_t, s_h = s_angle
+    p_angle += i_row * s_b + i_r * s_h
+    b_angle = tl.load(p_angle + token[:, None] * s_t + channel[None, :], mask=mask, other=0.0)
     p_before += ((i_row * TILES + i_tile) * TURNS + i_r) * (D // 2)
     b_before = tl.load(p_before + channel, mask=channel < D // 2, other=0)
     b_sum = tl.cumsum(_fixed(b_angle), 0) + b_before[None, :]
@@ -145,16 +147,16 @@ def _turn_by_steps(
         tl.store(p_phase + phase, b_phase, mask=mask)
     b_cos, b_sin = _cos_sin(b_phase)
     _turn_heads(
-        p_q, s_qb, s_qt, s_qh, p_q_turned, p_q, GROUP_Q, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cos,
+        p_q, s_q, p_q_turned, p_q, GROUP_Q, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cos,
         T, TURNS, PARTS, D, False,
     )  # fmt: skip
     _turn_heads(
-        p_k, s_kb, s_kt, s_kh, p_k_turned, p_k, GROUP_K, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cos,
+        p_k, s_k, p_k_turned, p_k, GROUP_K, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cos,
         T, TURNS, PARTS, D, False,
     )  # fmt: skip
     if VALUES:
         _turn_heads(
-            p_v, s_vb, s_vt, s_vh, p_v_turned, p_v, GROUP_K, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin,
+            p_v, s_v, p_v_turned, p_v, GROUP_K, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin,
             b_cos, T, TURNS, PARTS, D, False,
         )  # fmt: skip
 
@@ -162,7 +164,7 @@ def _turn_by_steps(
 @triton.jit
 def _turn_by_phase(
     p_phase, p_grad_phase, p_gradient, p_total,
-    p_x0, s_0b, s_0t, s_0h, p_y0, p_z0, p_x1, s_1b, s_1t, s_1h, p_y1, p_z1, p_x2, s_2b, s_2t, s_2h, p_y2, p_z2,
+    p_x0, s_0, p_y0, p_z0, p_x1, s_1, p_y1, p_z1, p_x2, s_2, p_y2, p_z2,
     T, BATCH, ROWS, TURNS, TILES, PARTS, GROUP_0, GROUP_1, GROUP_2,
     D: tl.constexpr, COUNT: tl.constexpr, SIGN: tl.constexpr,
     CROSS: tl.constexpr, PHASE_USED: tl.constexpr, TOTALS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -175,17 +177,17 @@ def _turn_by_phase(
     b_cross = tl.zeros([BT, BD], tl.float32)
     if COUNT > 0:
         b_cross = _turn_heads(
-            p_x0, s_0b, s_0t, s_0h, p_y0, p_z0, GROUP_0, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cross,
+            p_x0, s_0, p_y0, p_z0, GROUP_0, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cross,
             T, TURNS, PARTS, D, CROSS,
         )  # fmt: skip
     if COUNT > 1:
         b_cross = _turn_heads(
-            p_x1, s_1b, s_1t, s_1h, p_y1, p_z1, GROUP_1, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cross,
+            p_x1, s_1, p_y1, p_z1, GROUP_1, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cross,
             T, TURNS, PARTS, D, CROSS,
         )  # fmt: skip
     if COUNT > 2:
         b_cross = _turn_heads(
-            p_x2, s_2b, s_2t, s_2h, p_y2, p_z2, GROUP_2, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cross,
+            p_x2, s_2, p_y2, p_z2, GROUP_2, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cross,
             T, TURNS, PARTS, D, CROSS,
         )  # fmt: skip
     if CROSS:
@@ -247,12 +249,12 @@ def _turn(q: Tensor, k: Tensor, v: Tensor | None, angles: Tensor) -> tuple[Tenso
     before = torch.empty(rows, grid.along, turns, pairs, dtype=torch.int64, device=q.device)
     with torch.cuda.device_of(q):
         _step_totals[(grid.along * turns, rows)](
-            angles, *angles.stride()[:3], before, T, turns, grid.along, D=D, BT=grid.BT, BD=grid.BD, num_warps=WARPS
+            angles, *strides(angles), before, T, turns, grid.along, D=D, BT=grid.BT, BD=grid.BD, num_warps=WARPS
         )
         _sum_before(before, reverse=False)
         _turn_by_steps[(grid.along * turns * grid.parts, B)](
-            angles, *angles.stride()[:3], before, phase,
-            q, *q.stride()[:3], q_turned, k, *k.stride()[:3], k_turned, values, *values.stride()[:3], v_turned,
+            angles, *strides(angles), before, phase,
+            q, *strides(q), q_turned, k, *strides(k), k_turned, values, *strides(values), v_turned,
             T, rows, turns, grid.along, grid.parts, q.shape[2] // turns, k.shape[2] // turns,
             D=D, VALUES=v is not None, BT=grid.BT, BD=grid.BD, num_warps=WARPS,
         )  # fmt: skip
@@ -289,9 +291,9 @@ def _by_phase(
     for i in range(3):
         if i < len(tensors):
             partner = inputs[i].contiguous() if inputs else phase
-            arguments += [tensors[i], *tensors[i].stride()[:3], outputs[i], partner]
+            arguments += [tensors[i], *strides(tensors[i]), outputs[i], partner]
         else:
-            arguments += [phase, 0, 0, 0, phase, phase]
+            arguments += [phase, (0, 0, 0), phase, phase]
     groups = [x.shape[2] // turns for x in tensors]
     with torch.cuda.device_of(phase):
         _turn_by_phase[(grid.along * turns * grid.parts, B)](

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2E = 1.4426950408889634
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -46,6 +48,11 @@ def padded(width: int) -> int:
 def warps_for(width: int) -> int:
     """Warps of programs that multiply or add up whole (D, D) matrices: as many as keep them in registers."""
     return 4 if padded(width) == 64 else 8
+
+
+def strides(*tensors: Tensor) -> Iterator[tuple[int, ...]]:
+    """Of each tensor the strides of all dimensions but the last, which is 1: kernels take them as one argument."""
+    return (x.stride()[:-1] for x in tensors)
 
 
 @triton.jit

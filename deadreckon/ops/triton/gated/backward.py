@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.forward import document_of
-from deadreckon.ops.triton.gated.launch import Documents, Launch, Pairs, Reach, Sums, strides
-from deadreckon.ops.triton.tiles import LOG2E, load_columns, load_rows, store_rows
+from deadreckon.ops.triton.gated.forward import first_keys, query_tile
+from deadreckon.ops.triton.gated.launch import Documents, Launch, Pairs, Reach, Sums
+from deadreckon.ops.triton.tiles import LOG2E, load_columns, load_rows, store_rows, strides
 
 
 @triton.jit
@@ -60,20 +60,11 @@ def _query_gradients(
     s_ob, s_oh, s_og, s_op, s_or = s_o
     s_lb, s_lh, s_lg, s_lp, s_lr = s_l
     s_xb, s_xh, s_xg, s_xp, s_xr = s_dq
-    i_tile, i_head, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
-    i_n, i_g = i_head // GROUP, i_head % GROUP
-    i_b, i_h, i_c = i_n // HEADS, i_n % HEADS, i_n * GATES + i_g % GATES
-    origin_k = start + i_pair * (left + right)
-    origin_q = origin_k + left
-    if CAUSAL:
-        first_row = (TILES - 1 - i_tile) * BM
-        whole, keys = first_row, tl.minimum(first_row + BM, ROWS)
-    else:
-        first_row = i_tile * BM
-        whole, keys = KEYS // BN * BN, KEYS
+    i_b, i_h, i_g, i_c, i_pair, origin_k, origin_q, first_row, whole, keys = query_tile(
+        ROWS, KEYS, TILES, HEADS, GROUP, GATES, start, left, right, BM, BN, CAUSAL
+    )
     row = first_row + tl.arange(0, BM)
     m_row = row < ROWS
-    i_pair = i_pair.to(tl.int64)
     p_q += i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair * s_qp
     p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp
     p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
@@ -89,13 +80,10 @@ def _query_gradients(
     if GATED:
         reference = tl.load(p_edge + (origin_q + first_row) // 64)
         b_row_shift += (tl.load(p_edge + (origin_q + row) // 64, mask=m_row, other=0.0) - reference).to(tl.float32)
-    begin = 0
-    if PRUNED:
-        reached = tl.load(p_first + i_c * BLOCKS + (origin_q + first_row) // 64)
-        begin = tl.minimum(tl.maximum(reached - origin_k, 0), whole)
-    b_start, inner = row, begin  # keys from `inner` on are of the same document as all rows
+    b_start, begin, inner = first_keys(
+        p_first + i_c * BLOCKS, p_start, origin_q, origin_k, first_row, row, ROWS, whole, BN, PRUNED, PACKED
+    )
     if PACKED:
-        b_start, begin, inner = document_of(p_start, origin_q, origin_k, first_row, row, ROWS, begin, whole, BN)
         if not CAUSAL:
             if begin >= keys:  # no row sees any of these keys, and nothing reads this gradient
                 return
@@ -256,7 +244,7 @@ def flash_backward(
     """
     launch = Launch(q, k, v, sums, pairs, reach, documents)
     inputs = (*strides(q, k, v, grad), delta.stride())
-    first, last = (delta, delta) if reach is None else reach
+    first, last = (delta, delta) if reach is None else (reach.first, reach.last)
     start, end = (delta, delta) if documents is None else documents
     launch(
         _query_gradients, "queries", q, k, v, grad, grad_q, by_query, delta, row_shift, *launch.gates, first, start,

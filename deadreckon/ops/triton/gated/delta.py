@@ -8,16 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import Sums
-from deadreckon.ops.triton.tiles import padded, place_of
+from deadreckon.ops.triton.tiles import padded, place_of, strides
 
 
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS", "GATES"])
 def _prepare(
     p_out, p_grad, p_lse, p_left, p_out_to, p_grad_to, p_delta, p_row_shift,
-    s_ob, s_ot, s_oh, s_gb, s_gt, s_gh, s_x, s_l, first, T, TILES, HEADS, GROUP, GATES,
+    s_o, s_g, s_x, s_l, first, T, TILES, HEADS, GROUP, GATES,
     E: tl.constexpr, BE: tl.constexpr, GATED: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Output and its gradient, (B, T, Hq, E) -> (N, T, G, E); δ = o · do; −lse (base 2) with the row's gates."""
+    s_ob, s_ot, s_oh = s_o
+    s_gb, s_gt, s_gh = s_g
     i_g, i_tile, i_n = place_of(GROUP, TILES)
     i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
     i_hq = i_h * GROUP + i_g
@@ -60,7 +62,7 @@ def prepare(
     gates = 1 if sums is None else sums.left.shape[1] * heads
     _prepare[(count * tokens // 64 * group,)](
         out, grad, lse, lse if sums is None else sums.left, *(copies or (out, out)), delta, row_shift,
-        *out.stride()[:3], *grad.stride()[:3], 0 if copies is None else copies[0].stride(0), lse.stride(0), first,
+        *strides(out, grad), 0 if copies is None else copies[0].stride(0), lse.stride(0), first,
         out.shape[1], tokens // 64, heads, group, gates,
         E=width, BE=padded(width), GATED=sums is not None, COPY=copies is not None,
     )  # fmt: skip

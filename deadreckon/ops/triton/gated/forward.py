@@ -9,19 +9,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.launch import Documents, Launch, Pairs, Reach, Sums, strides
-from deadreckon.ops.triton.tiles import LOG2E, load_columns, load_rows, poison_of, store_rows, zeroed
+from deadreckon.ops.triton.gated.launch import Documents, Launch, Pairs, Reach, Sums
+from deadreckon.ops.triton.tiles import LOG2E, load_columns, load_rows, poison_of, store_rows, strides, zeroed
 
 
 @triton.jit
-def document_of(p_start, origin_q, origin_k, first_row, row, rows, begin, whole, BN: tl.constexpr):
-    """Where the documents of a tile's rows start; the first key that any row sees, and the first that all rows see."""
-    last_row = tl.minimum(first_row + row.shape[0], rows) - 1
-    b_start = tl.load(p_start + origin_q + tl.minimum(row, last_row)) - origin_k
-    oldest = tl.load(p_start + origin_q + first_row) - origin_k
-    youngest = tl.load(p_start + origin_q + last_row) - origin_k
-    begin = tl.minimum(tl.maximum(begin, oldest // BN * BN), whole)
-    return b_start, begin, tl.minimum(tl.maximum(begin, (youngest + BN - 1) // BN * BN), whole)
+def query_tile(
+    ROWS, KEYS, TILES, HEADS, GROUP, GATES, start, left, right,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """This program's tile of queries: its row of the batch, key head, query of a group, gates and pair of blocks; where
+    the blocks of keys and queries begin in the sequence; its first row, the keys that all rows see, and all keys."""
+    i_tile, i_head, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
+    i_n, i_g = i_head // GROUP, i_head % GROUP
+    origin_k = start + i_pair * (left + right)
+    if CAUSAL:
+        first_row = (TILES - 1 - i_tile) * BM  # the longest rows first
+        whole, keys = first_row, tl.minimum(first_row + BM, ROWS)
+    else:
+        first_row = i_tile * BM
+        whole, keys = KEYS // BN * BN, KEYS
+    i_c = i_n * GATES + i_g % GATES
+    origin_q = origin_k + left
+    return i_n // HEADS, i_n % HEADS, i_g, i_c, i_pair.to(tl.int64), origin_k, origin_q, first_row, whole, keys
+
+
+@triton.jit
+def first_keys(
+    p_first, p_start, origin_q, origin_k, first_row, row, rows, whole,
+    BN: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Where the documents of a tile's rows start; the first key that any row sees or gates leave to any, and the first
+    from which on keys are of the same document as all rows."""
+    begin = 0
+    if PRUNED:
+        reached = tl.load(p_first + (origin_q + first_row) // 64)
+        begin = tl.minimum(tl.maximum(reached - origin_k, 0), whole)
+    b_start, inner = row, begin
+    if PACKED:
+        last_row = tl.minimum(first_row + row.shape[0], rows) - 1
+        b_start = tl.load(p_start + origin_q + tl.minimum(row, last_row)) - origin_k
+        oldest = tl.load(p_start + origin_q + first_row) - origin_k
+        youngest = tl.load(p_start + origin_q + last_row) - origin_k
+        begin = tl.minimum(tl.maximum(begin, oldest // BN * BN), whole)
+        inner = tl.minimum(tl.maximum(begin, (youngest + BN - 1) // BN * BN), whole)
+    return b_start, begin, inner
 
 
 @triton.jit
@@ -76,33 +108,22 @@ def _forward(
     s_vb, s_vh, s_vp, s_vr = s_v
     s_ob, s_oh, s_og, s_op, s_or = s_o
     s_lb, s_lh, s_lg, s_lp, s_lr = s_l
-    i_tile, i_head, i_pair = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1)
-    i_n, i_g = i_head // GROUP, i_head % GROUP
-    i_b, i_h, i_c = i_n // HEADS, i_n % HEADS, i_n * GATES + i_g % GATES
-    origin_k = start + i_pair * (left + right)  # in the sequence
-    origin_q = origin_k + left
-    if CAUSAL:
-        first_row = (TILES - 1 - i_tile) * BM  # the longest rows first
-        whole, keys = first_row, tl.minimum(first_row + BM, ROWS)
-    else:
-        first_row = i_tile * BM
-        whole, keys = KEYS // BN * BN, KEYS
+    i_b, i_h, i_g, i_c, i_pair, origin_k, origin_q, first_row, whole, keys = query_tile(
+        ROWS, KEYS, TILES, HEADS, GROUP, GATES, start, left, right, BM, BN, CAUSAL
+    )
     row = first_row + tl.arange(0, BM)
     m_row = row < ROWS
-    p_q += i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair.to(tl.int64) * s_qp
-    p_k += i_b * s_kb + i_h * s_kh + i_pair.to(tl.int64) * s_kp
-    p_v += i_b * s_vb + i_h * s_vh + i_pair.to(tl.int64) * s_vp
+    p_q += i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair * s_qp
+    p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp
+    p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
     b_q = load_rows(p_q, row, s_qr, tl.arange(0, BD), m_row, D, BD)
     p_left += i_c * BLOCKS * 64
     p_edge += i_c * BLOCKS
     reference = tl.load(p_edge + (origin_q + first_row) // 64) if GATED else 0.0
-    begin = 0
-    if PRUNED:
-        reached = tl.load(p_first + i_c * BLOCKS + (origin_q + first_row) // 64)
-        begin = tl.minimum(tl.maximum(reached - origin_k, 0), whole)
-    b_start, inner = row, begin  # keys from `inner` on are of the same document as all rows
+    b_start, begin, inner = first_keys(
+        p_first + i_c * BLOCKS, p_start, origin_q, origin_k, first_row, row, ROWS, whole, BN, PRUNED, PACKED
+    )
     if PACKED:
-        b_start, begin, inner = document_of(p_start, origin_q, origin_k, first_row, row, ROWS, begin, whole, BN)
         if not CAUSAL:
             if begin >= keys:  # no row sees any of these keys, and nothing reads this output
                 return
@@ -129,9 +150,9 @@ def _forward(
         token = origin_q + row
         edge = tl.load(p_edge + token // 64, mask=m_row, other=0.0)
         b_lse += (edge - reference).to(tl.float32) - tl.load(p_left + token, mask=m_row, other=0.0)
-    p_o += i_b * s_ob + i_h * s_oh + i_g * s_og + i_pair.to(tl.int64) * s_op
+    p_o += i_b * s_ob + i_h * s_oh + i_g * s_og + i_pair * s_op
     store_rows(p_o, row, s_or, tl.arange(0, BE), m_row, b_acc / b_sum[:, None], E)
-    p_lse += i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair.to(tl.int64) * s_lp
+    p_lse += i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair * s_lp
     tl.store(p_lse + row.to(tl.int64) * s_lr, b_lse * 0.6931471805599453, mask=m_row)
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import EDGE, Reach, Sums
-from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded
+from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded, strides
 
 PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
@@ -59,7 +59,8 @@ def gate_sums(log_gate: Tensor, heads: int) -> Sums:
 
 
 @triton.jit(do_not_specialize=["T", "TILES", "HEADS"])
-def _longest(p_x, p_out, s_b, s_t, s_h, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
+def _longest(p_x, p_out, s_x, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
+    s_b, s_t, s_h = s_x
     pid = tl.program_id(0)
     i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
     row = i_tile * 64 + tl.arange(0, 64)
@@ -76,7 +77,7 @@ def longest(x: Tensor) -> Tensor:
     tiles = ceil_div(length, 64)
     squares = x.new_empty(batch, heads, tiles, dtype=torch.float32)
     _longest[(batch * heads * tiles,)](
-        x, squares, *x.stride()[:3], length, tiles, heads, W=width, BW=padded(width), num_warps=4
+        x, squares, *strides(x), length, tiles, heads, W=width, BW=padded(width), num_warps=4
     )
     return squares.amax(2).sqrt()
 
@@ -118,19 +119,26 @@ def reach_within(
     first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
     block = torch.arange(first.shape[2], device=first.device, dtype=torch.int32).expand_as(first).contiguous()
     last = torch.searchsorted(first, block, right=True, out_int32=True)
-    return Reach(first * EDGE, last * EDGE)
+    return Reach(torch.stack([first, last]) * EDGE)
 
 
-def pruned(k: Tensor) -> bool:
-    """Whether gates are asked what they leave in reach."""
-    return k.shape[1] >= PRUNED
+def pruned(k: Tensor, log_gate: Tensor | None) -> bool:
+    """Whether gates are asked what they leave in reach: always while a tracer's length stands for any."""
+    return log_gate is not None and (isinstance(k.shape[1], torch.SymInt) or k.shape[1] >= PRUNED)
 
 
-def room_for_reach(k: Tensor, log_gate: Tensor | None) -> Reach:
-    """As `reach_of` has it, or empty where nothing is pruned."""
-    batch, length, heads, _ = k.shape
-    gates, blocks = (heads, 0) if log_gate is None else (log_gate.shape[2], -(-length // EDGE) if pruned(k) else 0)
-    return Reach(*(k.new_empty(batch * heads, gates // heads, blocks, dtype=torch.int32) for _ in range(2)))
+def room_for_reach(k: Tensor, log_gate: Tensor | None, prune: bool) -> Tensor:
+    """As operators return it, in one dimension, which is never 1; empty where nothing is pruned."""
+    blocks = k.shape[0] * log_gate.shape[2] * -(-k.shape[1] // EDGE) if prune and log_gate is not None else 0
+    return k.new_empty(2 * blocks, dtype=torch.int32)
+
+
+def reach_in(room: Tensor, k: Tensor, log_gate: Tensor | None) -> Reach | None:
+    """What an operator returned, as a view; None where nothing is pruned."""
+    if log_gate is None or not room.numel():
+        return None
+    batch, _, heads, _ = k.shape
+    return Reach(room.view(2, batch * heads, log_gate.shape[2] // heads, -1))
 
 
 def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int) -> Tensor:

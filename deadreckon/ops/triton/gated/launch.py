@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +43,17 @@ class Sums(NamedTuple):
 class Reach(NamedTuple):
     """The keys and queries that can still matter to each other through the gates, by block of 64 tokens; both rise."""
 
-    first: Tensor  # (B·H, 1 | G, blocks) int32: the first key that queries of this block or a later one may need
-    last: Tensor  # (B·H, 1 | G, blocks) int32: the end of the queries that may need keys up to this block
+    both: Tensor  # (2, B·H, 1 | G, blocks) int32
+
+    @property
+    def first(self) -> Tensor:
+        """(B·H, 1 | G, blocks): the first key that queries of this block or a later one may need."""
+        return self.both[0]
+
+    @property
+    def last(self) -> Tensor:
+        """(B·H, 1 | G, blocks): the end of the queries that may need keys up to this block."""
+        return self.both[1]
 
 
 class Documents(NamedTuple):
@@ -112,8 +120,3 @@ class Launch:
             *arguments, self.rows, self.keys, tiles, *self.sizes,
             **self.flags, BM=rows, BN=columns, **tiling.options,
         )  # fmt: skip
-
-
-def strides(*tensors: Tensor) -> Iterator[tuple[int, ...]]:
-    """Of each tensor the strides of all dimensions but the last, which is 1."""
-    return (x.stride()[:-1] for x in tensors)

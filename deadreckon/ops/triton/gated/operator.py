@@ -25,17 +25,25 @@ from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.gated.backward import flash_backward
 from deadreckon.ops.triton.gated.delta import prepare
 from deadreckon.ops.triton.gated.forward import flash_forward
-from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, pruned, reach_of, reach_within, room_for_reach
-from deadreckon.ops.triton.gated.launch import EDGE, Documents, Reach, documents_of
+from deadreckon.ops.triton.gated.gates import (
+    gate_gradient,
+    gate_sums,
+    pruned,
+    reach_in,
+    reach_of,
+    reach_within,
+    room_for_reach,
+)
+from deadreckon.ops.triton.gated.launch import EDGE, Documents, documents_of
 from deadreckon.ops.triton.operators import gradients_for, results, save
 from deadreckon.ops.triton.tiles import LOG2E
 
 
 @torch.library.custom_op("deadreckon::gated", mutates_args=())
 def gated_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Softmax attention with forget gates, or packed, or both.
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, prune: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention with forget gates, or packed, or both; `prune`: gates are asked what they leave in reach.
 
     Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what is in reach.
     """
@@ -45,12 +53,12 @@ def gated_forward(
         sums = reach = None
         if log_gate is not None:
             sums = gate_sums(log_gate, heads)  # 1
-            reach = reach_of(q, k, log_gate, sums.edge, scale) if pruned(k) else None  # 2
+            reach = reach_of(q, k, log_gate, sums.edge, scale) if prune else None  # 2
         flash_forward(  # 3
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
             reach=reach, documents=_documents(cu_seqlens, q),
         )  # fmt: skip
-    return out, lse, *(reach or room_for_reach(k, None if reach is None else log_gate))
+    return out, lse, room_for_reach(k, None, prune) if reach is None else reach.both.view(-1)
 
 
 def _documents(cu_seqlens: Tensor | None, q: Tensor) -> Documents | None:
@@ -74,15 +82,15 @@ def _statistic(x: Tensor, k: Tensor) -> Tensor:
 
 @gated_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *results(q, k, v), *room_for_reach(k, log_gate if pruned(k) else None)
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, prune: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *results(q, k, v), room_for_reach(k, log_gate, prune)
 
 
 @torch.library.custom_op("deadreckon::gated_backward", mutates_args=())
 def gated_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, out: Tensor,
-    lse: Tensor, first: Tensor, last: Tensor, scale: float,
+    lse: Tensor, reach: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and, if there is one, log_gate."""
     heads = k.shape[2]
@@ -96,7 +104,7 @@ def gated_backward(
         flash_backward(  # 3
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
             _statistic(row_shift, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v),
-            _statistic(by_query, k), by_key, reach=Reach(first, last) if first.numel() else None,
+            _statistic(by_query, k), by_key, reach=reach_in(reach, k, log_gate),
             documents=_documents(cu_seqlens, q),
         )  # fmt: skip
     if log_gate is None:
@@ -107,24 +115,29 @@ def gated_backward(
 @gated_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, out: Tensor,
-    lse: Tensor, first: Tensor, last: Tensor, scale: float,
+    lse: Tensor, reach: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     return gradients_for(q, k, v, *([] if log_gate is None else [log_gate]))
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     gradients = gated_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*gradients, *(None,) * (6 - len(gradients)))
+    return (*gradients, *(None,) * (7 - len(gradients)))
 
 
-gated_forward.register_autograd(_gradients, setup_context=save)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, _, scale = inputs
+    save(ctx, (*tensors, scale), output)
+
+
+gated_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def attend_gated(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, scale: float
 ) -> Tensor:
     """q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E), log_gate (B, T, H or Hq) -> (B, T, Hq, E)."""
-    return gated_forward(q, k, v, log_gate, cu_seqlens, scale)[0]
+    return gated_forward(q, k, v, log_gate, cu_seqlens, pruned(k, log_gate), scale)[0]
 
 
 def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, scale: float) -> float:
@@ -134,6 +147,6 @@ def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, scale: float) -> floa
     edge = log_gate.double().clamp(min=-1e4).cumsum(1)[:, ends] * LOG2E  # (B, blocks, Hc)
     edge = edge.transpose(1, 2).reshape(batch * heads, -1, len(ends))
     longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(1) for x in (q, k))
-    first, _ = reach_within(scale * longest_q, longest_k, log_gate, edge, q.dtype)
+    first = reach_within(scale * longest_q, longest_k, log_gate, edge, q.dtype).first
     blocks = torch.arange(1, len(ends) + 1, device=q.device)
     return float((blocks - first // EDGE).double().mean() / blocks.double().mean())

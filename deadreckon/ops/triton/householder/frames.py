@@ -26,33 +26,48 @@ class Frames(NamedTuple):
     def room(cls, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Frames:
         """Room for those of leaves, of so many key heads of q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E)."""
         leaves, width = ceil_div(k.shape[1], LEAF), k.shape[3]
-        tokens, group = leaves * LEAF, q.shape[2] // k.shape[2]
-        return cls(
-            buffer(q, heads, tokens, group, width), buffer(q, heads, tokens, width),
-            buffer(q, heads, tokens, v.shape[3]), q.new_empty(heads, leaves, width, width, dtype=torch.float32),
-        )  # fmt: skip
+        return cls(*_rows(q, k, v, heads), q.new_empty(heads, leaves, width, width, dtype=torch.float32))
 
 
 class Saved(NamedTuple):
-    """What the forward pass saves of leaves for the backward pass, all heads: recomputing it costs as much again."""
+    """What the forward pass saves of leaves for the backward pass, all heads: recomputing it costs as much again.
 
-    queries: Tensor  # see `Frames`; empty where one leaf is all there is
+    Shapes do not depend on a branch, and no size can be one in some lengths alone: a tracer's length stands for any.
+    """
+
+    queries: Tensor  # see `Frames`; these four are not written to where one leaf is all there is
     keys: Tensor
     values: Tensor
-    products: Tensor
-    inverse: Tensor  # (N, leaves, 64, 64): M⁻¹ of `leaf.py`
+    products: Tensor  # (N, leaves · D, D) float32
+    inverse: Tensor  # (N, leaves · 64, 64): M⁻¹ of `leaf.py`
 
     @classmethod
     def room(cls, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         """To be written to."""
-        heads, leaves = k.shape[0] * k.shape[2], ceil_div(k.shape[1], LEAF)
-        inverse = q.new_empty(heads, leaves, LEAF, LEAF)
-        return cls(*Frames.room(q, k, v, heads), inverse) if leaves > 1 else cls.nothing(q)._replace(inverse=inverse)
+        heads, leaves, width = k.shape[0] * k.shape[2], ceil_div(k.shape[1], LEAF), k.shape[3]
+        products = q.new_empty(heads, leaves * width, width, dtype=torch.float32)
+        return cls(*_rows(q, k, v, heads), products, q.new_empty(heads, leaves * LEAF, LEAF))
 
     @classmethod
     def nothing(cls, q: Tensor) -> Saved:
         """Where there will be no backward pass."""
         return cls(*(q.new_empty(0) for _ in range(5)))
+
+    def frames(self, heads: slice) -> Frames:
+        """Views of those of some heads."""
+        products = self.products[heads].unflatten(1, (-1, self.products.shape[2]))
+        return Frames(self.queries[heads], self.keys[heads], self.values[heads], products)
+
+    def inverses(self, heads: slice) -> Tensor:
+        """A view (n, leaves, 64, 64) of those of some heads."""
+        return self.inverse[heads].unflatten(1, (-1, LEAF))
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for queries, keys and values of so many key heads, padded to whole leaves."""
+    tokens, group = ceil_div(k.shape[1], LEAF) * LEAF, q.shape[2] // k.shape[2]
+    queries = buffer(q, heads, tokens, group, k.shape[3])
+    return queries, buffer(q, heads, tokens, k.shape[3]), buffer(q, heads, tokens, v.shape[3])
 
 
 class Back(NamedTuple):

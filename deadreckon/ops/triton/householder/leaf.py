@@ -42,6 +42,7 @@ from deadreckon.ops.triton.tiles import (
     padded,
     poison_of,
     store_tile,
+    strides,
     zeroed,
 )
 
@@ -68,31 +69,38 @@ def unit_lower_inverse(b_l, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _place(LEAVES):
-    """This program's leaf and head. Heads go first: those of a token lie side by side in memory."""
+def _leaf(p_start, first, LEAVES, HEADS, PACKED: tl.constexpr):
+    """This program's leaf, head (of those taken; row of the batch, key head), rows and tokens; three (64, 64) masks.
+
+    Heads go first: those of a token lie side by side in memory.
+    """
     taken = tl.num_programs(0) // LEAVES
-    return tl.program_id(0) // taken, (tl.program_id(0) % taken).to(tl.int64)
-
-
-@triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
-def _leaf_forward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_frame_q, p_frame_k, p_values, p_products, p_inverse,
-    p_out, p_lse, scale2, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
-    s_fq, s_fk, s_fv, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
-    GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    i_leaf, i_n = _place(LEAVES)
-    i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
+    i_leaf, i_n = tl.program_id(0) // taken, (tl.program_id(0) % taken).to(tl.int64)
     i_row = tl.arange(0, 64)
     token = i_leaf.to(tl.int64) * 64 + i_row
-    m_token = token < T
-    channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
     lower = i_row[:, None] >= i_row[None, :]
     strict = i_row[:, None] > i_row[None, :]
     visible = lower
     if PACKED:  # routes into another document are computed with the others, and nobody looks
         visible = lower & (tl.load(p_start + token)[:, None] <= token[None, :])
+    return i_leaf, i_n, (i_n + first) // HEADS, (i_n + first) % HEADS, i_row, token, lower, strict, visible
+
+
+@triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
+def _leaf_forward(
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_frame_q, p_frame_k, p_values, p_products, p_inverse,
+    p_out, p_lse, scale2, s_q, s_k, s_v, s_w, s_bb, s_bt, s_bh, s_fq, s_fk, s_fv, s_fo, s_fl,
+    first, T, LEAVES, HEADS, GROUP, GATES,
+    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    s_qb, s_qt, s_qh = s_q
+    s_kb, s_kt, s_kh = s_k
+    s_vb, s_vt, s_vh = s_v
+    s_wb, s_wt, s_wh = s_w
+    i_leaf, i_n, i_b, i_h, i_row, token, lower, strict, visible = _leaf(p_start, first, LEAVES, HEADS, PACKED)
+    m_token = token < T
+    channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
     b_w = load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, channel, m_token, D, BD)
     b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
     b_beta = tl.load(p_beta + i_b * s_bb + i_h * s_bh + token * s_bt, mask=m_token, other=0.0).to(tl.float32)
@@ -170,23 +178,18 @@ def sum_runs(
 def _leaf_backward(
     p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_inverse, p_do, p_delta, p_row_shift, p_by_query, p_by_key,
     p_frame_dq, p_frame_dk, p_dp, runs, places, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_wb, s_wt, s_wh, s_bb, s_bt, s_bh,
-    s_fq, s_fk, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
+    s_q, s_k, s_v, s_w, s_bb, s_bt, s_bh, s_fq, s_fk, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    i_leaf, i_n = _place(LEAVES)
-    i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
-    i_row = tl.arange(0, 64)
-    token = i_leaf.to(tl.int64) * 64 + i_row
+    s_qb, s_qt, s_qh = s_q
+    s_kb, s_kt, s_kh = s_k
+    s_vb, s_vt, s_vh = s_v
+    s_wb, s_wt, s_wh = s_w
+    i_leaf, i_n, i_b, i_h, i_row, token, lower, strict, visible = _leaf(p_start, first, LEAVES, HEADS, PACKED)
     m_token = token < T
     channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
     m_to = m_token[:, None] & (channel < D)[None, :]
-    lower = i_row[:, None] >= i_row[None, :]
-    strict = i_row[:, None] > i_row[None, :]
-    visible = lower
-    if PACKED:
-        visible = lower & (tl.load(p_start + token)[:, None] <= token[None, :])
     square = i_row[:, None] * 64 + i_row[None, :]
     b_dv = sum_runs(
         tl.zeros([64, BE], tl.float32), runs, places, p_end, i_n, i_leaf, i_row, value_channel, E, BE, RUNS, PACKED
@@ -309,8 +312,9 @@ class Leaves(NamedTuple):
         left = self.beta if self.sums is None else self.sums.left
         return self.q, self.k, self.v, self.w, self.beta, left, *(self.documents or (left, left))
 
-    def _strides(self) -> tuple[int, ...]:
-        return tuple(size for x in (self.q, self.k, self.v, self.w) for size in x.stride()[:3]) + self.beta.stride()
+    def _strides(self) -> tuple[Any, ...]:
+        """Those of β are numbers, not a tuple: kernels are not to be compiled anew for each length."""
+        return *strides(self.q, self.k, self.v, self.w), *self.beta.stride()
 
     def _sizes(self) -> tuple[int, ...]:
         heads = self.k.shape[2]

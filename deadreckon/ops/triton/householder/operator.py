@@ -35,7 +35,15 @@ from torch import Tensor
 from deadreckon.ops.blockwise.runs import LEAF, Run, levels
 from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.gated.delta import prepare
-from deadreckon.ops.triton.gated.gates import gate_gradient, gate_sums, growth_of, pruned, reach_of, room_for_reach
+from deadreckon.ops.triton.gated.gates import (
+    gate_gradient,
+    gate_sums,
+    growth_of,
+    pruned,
+    reach_in,
+    reach_of,
+    room_for_reach,
+)
 from deadreckon.ops.triton.gated.launch import Reach, Sums, documents_of
 from deadreckon.ops.triton.householder.frames import Back, Frames, Place, Saved, buffer
 from deadreckon.ops.triton.householder.leaf import Leaves
@@ -143,26 +151,26 @@ def _head_slices(
         leaves = Leaves(q, k, v, w, beta, sums, documents, scale, first, end - first)
         frames = inverse = None
         if leaves.leaves > 1:
-            frames = Frames.room(q, k, v, end - first) if saved is None else Frames(*(x[part] for x in saved[:4]))
+            frames = Frames.room(q, k, v, end - first) if saved is None else saved.frames(part)
         if saved is not None:
-            inverse = saved.inverse[part]
+            inverse = saved.inverses(part)
         part_routes = Routes(
             None if sums is None else Sums(*(x[part] for x in sums)),
-            None if reach is None else Reach(*(x[part] for x in reach)), documents, scale,
+            None if reach is None else Reach(reach.both[:, part]), documents, scale,
         )  # fmt: skip
         yield part, Heads(leaves, part_routes, frames, inverse, list(levels(leaves.leaves * LEAF, WALK * LEAF)))
 
 
 def _routes(
     q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, scale: float,
-    reach: Reach | None = None,
+    prune: bool, reach: Reach | None = None,
 ) -> Routes:  # fmt: skip
     """Sums of gates, what they leave in reach (unless it is known), documents."""
     documents = None if cu_seqlens is None else documents_of(cu_seqlens, q.shape[1])
     if log_gate is None:
         return Routes(None, None, documents, scale)
     sums = gate_sums(log_gate, k.shape[2])
-    if reach is None and pruned(k):
+    if reach is None and prune:
         reach = reach_of(q, k, log_gate, sums.edge, scale, growth_of(w, beta))
     return Routes(sums, reach, documents, scale)
 
@@ -170,9 +178,9 @@ def _routes(
 @torch.library.custom_op("deadreckon::householder", mutates_args=())
 def householder_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention along Householder routes, gated or not, packed or not.
+    prune: bool, scale: float, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attention along Householder routes, gated or not, packed or not; `prune`: gates are asked what is in reach.
 
     Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what gates leave in reach, and :class:`Saved`, which is empty
     unless there will be a backward pass.
@@ -180,25 +188,26 @@ def householder_forward(
     out, lse = results(q, k, v)
     saved = Saved.room(q, k, v) if keep else None
     with torch.cuda.device_of(q):
-        routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale)
+        routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale, prune)
         for part, heads in _head_slices(q, k, v, w, beta, routes, lse, saved):
             _forward(heads, out, lse[part])
-    return out, lse, *(routes.reach or room_for_reach(k, None)), *(saved or Saved.nothing(q))
+    reach = room_for_reach(k, None, prune) if routes.reach is None else routes.reach.both.view(-1)
+    return out, lse, reach, *(saved or Saved.nothing(q))
 
 
 @householder_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
-    scale: float, keep: bool,
+    prune: bool, scale: float, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    reach = room_for_reach(k, log_gate if pruned(k) else None)
-    return *results(q, k, v), *reach, *(Saved.room(q, k, v) if keep else Saved.nothing(q))
+    saved = Saved.room(q, k, v) if keep else Saved.nothing(q)
+    return *results(q, k, v), room_for_reach(k, log_gate, prune), *saved
 
 
 @torch.library.custom_op("deadreckon::householder_backward", mutates_args=())
 def householder_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
-    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor,
+    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, reach: Tensor, queries: Tensor,
     keys: Tensor, values: Tensor, products: Tensor, inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta and, if there is one, log_gate."""
@@ -207,7 +216,7 @@ def householder_backward(
     saved = Saved(queries, keys, values, products, inverse)
     sides = []
     with torch.cuda.device_of(q):
-        routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale, Reach(first, last) if first.numel() else None)
+        routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale, False, reach_in(reach, k, log_gate))
         for part, heads in _head_slices(q, k, v, w, beta, routes, lse, saved):
             sides.append(_backward(heads, out, grad, lse[part], gradients))
     if log_gate is None:
@@ -219,19 +228,20 @@ def householder_backward(
 @householder_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
-    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, first: Tensor, last: Tensor, queries: Tensor,
+    cu_seqlens: Tensor | None, out: Tensor, lse: Tensor, reach: Tensor, queries: Tensor,
     keys: Tensor, values: Tensor, products: Tensor, inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     return gradients_for(q, k, v, w, beta, *([] if log_gate is None else [log_gate]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    save(ctx, inputs[:-1], output)
+    *tensors, _, scale, _ = inputs
+    save(ctx, (*tensors, scale), output)
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     gradients = householder_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return (*gradients, *(None,) * (9 - len(gradients)))
+    return (*gradients, *(None,) * (10 - len(gradients)))
 
 
 householder_forward.register_autograd(_gradients, setup_context=_save)
@@ -249,7 +259,7 @@ def attend_householder(
     """See :func:`deadreckon.attend`; log_gate (B, T, H or Hq) -> (B, T, Hq, E)."""
     inputs = q, k, v, directions(w), beta, log_gate, cu_seqlens
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return householder_forward(*inputs, scale, keep)[0]
+    return householder_forward(*inputs, pruned(k, log_gate), scale, keep)[0]
 
 
 def ascend(
@@ -262,7 +272,7 @@ def ascend(
     keys = k.new_empty(lse.shape[0], closed, k.shape[3])
     products, queries, running = list[Tensor](), list[Tensor](), None
     with torch.cuda.device_of(q):
-        routes = _routes(q, k, w, beta, log_gate, None, scale)
+        routes = _routes(q, k, w, beta, log_gate, None, scale, pruned(k, log_gate))
         for part, heads in _head_slices(q, k, v, w, beta, routes, lse, None):
             first_tokens = Closed(keys[part]) if closed else None
             top = _forward(heads, out, lse[part], first_tokens, to_top)

@@ -41,6 +41,15 @@ PASSED = WALK * (WALK - 1) // 2  # pairs of leaves in a block
 
 
 @triton.jit
+def _queries(GROUP, LEAVES, WALK: tl.constexpr):
+    """This program's query of a group, leaf and key head; its rows and their tokens; the first leaf of its block."""
+    pid = tl.program_id(0)
+    i_g, i_leaf, i_n = pid % GROUP, pid // GROUP % LEAVES, (pid // GROUP // LEAVES).to(tl.int64)
+    row = tl.arange(0, 64).to(tl.int64)
+    return i_g, i_leaf, i_n, row, i_leaf * 64 + row, i_leaf // WALK * WALK
+
+
+@triton.jit
 def _slot(i_n, i_leaf, walked, LEAVES, WALK: tl.constexpr):
     """Where the queries that walk past `walked` leaves of a block are kept."""
     i_block = i_n * ((LEAVES + WALK - 1) // WALK) + i_leaf // WALK
@@ -60,17 +69,13 @@ def _walk_forward(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, ONWARD: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    i_g, i_leaf, i_n = pid % GROUP, pid // GROUP % LEAVES, (pid // GROUP // LEAVES).to(tl.int64)
-    row = tl.arange(0, 64).to(tl.int64)
-    token = i_leaf * 64 + row
+    i_g, i_leaf, i_n, row, token, first = _queries(GROUP, LEAVES, WALK)
     p_k += i_n * s_k
     p_v += i_n * s_v
     p_products += i_n * LEAVES * D * D
     b_q = load_tile(p_q + i_n * s_q + i_g * D, token, GROUP * D, D, BD)
     p_at = p_lse + i_n * s_lse + token * GROUP + i_g
     p_out += i_n * s_out + i_g * E
-    first = i_leaf // WALK * WALK
     walked = i_leaf - first
     if BACK:
         p_passing += _slot(i_n, i_leaf, walked, LEAVES, WALK) * (GROUP * 64 * D) + i_g * 64 * D
@@ -119,14 +124,10 @@ def _walk_back(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, ONWARD: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    i_g, i_leaf, i_n = pid % GROUP, pid // GROUP % LEAVES, (pid // GROUP // LEAVES).to(tl.int64)
-    row = tl.arange(0, 64).to(tl.int64)
-    token = i_leaf * 64 + row
+    i_g, i_leaf, i_n, row, token, first = _queries(GROUP, LEAVES, WALK)
     p_k += i_n * s_k
     p_v += i_n * s_v
     p_products += i_n * LEAVES * D * D
-    first = i_leaf // WALK * WALK
     slot = GROUP * 64 * D
     i_slot = _slot(i_n, i_leaf, i_leaf - first, LEAVES, WALK)
     p_passing += i_slot * slot + i_g * 64 * D

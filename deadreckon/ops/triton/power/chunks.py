@@ -78,11 +78,6 @@ class Chunks:
         return tile, ceil_div(self.length, tile)
 
 
-def strides_by_head(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, head and token of x (B, T, H, channels)."""
-    return x.stride(0), x.stride(2), x.stride(1)
-
-
 def strides_by_group(x: Tensor, group: int) -> tuple[int, int, int, int]:
     """Strides of batch, key head, query head in its group and token of x (B, T, H G, channels)."""
     return x.stride(0), x.stride(2) * group, x.stride(2), x.stride(1)

@@ -106,29 +106,36 @@ def _by_batch(values: Tensor, moments: Tensor, chunks: Chunks) -> list[Tensor]:
     return [x.unflatten(0, (chunks.batch, chunks.heads)) for x in (values, moments)]
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, p: int, chunk: int, stateful: bool, final: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, p: int, chunk: int, states: bool, final: bool) -> list[Tensor]:
     """Empty tensors like those that the operator returns."""
     chunks, width = Chunks.of(q, k, chunk), state_width(k.shape[3], p)
     value_width = v.shape[3]
     out = q.new_empty(chunks.batch, chunks.length, q.shape[2], value_width)
     single = q.new_empty(0, dtype=torch.float32)
     inverse, unit = single.new_empty(chunks.query_heads, chunks.length), single.new_empty(chunks.key_heads)
-    shape = (chunks.key_heads, chunks.count) if stateful or chunks.count > 1 else None
-    values, moments = _state_like(single, shape, width, value_width)
     finals = _state_like(single, (chunks.batch, chunks.heads) if final else None, width, value_width)
-    return [out, *finals, inverse, unit, torch.empty_like(values, dtype=_working_dtype(q.dtype)), moments]
+    saved = [q.new_empty(0, dtype=_working_dtype(q.dtype)), single]
+    if states:
+        saved = [
+            empty.new_empty(chunks.key_heads, chunks.count * rows, columns)
+            for empty, rows, columns in zip(saved, (pairs_of(width) * 64, width), (value_width, width), strict=True)
+        ]
+    return [out, *finals, inverse, unit, *saved]
 
 
 @torch.library.custom_op("deadreckon::power", mutates_args=())
 def power_forward(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, values: Tensor | None, moments: Tensor | None,
-    p: int, chunk: int, final: bool,
+    p: int, chunk: int, states: bool, final: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Output (B, T, Hq, E) and final state; then what the backward pass needs: 1 / sums, units, and states.
 
-    `values` and `moments` are the initial state, or None. `chunk` is the tokens of a chunk; 0: all of them.
+    These have the rows of all chunks one after the other, (N, chunks · rows, E) and (N, chunks · U, U): a size that is
+    one in some lengths alone would cut what a tracer's length stands for.
+
+    `values` and `moments` are the initial state, or None. `chunk` is the tokens of a chunk; 0: all of them. `states`:
+    whether there are any before a chunk, from an initial state or a chunk before it.
     """
-    stateful = values is not None
     chunks, dtype = Chunks.of(q, k, chunk), _working_dtype(q.dtype)
     out = q.new_empty(chunks.batch, chunks.length, q.shape[2], v.shape[3])
     final_values, final_moments = _state_like(q, None, 0, 0)
@@ -139,19 +146,19 @@ def power_forward(
         scaled_q, _ = normalise(q, None, dtype)  # 1
         scaled_k, _ = normalise(k, unit, dtype)
         before = None
-        if stateful or final or chunks.count > 1:
+        if states or final:
             decays = decays_of(chunks, sums, q.device)
             initial = None
             if values is not None and moments is not None:
                 initial = _by_head(*rescaled(values, moments, unit, p))
             keys = transposed(state_channels(scaled_k, p), decays.fall)
-            states = write_states(chunks, keys, v, None, decays.whole, initial, reverse=False)  # 2
+            written = write_states(chunks, keys, v, None, decays.whole, initial, reverse=False)  # 2
             if final:
-                last = rescaled(states.final_values, states.final_moments, 1 / unit, p)
+                last = rescaled(written.final_values, written.final_moments, 1 / unit, p)
                 final_values, final_moments = _by_batch(*last, chunks)
-        if stateful or chunks.count > 1:
-            saved = [states.values, states.moments]
-            before = read(chunks, state_channels(scaled_q, p), _per_query(decays.rise, chunks), states, sums=True)  # 3
+        if states:
+            saved = [written.values.flatten(1, 2), written.moments.flatten(1, 2)]
+            before = read(chunks, state_channels(scaled_q, p), _per_query(decays.rise, chunks), written, sums=True)  # 3
         inverse = attend_within(chunks, scaled_q, scaled_k, v, sums, p, before, out)  # 4
     return [out, final_values, final_moments, inverse, unit, *saved]
 
@@ -159,9 +166,9 @@ def power_forward(
 @power_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, values: Tensor | None, moments: Tensor | None,
-    p: int, chunk: int, final: bool,
+    p: int, chunk: int, states: bool, final: bool,
 ) -> list[Tensor]:  # fmt: skip
-    return _results(q, k, v, p, chunk, values is not None, final)
+    return _results(q, k, v, p, chunk, states, final)
 
 
 class _StateGradients(NamedTuple):
@@ -191,6 +198,7 @@ def _state_gradients(
     later = write_states(chunks, transposed(state_q, factor), grad, delta, decays.whole, final, reverse=True)  # 2
     by_query, from_earlier, across = torch.zeros_like(inverse), None, None
     if values.numel():
+        values, moments = (x.unflatten(1, (chunks.count, -1)) for x in (values, moments))
         earlier = States(values, moments, values, moments, -1 if stateful else 0)
         wide, by_query = read_gradient(chunks, state_q, grad, delta, factor, earlier)  # 3
         from_earlier = state_channels_gradient(wide, q, p)
@@ -285,7 +293,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, log_gate, values, _, ctx.p, ctx.chunk, ctx.final = inputs
+    q, k, v, log_gate, values, _, ctx.p, ctx.chunk, _, ctx.final = inputs
     ctx.stateful = values is not None
     out, _, _, *saved = output
     ctx.save_for_backward(q, k, v, log_gate, out, *saved)
@@ -305,7 +313,7 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...
         ctx.p, ctx.chunk, ctx.stateful,
     )  # fmt: skip
     grad_initial = initial if ctx.stateful else (None, None)
-    return grad_q, grad_k, grad_v, None if log_gate is None else grad_gate, *grad_initial, None, None, None
+    return grad_q, grad_k, grad_v, None if log_gate is None else grad_gate, *grad_initial, None, None, None, None
 
 
 power_forward.register_autograd(_gradients, setup_context=_save)
@@ -344,5 +352,7 @@ def attend_power(
     q, k, v = (dense(x) for x in (q, k, v))
     initial = (None, None) if state is None else _symmetrised(state)
     chunk = chunk_for(state_width(k.shape[3], p)) if form == "chunked" else 0
-    out, values, moments, *_ = power_forward(q, k, v, log_gate, *initial, p, chunk, final)
+    # A tracer's length stands for any, and what the operator returns must not depend on a branch.
+    states = state is not None or (chunk > 0 and (isinstance(q.shape[1], torch.SymInt) or q.shape[1] > chunk))
+    out, values, moments, *_ = power_forward(q, k, v, log_gate, *initial, p, chunk, states, final)
     return out, _symmetrised(PowerState(values, moments)) if final else None

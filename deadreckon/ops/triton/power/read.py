@@ -96,10 +96,11 @@ def _row_of(a, b, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _read_gradient(
-    p_x, p_y, p_state, p_moments, p_factor, p_weight, p_out, p_dot, s_b, s_h, s_g, s_t,
+    p_x, p_y, p_state, p_moments, p_factor, p_weight, p_out, p_dot, s_y,
     T, CHUNK, CHUNKS, TILES, HEADS, GROUP, empty,
     D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, WEIGHTED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    s_b, s_h, s_g, s_t = s_y
     i_tile, i_part = tl.program_id(0) % TILES, tl.program_id(1)
     i_head = (tl.program_id(0) // TILES).to(tl.int64)
     i_n, i_g = i_head // GROUP, i_head % GROUP
@@ -165,7 +166,7 @@ def read_gradient(
     dots = x.new_empty(parts, heads, length, dtype=torch.float32)
     _read_gradient[(tiles * heads, parts)](
         x, y, states.values, states.moments, factor, x if weight is None else weight, out, dots,
-        *strides_by_group(y, group), length, chunks.size, chunks.count, tiles, chunks.heads, group, states.empty,
+        strides_by_group(y, group), length, chunks.size, chunks.count, tiles, chunks.heads, group, states.empty,
         D=width, E=value_width, BE=padded(value_width), BM=tile, WEIGHTED=weight is not None, DTYPE=DTYPES[x.dtype],
         **tiling.options,
     )  # fmt: skip

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import Sums
 from deadreckon.ops.triton.power.chunks import PADDING, Chunks
-from deadreckon.ops.triton.tiles import ceil_div, load_rows, padded, store_rows
+from deadreckon.ops.triton.tiles import ceil_div, load_rows, padded, store_rows, strides
 
 
 @triton.jit
 def _normalise(
-    p_x, p_unit, p_y, s_b, s_t, s_h, T, TILES, HEADS, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    p_x, p_unit, p_y, s_x, T, TILES, HEADS, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
     BY_ROW: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     row, channel = i_tile * BT + tl.arange(0, BT), tl.arange(0, BD)
     m_row = row < T
+    s_b, s_t, s_h = s_x
     p_x += (i_head // HEADS) * s_b + (i_head % HEADS) * s_h
     b_x = load_rows(p_x, row, s_t, channel, m_row, D, BD).to(tl.float32)
     if BY_ROW:
@@ -45,15 +46,16 @@ def normalise(x: Tensor, unit: Tensor | None, dtype: torch.dtype) -> tuple[Tenso
     out = x.new_empty(batch * heads, length, width, dtype=dtype)
     tiles = ceil_div(length, 64)
     _normalise[(tiles * batch * heads,)](
-        x, unit, out, *x.stride()[:3], length, tiles, heads, D=width, BD=padded(width), BT=64, BY_ROW=by_row
+        x, unit, out, *strides(x), length, tiles, heads, D=width, BD=padded(width), BT=64, BY_ROW=by_row
     )
     return out, unit
 
 
 @triton.jit
-def _largest(p_x, p_out, s_b, s_t, s_h, T, TILES, HEADS, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr):
+def _largest(p_x, p_out, s_x, T, TILES, HEADS, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr):
     i_tile, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     row = i_tile * BT + tl.arange(0, BT)
+    s_b, s_t, s_h = s_x
     p_x += (i_head // HEADS) * s_b + (i_head % HEADS) * s_h
     b_x = tl.abs(load_rows(p_x, row, s_t, tl.arange(0, BD), row < T, D, BD).to(tl.float32))
     tl.store(p_out + tl.program_id(0), tl.max(tl.where(b_x < float("inf"), b_x, 0.0)))
@@ -64,7 +66,7 @@ def largest(x: Tensor) -> Tensor:
     batch, length, heads, width = x.shape
     tiles = ceil_div(length, 128)
     out = x.new_empty(batch * heads, tiles, dtype=torch.float32)
-    _largest[(batch * heads * tiles,)](x, out, *x.stride()[:3], length, tiles, heads, D=width, BD=padded(width), BT=128)
+    _largest[(batch * heads * tiles,)](x, out, *strides(x), length, tiles, heads, D=width, BD=padded(width), BT=128)
     return out.amax(1)
 
 
@@ -147,12 +149,13 @@ def transposed(x: Tensor, factor: Tensor) -> Tensor:
 
 @triton.jit
 def _delta(
-    p_o, p_do, p_out, s_ob, s_ot, s_oh, s_gb, s_gt, s_gh, T, TILES, HEADS,
-    E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
+    p_o, p_do, p_out, s_o, s_g, T, TILES, HEADS, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     row, value = i_tile * BT + tl.arange(0, BT), tl.arange(0, BE)
     m_row = row < T
+    s_ob, s_ot, s_oh = s_o
+    s_gb, s_gt, s_gh = s_g
     i_b, i_h = i_head // HEADS, i_head % HEADS
     b_o = load_rows(p_o + i_b * s_ob + i_h * s_oh, row, s_ot, value, m_row, E, BE).to(tl.float32)
     b_do = load_rows(p_do + i_b * s_gb + i_h * s_gh, row, s_gt, value, m_row, E, BE).to(tl.float32)
@@ -165,7 +168,7 @@ def minus_delta(out: Tensor, grad: Tensor) -> Tensor:
     result = out.new_empty(batch * heads, length, dtype=torch.float32)
     tiles = ceil_div(length, 64)
     _delta[(tiles * batch * heads,)](
-        out, grad, result, *out.stride()[:3], *grad.stride()[:3], length, tiles, heads,
+        out, grad, result, *strides(out, grad), length, tiles, heads,
         E=width, BE=padded(width), BT=64,
     )  # fmt: skip
     return result

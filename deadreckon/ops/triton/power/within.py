@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import Sums
-from deadreckon.ops.triton.power.chunks import Chunks, plus, strides_by_head, tiling_for
-from deadreckon.ops.triton.tiles import DTYPES, load_columns, load_rows, mul, padded, store_rows
+from deadreckon.ops.triton.power.chunks import Chunks, plus, tiling_for
+from deadreckon.ops.triton.tiles import DTYPES, load_columns, load_rows, mul, padded, store_rows, strides
 
 
 @triton.jit
@@ -30,6 +30,28 @@ def _tile_gates(p_left, p_edge, row, m_row, reference):
     """Sums of log gates (base 2) from a reference to each row of the program's tile."""
     b_edge = tl.load(p_edge + row // 64, mask=m_row, other=reference)
     return (b_edge - reference).to(tl.float32) - tl.load(p_left + row, mask=m_row, other=0.0)
+
+
+@triton.jit
+def _query_tile(TILES, HEADS, GROUP, BM: tl.constexpr):
+    """This program's query head and key head of the whole batch, row of the batch, query head, and rows of a tile."""
+    i_head = (tl.program_id(0) // TILES).to(tl.int64)
+    i_tile = TILES - 1 - tl.program_id(0) % TILES  # those that take longest come first
+    i_n = i_head // GROUP
+    first_row = i_tile * BM
+    i_h = i_n % HEADS * GROUP + i_head % GROUP
+    return i_head, i_n, i_n // HEADS, i_h, first_row, first_row + tl.arange(0, BM)
+
+
+@triton.jit
+def _query_gates(p_left, p_edge, first_row, row, m_row, BM: tl.constexpr, GATED: tl.constexpr):
+    """Before a tile of queries, the sum of gates that is a reference to all; and from there to each row."""
+    b_tile_gate = tl.zeros([BM], tl.float32)
+    reference = 0.0
+    if GATED:
+        reference = tl.load(p_edge + first_row // 64 - 1, mask=first_row > 0, other=0.0)
+        b_tile_gate = _tile_gates(p_left, p_edge, row, m_row, reference)
+    return reference, b_tile_gate
 
 
 @triton.jit
@@ -51,27 +73,21 @@ def _faded(b_tile_gate, b_step_gate, MASKED: tl.constexpr):
 
 @triton.jit
 def _forward(
-    p_q, p_k, p_v, p_left, p_edge, p_read, p_read_sum, p_o, p_inverse, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot,
-    T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
+    p_q, p_k, p_v, p_left, p_edge, p_read, p_read_sum, p_o, p_inverse, s_v, s_o, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     POWER: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    i_head = (tl.program_id(0) // TILES).to(tl.int64)
-    i_tile = TILES - 1 - tl.program_id(0) % TILES  # those that take longest come first
-    i_n = i_head // GROUP
-    first_row = i_tile * BM
-    row, channel, value = first_row + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
+    s_vb, s_vt, s_vh = s_v
+    s_ob, s_ot, s_oh = s_o
+    i_head, i_n, i_b, i_h, first_row, row = _query_tile(TILES, HEADS, GROUP, BM)
+    channel, value = tl.arange(0, BD), tl.arange(0, BE)
     m_row = row < T
     b_q = load_rows(p_q + i_head * T * D, row, D, channel, m_row, D, BD)
     p_k += i_n * T * D
-    p_v += (i_n // HEADS) * s_vb + (i_n % HEADS) * s_vh
+    p_v += i_b * s_vb + (i_n % HEADS) * s_vh
     p_left += i_n * BLOCKS * 64
     p_edge += i_n * BLOCKS
-    b_tile_gate = tl.zeros([BM], tl.float32)
-    reference = 0.0
-    if GATED:
-        reference = tl.load(p_edge + first_row // 64 - 1, mask=first_row > 0, other=0.0)  # before the first row
-        b_tile_gate = _tile_gates(p_left, p_edge, row, m_row, reference)
+    reference, b_tile_gate = _query_gates(p_left, p_edge, first_row, row, m_row, BM, GATED)
     b_acc = tl.zeros([BM, BE], tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     for MASKED in tl.static_range(2):  # keys before the tile, then those in it
@@ -99,7 +115,6 @@ def _forward(
         b_sum += tl.load(p_read_sum + i_head * T + row, mask=m_row, other=0.0)
     b_none = b_sum < 1e-36  # what is divided by less may be infinite
     b_inverse = tl.where(b_none, 0.0, 1 / tl.where(b_none, 1.0, b_sum))
-    i_b, i_h = i_n // HEADS, i_n % HEADS * GROUP + i_head % GROUP
     store_rows(p_o + i_b * s_ob + i_h * s_oh, row, s_ot, value, m_row, b_acc * b_inverse[:, None], E)
     tl.store(p_inverse + i_head * T + row, b_inverse, mask=m_row)
 
@@ -107,16 +122,15 @@ def _forward(
 @triton.jit
 def _query_gradients(
     p_q, p_k, p_v, p_do, p_left, p_edge, p_delta, p_inverse, p_unit, p_state_dq, p_dq, p_by_query,
-    s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_xb, s_xh, s_xt, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
+    s_v, s_o, s_dq, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     POWER: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    i_head = (tl.program_id(0) // TILES).to(tl.int64)
-    i_tile = TILES - 1 - tl.program_id(0) % TILES  # those that take longest come first
-    i_n = i_head // GROUP
-    i_b, i_h = i_n // HEADS, i_n % HEADS * GROUP + i_head % GROUP
-    first_row = i_tile * BM
-    row, channel, value = first_row + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
+    s_vb, s_vt, s_vh = s_v
+    s_ob, s_ot, s_oh = s_o
+    s_xb, s_xt, s_xh = s_dq
+    i_head, i_n, i_b, i_h, first_row, row = _query_tile(TILES, HEADS, GROUP, BM)
+    channel, value = tl.arange(0, BD), tl.arange(0, BE)
     m_row = row < T
     b_q = load_rows(p_q + i_head * T * D, row, D, channel, m_row, D, BD)
     b_do = load_rows(p_do + i_b * s_ob + i_h * s_oh, row, s_ot, value, m_row, E, BE).to(DTYPE)
@@ -126,11 +140,7 @@ def _query_gradients(
     p_v += i_b * s_vb + (i_n % HEADS) * s_vh
     p_left += i_n * BLOCKS * 64
     p_edge += i_n * BLOCKS
-    b_tile_gate = tl.zeros([BM], tl.float32)
-    reference = 0.0
-    if GATED:
-        reference = tl.load(p_edge + first_row // 64 - 1, mask=first_row > 0, other=0.0)
-        b_tile_gate = _tile_gates(p_left, p_edge, row, m_row, reference)
+    reference, b_tile_gate = _query_gates(p_left, p_edge, first_row, row, m_row, BM, GATED)
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_by_query = tl.zeros([BM], tl.float32)
     for MASKED in tl.static_range(2):
@@ -166,10 +176,14 @@ def _query_gradients(
 @triton.jit
 def _key_gradients(
     p_q, p_k, p_v, p_do, p_left, p_edge, p_delta, p_inverse, p_unit, p_state_dk, p_state_dv, p_dk, p_dv, p_by_key,
-    s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_xb, s_xh, s_xt, s_yb, s_yh, s_yt, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
+    s_v, s_o, s_dk, s_dv, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     POWER: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    s_vb, s_vt, s_vh = s_v
+    s_ob, s_ot, s_oh = s_o
+    s_xb, s_xt, s_xh = s_dk
+    s_yb, s_yt, s_yh = s_dv
     i_tile, i_n = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     i_b, i_h = i_n // HEADS, i_n % HEADS
     first_key = i_tile * BN
@@ -262,7 +276,7 @@ def attend_within(
     _launch(
         _forward, "forward", chunks, q, v, p, sums, before is not None,
         q, k, v, *_gates(sums, q), *(before or (inverse, inverse)), out, inverse,
-        *strides_by_head(v), *strides_by_head(out),
+        *strides(v, out),
     )  # fmt: skip
     return inverse
 
@@ -276,7 +290,7 @@ def query_gradients_within(
     _launch(
         _query_gradients, "queries", chunks, q, v, p, sums, before is not None,
         q, k, v, grad, *_gates(sums, q), delta, inverse, unit, inverse if before is None else before, grad_q, by_query,
-        *strides_by_head(v), *strides_by_head(grad), *strides_by_head(grad_q),
+        *strides(v, grad, grad_q),
     )  # fmt: skip
     return by_query
 
@@ -290,6 +304,6 @@ def key_gradients_within(
     _launch(
         _key_gradients, "keys", chunks, q, v, p, sums, after is not None,
         q, k, v, grad, *_gates(sums, q), delta, inverse, unit, *(after or (inverse, inverse)), grad_k, grad_v, by_key,
-        *strides_by_head(v), *strides_by_head(grad), *strides_by_head(grad_k), *strides_by_head(grad_v),
+        *strides(v, grad, grad_k, grad_v),
     )  # fmt: skip
     return by_key

@@ -39,11 +39,12 @@ def pairs_of(width: int) -> int:
 
 @triton.jit
 def _write(
-    p_x, p_y, p_initial, p_decay, p_state, p_total, s_b, s_h, s_g, s_t,
+    p_x, p_y, p_initial, p_decay, p_state, p_total, s_y,
     T, TP, CHUNK, CHUNKS, SEGMENT, SEGMENTS, TILES, HEADS, GROUP,
     D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PAIRS: tl.constexpr, BT: tl.constexpr,
     REVERSE: tl.constexpr, INITIAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
+    s_b, s_h, s_g, s_t = s_y
     i_tile = tl.program_id(0) % TILES
     i_segment = tl.program_id(0) // TILES % SEGMENTS
     i_n = (tl.program_id(0) // TILES // SEGMENTS).to(tl.int64)
@@ -161,7 +162,7 @@ def _write_values(
     totals = x.new_empty(chunks.key_heads, segments, rows, value_width, dtype=torch.float32)
     group = x.shape[0] // chunks.key_heads
     _write[(tiles * segments * chunks.key_heads,)](
-        x, y, decay if initial is None else initial, decay, states, totals, *strides_by_group(y, group),
+        x, y, decay if initial is None else initial, decay, states, totals, strides_by_group(y, group),
         chunks.length, room, chunks.size, count, segment, segments, tiles, chunks.heads, group,
         D=width, E=value_width, BE=padded(value_width), PAIRS=tiling.tile, BT=tiling.step, REVERSE=reverse,
         INITIAL=initial is not None, DTYPE=DTYPES[x.dtype], **tiling.options,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deadreckon.ops.triton.stick.launch import constants, rest_scale, steps_per_check, strip_for, tiling_for
 from deadreckon.ops.triton.stick.sticks import break_stick, key_order, load_tokens, logit_gradients, rounded
-from deadreckon.ops.triton.tiles import LOG2E, ceil_div
+from deadreckon.ops.triton.tiles import LOG2E, ceil_div, strides
 
 
 @triton.jit
@@ -47,11 +47,15 @@ def _query_gradients_along(
 @triton.jit(do_not_specialize=["begin", "stop", "T", "STATES", "HEADS", "GROUP"])
 def _query_gradients(
     p_q, p_k, p_v, p_o, p_rest, p_do, p_dq, p_sum, p_left, p_debt, p_lefts, p_debts, scale, scale2,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, begin, stop, T, STATES, HEADS, GROUP,
+    s_q, s_k, s_v, s_o, begin, stop, T, STATES, HEADS, GROUP,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RATIO: tl.constexpr, CHECK: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """dq from the keys of one strip, begin to stop, for rows at and after it; states of its tiles."""
+    s_qb, s_qt, s_qh = s_q
+    s_kb, s_kt, s_kh = s_k
+    s_vb, s_vt, s_vh = s_v
+    s_ob, s_ot, s_oh = s_o
     tiles = tl.cdiv(T - begin, BM)
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
@@ -141,11 +145,15 @@ def _key_gradients_along(
 @triton.jit(do_not_specialize=["begin", "stop", "T", "STATES", "HEADS", "GROUP"])
 def _key_gradients(
     p_q, p_k, p_v, p_do, p_dk, p_dv, p_lefts, p_debts, scale, scale2,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_ob, s_ot, s_oh, begin, stop, T, STATES, HEADS, GROUP,
+    s_q, s_k, s_v, s_o, begin, stop, T, STATES, HEADS, GROUP,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CHECK: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys of a strip, from all queries of all heads that share them."""
+    s_qb, s_qt, s_qh = s_q
+    s_kb, s_kt, s_kh = s_k
+    s_vb, s_vt, s_vh = s_v
+    s_ob, s_ot, s_oh = s_o
     tiles = tl.cdiv(stop - begin, BN)
     i_n = tl.program_id(0) % tiles
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
@@ -197,11 +205,10 @@ def attend_backward(
     left, debt = q.new_empty(2, batch, heads, length, dtype=torch.float32)
     lefts, debts = q.new_empty(2, batch, heads, states, length, dtype=torch.float32)
     total = q.new_empty(q.shape if length > strip else (0,), dtype=torch.float32)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
     flags = constants(k, v)
     for begin in reversed(range(0, length, strip)):
         stop = min(begin + strip, length)
-        sizes = (*strides, begin, stop, length, states, heads, heads // k.shape[2])
+        sizes = (*strides(q, k, v, grad), begin, stop, length, states, heads, heads // k.shape[2])
         _query_gradients[(ceil_div(length - begin, queries.tile) * batch * heads,)](
             q, k, v, out, rest, grad, grad_q, total, left, debt, lefts, debts, scale, scale * LOG2E, *sizes,
             **flags, BM=queries.tile, BN=queries.step, RATIO=keys.tile // queries.step,

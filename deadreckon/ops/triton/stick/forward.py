@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deadreckon.ops.triton.stick.launch import constants, rest_scale, steps_per_check, tiling_for
 from deadreckon.ops.triton.stick.sticks import break_stick, key_order, load_tokens
-from deadreckon.ops.triton.tiles import LOG2E, ceil_div
+from deadreckon.ops.triton.tiles import LOG2E, ceil_div, strides
 
 
 @triton.jit
@@ -36,10 +36,13 @@ def _forward_along(
 
 @triton.jit(do_not_specialize=["T", "HEADS", "GROUP"])
 def _forward(
-    p_q, p_k, p_v, p_o, p_rest, scale2, s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, T, HEADS, GROUP,
+    p_q, p_k, p_v, p_o, p_rest, scale2, s_q, s_k, s_v, T, HEADS, GROUP,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CHECK: tl.constexpr, REST: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    s_qb, s_qt, s_qh = s_q
+    s_kb, s_kt, s_kh = s_k
+    s_vb, s_vt, s_vh = s_v
     tiles = tl.cdiv(T, BM)
     i_bh = (tl.program_id(0) // tiles).to(tl.int64)
     i_b, i_h = i_bh // HEADS, i_bh % HEADS
@@ -78,7 +81,7 @@ def attend_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, r
     batch, length, heads, _ = q.shape
     tiling = tiling_for("forward", k, v)
     _forward[(ceil_div(length, tiling.tile) * batch * heads,)](
-        q, k, v, out, rest, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, k, v, out, rest, scale * LOG2E, *strides(q, k, v),
         length, heads, heads // k.shape[2], **constants(k, v), BM=tiling.tile, BN=tiling.step,
         CHECK=steps_per_check(tiling), REST=rest_scale(q.dtype), **tiling.options,
     )  # fmt: skip

@@ -1,0 +1,26 @@
+"""What is typed on the command line as words: names, numbers and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def names_in(texts: Iterable[str]) -> tuple[str, ...]:
+    """Names that are separated by commas or already apart."""
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
+
+
+def numbers_in(texts: Iterable[str], name: str = "lengths", form: str = "whole numbers above 0") -> tuple[int, ...]:
+    """Likewise, whole numbers above 0."""
+    for text in names_in(texts):
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"{name}: expected {form}, such as 512,4096, got {text!r}")
+    return tuple(int(text) for text in names_in(texts))
+
+
+def sizes_in(text: str, name: str, form: str) -> tuple[int, ...]:
+    """Numbers such as 24x1024, as many as the first word of `form` has."""
+    numbers, wanted = text.lower().split("x"), form.split(",")[0].split("x")
+    if len(numbers) != len(wanted) or not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise ValueError(f"{name}: expected {form}, got {text!r}")
+    return tuple(map(int, numbers))

@@ -1,0 +1,208 @@
+"""Long-context tasks, answered by generation: fitted prompts, batches, and a file of answers to resume from.
+
+Any causal language model of transformers with its tokenizer can be asked. A prompt and its answer stay within a length
+together, in the tokens of that tokenizer. Memory does not grow with the square of the length: models of others read
+their prompts in pieces, through the KV cache, since padding would make them hold a mask of all pairs of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+import deadreckon as dr
+from deadreckon.lab.evaluation.scores import autocast, isolated_rng
+from deadreckon.tasks.long.question import Fitted, LongTask, fit
+
+BATCH_TOKENS = 1 << 16  # of prompts that are read at a time, one at least
+WORKERS = 8  # threads that fit prompts
+PIECE = 2048  # tokens of a prompt that other models read at once
+Key = tuple[str, int, int]  # a task, a length, and the number of a question
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said to a question."""
+
+    task: str
+    length: int  # asked for
+    number: int
+    tokens: int  # of the prompt
+    depth: float | None  # of what is asked for, where that is known
+    references: list[str]
+    said: str
+    score: float  # from 0 to 1
+
+    @property
+    def key(self) -> Key:
+        return self.task, self.length, self.number
+
+
+class Answers:
+    """Answers of a model in a file, a line each, from which a run that was killed resumes.
+
+    Args:
+        path: of the file; what is there is kept, but for a line that was cut off.
+        about: the model and what decides the questions, as JSON has it; the first line. What is empty or None, there
+            or here, may still be anything.
+
+    Raises:
+        ValueError: if the file has answers of another model, or to other questions.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        before, *answers = [json.loads(line) for line in whole] or [about]
+        said, now = ({name: x for name, x in one.items() if x not in (None, [])} for one in (before, about))
+        if differing := [name for name in said.keys() & now.keys() if said[name] != now[name]]:
+            name = differing[0]
+            raise ValueError(
+                f"out: expected a folder without answers, or with answers to {name} {now[name]!r}, "
+                f"got {path} with {said[name]!r}"
+            )
+        self.found = {answer.key: answer for answer in (Answer(**one) for one in answers)}
+        with path.open("wb") as file:
+            file.writelines([_line(said | now), *whole[1:]])
+            _to_disk(file)
+
+    def add(self, answers: Iterable[Answer]) -> None:
+        """Appends answers; they are on disk when this returns."""
+        new = {answer.key: answer for answer in answers}
+        with self.path.open("ab") as file:
+            file.writelines(_line(asdict(answer)) for answer in new.values())
+            _to_disk(file)
+        self.found |= new
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """All answers of a file, whatever model they are of."""
+    if not path.exists():
+        raise ValueError(f"beside: expected answers of `deadreckon eval --suite long`, got no {path}")
+    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [Answer(**json.loads(line)) for line in lines[1:]]
+
+
+def _line(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values) + "\n").encode()
+
+
+def _to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def ask(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Mapping[str, LongTask],
+    lengths: Sequence[int],
+    rows: int,
+    *,
+    known: Collection[Key] = (),
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Iterator[list[Answer]]:
+    """Answers to the first `rows` questions of each task at each length, but for those known, a batch at a time.
+
+    Args:
+        seed: of the questions.
+        batch_tokens: about how many tokens of prompts are read at once.
+    """
+    jobs = [
+        (name, length, numbers)
+        for length in lengths
+        for name in tasks
+        for numbers in _batches([n for n in range(rows) if (name, length, n) not in known], batch_tokens // length)
+    ]
+    count, sizes = _counter(tokenizer), dict[tuple[str, int], int]()
+
+    def fitted(name: str, length: int, number: int) -> Fitted:
+        one = fit(tasks[name], number, length, count, seed, sizes.get((name, length)))
+        sizes[name, length] = one.size
+        return one
+
+    # The next prompts are fitted while the model answers: tokenizers run in threads of their own.
+    with closing_pool() as pool:
+        ahead: deque[tuple[str, int, list[int], list[Future[Fitted]]]] = deque()
+        for place in range(len(jobs) + 1):
+            if place < len(jobs):
+                name, length, numbers = jobs[place]
+                ahead.append((name, length, numbers, [pool.submit(fitted, name, length, n) for n in numbers]))
+            if place > 0:
+                name, length, numbers, futures = ahead.popleft()
+                asked, task = [future.result() for future in futures], tasks[name]
+                said = generate(model, tokenizer, [one.question.prompt for one in asked], task.new_tokens, seed)
+                yield [
+                    _answer(name, task, length, number, one, words)
+                    for number, one, words in zip(numbers, asked, said, strict=True)
+                ]
+
+
+def _batches(numbers: list[int], size: int) -> Iterator[list[int]]:
+    size = max(1, size)
+    return (numbers[first : first + size] for first in range(0, len(numbers), size))
+
+
+@contextmanager
+def closing_pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads; what they have not begun is dropped at the end, however that comes."""
+    pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _answer(name: str, task: LongTask, length: int, number: int, fitted: Fitted, said: str) -> Answer:
+    question = fitted.question
+    score = task.score(question, said)
+    return Answer(name, length, number, fitted.tokens, question.depth, list(question.references), said, score)
+
+
+def _counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
+    tokenizer("a")  # settles its options, which threads then only read
+    return lambda text: len(tokenizer(text, return_attention_mask=False, verbose=False).input_ids)
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], new_tokens: int, seed: int = 0
+) -> list[str]:
+    """What a model says after each prompt: the likeliest token each time, up to its end or `new_tokens`."""
+    device = model.device
+    rows = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    stops = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+    pad = next((one for one in (tokenizer.pad_token_id, *stops) if one is not None), 0)
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    linear = isinstance(model, dr.DeadReckonForCausalLM)  # its memory is, whatever the padding
+    config = GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, num_beams=1, pad_token_id=pad, eos_token_id=list(stops) or None,
+        prefill_chunk_size=None if linear or width <= PIECE else PIECE,
+    )  # fmt: skip
+    model.eval()
+    with isolated_rng(device, seed), autocast(device, model.dtype == torch.float32):
+        said = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+    return [tokenizer.decode(_until(row, stops), skip_special_tokens=True) for row in said]
+
+
+def _until(tokens: list[int], stops: set[int]) -> list[int]:
+    """Tokens before the first that ends them."""
+    ends = [place for place, token in enumerate(tokens) if token in stops]
+    return tokens[: ends[0]] if ends else tokens

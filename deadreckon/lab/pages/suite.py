@@ -1,0 +1,210 @@
+"""`deadreckon eval MODEL --suite long`: asks, then prints, draws and writes scores by task and length."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import deadreckon as dr
+from deadreckon.lab.environment import check_device, check_model, describe_environment
+from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
+from deadreckon.lab.pages.pictures import suite_picture
+from deadreckon.lab.pages.tables import markdown, terminal
+from deadreckon.lab.training import Run, quiet_transformers
+from deadreckon.lab.training.display import format_seconds
+from deadreckon.tasks.long import make_long_tasks
+
+LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
+FOLDER = "long"
+QUIET = 10.0  # seconds between lines where there is no terminal
+SAMPLED = 1 << 20  # bytes at both ends of a file of weights that tell models apart
+MEAN = "mean"
+Scores = dict[str, dict[int, float]]  # by task and length, from 0 to 1
+
+
+def run_suite(
+    folder: Path,
+    lengths: Sequence[int] = (),
+    *,
+    tasks: Sequence[str] = (),
+    rows: int = 100,
+    babi: str = "",
+    books: str = "",
+    checkpoint: str = "last",
+    seed: int = 0,
+    batch_tokens: int = 1 << 16,
+    out: Path | None = None,
+    beside: Sequence[Path] = (),
+    device: str = "cpu",
+    console: Console | None = None,
+) -> Scores:
+    """Scores of a model in the suite; answers that are in `out` already are not asked for again.
+
+    Arguments are those of the command, `deadreckon.lab.cli.Eval`.
+    """
+    console = console or Console()
+    check_device(device)
+    for what, count in (("rows", rows), ("batch_tokens", batch_tokens)):
+        if count < 1:
+            raise ValueError(f"{what}: expected 1 or more, got {count}")
+    lengths = tuple(lengths) or LENGTHS
+    chosen = make_long_tasks(tasks, babi=babi, books=books)
+    name, *names = _names([folder, *beside])
+    others = {
+        other: [
+            answer for answer in read_answers(_answers_file(path)) if answer.task in chosen and answer.length in lengths
+        ]
+        for other, path in zip(names, beside, strict=True)
+    }
+    with quiet_transformers():
+        model, tokenizer, source = load(folder, checkpoint, device, lengths)
+    out = out or folder / FOLDER
+    data = [Path(path).name for path in (babi, books) if path]
+    answers = Answers(out / "answers.jsonl", {"model": fingerprint(source), "seed": seed, "data": data})
+    wanted = len(chosen) * len(lengths) * rows
+    keys = {(name, length, number) for name in chosen for length in lengths for number in range(rows)}
+    progress = Progress(console, wanted, sum(key in keys for key in answers.found))
+    with console.status("") as status:
+        for batch in ask(
+            model, tokenizer, chosen, lengths, rows, known=answers.found.keys(), seed=seed, batch_tokens=batch_tokens
+        ):  # fmt: skip
+            answers.add(batch)
+            status.update(progress.advance(batch))
+    asked = [answer for key, answer in answers.found.items() if key in keys]
+    show({name: asked} | others, out, console, describe_environment(device)["command"])
+    return mean_scores(asked)
+
+
+def load(
+    folder: Path, checkpoint: str, device: str, lengths: Sequence[int]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Path]:
+    """A run's checkpoint or a saved model of any kind, its tokenizer, and the folder that both are in."""
+    if (folder / "recipe.json").exists():
+        model: PreTrainedModel = Run(folder).load(checkpoint, device, lengths)
+        source = folder / checkpoint
+    else:
+        check_model(folder)
+        source = folder
+        AutoModelForCausalLM.register(dr.DeadReckonConfig, dr.DeadReckonForCausalLM, exist_ok=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: expected a tokenizer beside the model in {str(source)!r}") from error
+    return model, tokenizer, source
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells models apart: by configuration, tokenizer, and both ends of each file of weights."""
+    digest = hashlib.sha256()
+    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    for path in [folder / "config.json", folder / "tokenizer.json", *weights]:
+        if path.exists() and path.name != "optimizer.safetensors":
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(SAMPLED))
+                file.seek(max(0, size - SAMPLED))
+                digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+class Progress:
+    """How far the suite is: shown on a terminal, elsewhere a line every few seconds."""
+
+    def __init__(self, console: Console, wanted: int, done: int) -> None:
+        self.console, self.wanted, self.done = console, wanted, done
+        self.known, self.began = done, time.perf_counter()
+        self.printed = self.began
+        if done:
+            console.print(f"{done} of {wanted} answers are there already.", highlight=False)
+
+    def advance(self, batch: Sequence[Answer]) -> str:
+        """Notes a batch; what there is to say."""
+        self.done += len(batch)
+        now = time.perf_counter()
+        left = (now - self.began) / (self.done - self.known) * (self.wanted - self.done)
+        task, length = batch[-1].task, batch[-1].length
+        words = f"{task} at {length}: {self.done}/{self.wanted} answers, {format_seconds(left)} left at this pace"
+        if not self.console.is_terminal and (now - self.printed > QUIET or self.done == self.wanted):
+            self.printed = now
+            self.console.print(words, highlight=False, soft_wrap=True)
+        return words
+
+
+def mean_scores(answers: Iterable[Answer]) -> Scores:
+    """By task and length, tasks in their order, with the mean of all tasks at the end if there are several."""
+    groups: dict[str, dict[int, list[float]]] = {}
+    for answer in answers:
+        groups.setdefault(answer.task, {}).setdefault(answer.length, []).append(answer.score)
+    scores = {task: {n: mean(group[n]) for n in sorted(group)} for task, group in groups.items()}
+    if len(scores) > 1:
+        shared = sorted(set.intersection(*(set(by_length) for by_length in scores.values())))
+        scores[MEAN] = {length: mean(by_length[length] for by_length in scores.values()) for length in shared}
+    return scores
+
+
+def show(asked: dict[str, list[Answer]], out: Path, console: Console, command: str) -> None:
+    """Prints a table for each model, and writes tables, a picture and the scores to the folder."""
+    scores = {name: mean_scores(answers) for name, answers in asked.items()}
+    lines = [
+        "# Long-context suite",
+        "",
+        "Scores in % by length in tokens, answered by generation.",
+        "",
+        f"    {command}",
+    ]
+    for name, by_task in scores.items():
+        headings, rows = table(by_task)
+        console.print(terminal(headings, rows, title=f"{name}, scores in %"))
+        lines += ["", f"{name}:", "", markdown(headings, rows)]
+    picture = out / "suite.png"
+    suite_picture(scores, {name: depths(answers) for name, answers in asked.items()}, picture)
+    (out / "suite.md").write_text("\n".join([*lines, "", f"![Scores by length]({picture.name})"]) + "\n")
+    (out / "scores.json").write_text(json.dumps(scores, indent=1))
+    console.print(f"Saved: {out}{os.sep}suite.md, suite.png, scores.json, answers.jsonl", highlight=False)
+
+
+def table(scores: Scores) -> tuple[list[str], list[list[str]]]:
+    """A row for each task, a column for each length."""
+    lengths = sorted({length for by_length in scores.values() for length in by_length})
+    rows = [
+        [task, *(f"{100 * by_length[n]:.1f}" if n in by_length else "" for n in lengths)]
+        for task, by_length in scores.items()
+    ]
+    return ["task", *map(str, lengths)], rows
+
+
+def depths(answers: Iterable[Answer]) -> dict[float, dict[int, float]]:
+    """Scores in passkey by depth and length."""
+    groups: dict[float, dict[int, list[float]]] = {}
+    for answer in answers:
+        if answer.task == "passkey" and answer.depth is not None:
+            groups.setdefault(answer.depth, {}).setdefault(answer.length, []).append(answer.score)
+    return {depth: {n: mean(values) for n, values in groups[depth].items()} for depth in sorted(groups)}
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """What models are called: by their folders, and by the folders above where that does not tell them apart."""
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"beside: expected other models, each once, got {', '.join(map(str, folders))}")
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(paths):
+            break
+    return names
+
+
+def _answers_file(folder: Path) -> Path:
+    """Of a model's folder, or of the folder that its answers were written to."""
+    inside = folder / FOLDER / "answers.jsonl"
+    return inside if inside.exists() else folder / "answers.jsonl"

@@ -1,0 +1,49 @@
+"""Directions of Householder steps: a short causal convolution, an activation, and unit length, head by head."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, pad, silu
+
+HAS_TRITON = find_spec("triton") is not None
+WIDTH = 3  # of the convolution whose kernel there is
+
+
+def convolve(x: Tensor, filters: Tensor, places: Tensor) -> Tensor:
+    """y_t = Σ_i filters_i · x_{t−i} within its document, (B, T, C).
+
+    Args:
+        x: (B, R + T, C), R tokens of the piece before and T to be convolved.
+        filters: (width, C), one a channel.
+        places: (B or 1, T), how many tokens of its document come before each.
+    """
+    reach, length = filters.shape[0] - 1, places.shape[1]
+    rows = x[:, -reach - length :]
+    rows = pad(rows, (0, 0, reach + length - rows.shape[1], 0))
+    y = rows[:, reach:] * filters[0]
+    for lag in range(1, reach + 1):
+        earlier = rows[:, reach - lag : reach - lag + length]
+        y = y + earlier * filters[lag] * (places >= lag).unsqueeze(-1).to(x.dtype)
+    return y
+
+
+def directions(
+    x: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str | None = None, epsilon: float = 0.0
+) -> Tensor:
+    """Unit vectors (B, T, H, D) from x (B, R + T, H·D), in float32 (float64 if x is): see :func:`convolve`.
+
+    Args:
+        activation: ``"silu"`` behind the convolution, or None.
+        epsilon: added to the square of a vector's length before it is divided by that.
+    """
+    if x.is_cuda and HAS_TRITON and filters.shape[0] == WIDTH and x.dtype != torch.float64:
+        from deadreckon.ops.triton.directions import directions_forward
+
+        return directions_forward(x, filters, places, heads, activation == "silu", epsilon)
+    w = convolve(x, filters, places).unflatten(-1, (heads, -1))
+    w = w.float() if w.dtype in (torch.bfloat16, torch.float16) else w
+    w = silu(w) if activation == "silu" else w
+    return w * (w.square().sum(-1, keepdim=True) + epsilon).rsqrt() if epsilon else normalize(w, dim=-1)
