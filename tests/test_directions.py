@@ -12,16 +12,14 @@ from deadreckon.ops.triton.directions import directions_forward
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def definition(
-    x: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str | None, epsilon: float
-) -> Tensor:
+def definition(x: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str, epsilon: float) -> Tensor:
     """Token by token."""
     before, rows = x.shape[1] - places.shape[1], []
     for b in range(x.shape[0]):
         for t in range(places.shape[1]):
             place = int(places[b if places.shape[0] > 1 else 0, t])
             y = sum(filters[i] * x[b, before + t - i] for i in range(3) if i <= place and before + t >= i)
-            y = y * y.sigmoid() if activation else y
+            y = y * y.sigmoid() if activation == "silu" else y
             a = y.unflatten(0, (heads, -1))
             rows.append(a / (a.square().sum(-1, keepdim=True) + epsilon).sqrt())
     return torch.stack(rows).unflatten(0, (x.shape[0], -1))
@@ -40,10 +38,10 @@ def draw(recent: int, length: int, heads: int, width: int, packed: bool) -> tupl
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize(
     ("recent", "length", "heads", "width", "packed", "activation", "epsilon"),
-    [(0, 1, 1, 8, False, None, 0.0), (2, 33, 2, 16, False, "silu", 1e-6), (0, 67, 2, 24, True, None, 0.0)],
+    [(0, 1, 1, 8, False, "none", 0.0), (2, 33, 2, 16, False, "silu", 1e-6), (0, 67, 2, 24, True, "none", 0.0)],
 )
 def test_directions(
-    recent: int, length: int, heads: int, width: int, packed: bool, activation: str | None, epsilon: float, kernel: bool
+    recent: int, length: int, heads: int, width: int, packed: bool, activation: str, epsilon: float, kernel: bool
 ) -> None:
     x, filters, places = draw(recent, length, heads, width, packed)
     exact = [y.clone().requires_grad_() for y in (x, filters)]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deadreckon as dr
 from deadreckon.encodings.alibi import slopes
+from deadreckon.encodings.base import Context
 
 RANDOM = ("randomized", "random-rotation", "random-rotation-values")  # drawn anew in each forward pass
 STEADY = [name for name in dr.ENCODINGS if name not in RANDOM]
@@ -219,6 +220,35 @@ def test_path_steps() -> None:
         nudged[:, token] += 1
         moved = (factors(layer, nudged).transport.w - w).abs().amax((0, 2, 3)) > 0  # type: ignore[union-attr]
         assert moved.nonzero().flatten().tolist() == [token, token + 1, token + 2]
+
+
+@pytest.mark.parametrize("name", ["path", "path-fox"])
+def test_path_begins_as_asked(name: str) -> None:
+    """In a layer and in a model, which draws all weights again."""
+    options = {"initial": 0.003, "beta": 0.5, "activation": "silu"}
+    config = dr.DeadReckonConfig(
+        encoding=name, vocab_size=9, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
+        encoding_options={name: options},
+    )  # fmt: skip
+    inside_a_model = dr.DeadReckonForCausalLM(config).model.layers[0].self_attn
+    layer = dr.AttentionLayer(64, 2, name, encoding_options=options)
+    for encoding in (layer.encoding, inside_a_model.encoding):
+        steps = encoding.steps
+        drawn = [steps.down, steps.up, steps.strength, *([encoding.gate] if name == "path-fox" else [])]
+        for part in drawn:
+            count = part.weight.numel()  # a standard deviation of n draws is off by 1/√(2n) of it
+            assert abs(part.weight.std() / 0.003 - 1) < 5 / math.sqrt(2 * count)
+        torch.testing.assert_close(2 * steps.strength.bias.sigmoid(), torch.full((2,), 0.5))
+    x = torch.randn(1, 5, 64)
+    context = Context.of(x)
+    steps = layer.encoding.steps
+    w = torch.nn.functional.silu(steps.convolution(steps.up(steps.down(x)), context)).unflatten(-1, (2, 32))
+    torch.testing.assert_close(steps(x, context).w, w / w.norm(dim=-1, keepdim=True))
+    for bad, said in (({"beta": 2.0}, "beta: .* got 2.0"), ({"activation": "relu"}, "one of none, silu; got 'relu'")):
+        with pytest.raises(ValueError, match=said):
+            dr.AttentionLayer(64, 2, name, encoding_options=bad)
+    with pytest.raises(ValueError, match=r"initial: expected 0 or more, got -0\.1"):
+        dr.AttentionLayer(64, 2, name, encoding_options={"initial": -0.1})
 
 
 def test_random_rotations_are_drawn_in_their_range() -> None:

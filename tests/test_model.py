@@ -99,6 +99,33 @@ def test_loss_is_the_next_tokens_cross_entropy() -> None:
     torch.testing.assert_close(embedded.logits, output.logits)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_loss_in_chunks_is_the_loss(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without logits, loss and all gradients are those of the logits; nothing depends on where chunks end."""
+    monkeypatch.setattr("deadreckon.models.loss.CHUNK", 7)
+    model, ids = make_model("fox", tie_word_embeddings=packed).double(), tokens(1 if packed else 2, 18)
+    labels = ids.clone()
+    labels[:, 4:9] = -100
+    arguments: dict[str, Any] = {"labels": labels}
+    if packed:
+        arguments |= {"cu_seqlens": torch.tensor([0, 11, 18], dtype=torch.int32), "num_items_in_batch": 5}
+
+    def gradients(skip: bool) -> list[Tensor]:
+        model.zero_grad()
+        output = model(ids, **arguments, skip_logits=skip)
+        assert (output.logits is None) == skip
+        output.loss.backward()
+        return [output.loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=1e-7)  # transformers' loss is in float32
+    expected = gradients(True)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, **arguments, skip_logits=True).loss, expected)
+    with pytest.raises(ValueError, match="skip_logits: expected labels beside it, got None"):
+        model(ids, skip_logits=True)
+
+
 def test_generate_follows_the_logits() -> None:
     model, ids = make_model(), tokens(2, 7)
     expected = ids

@@ -61,11 +61,18 @@ def layer_output(cp: dr.ContextParallel | None) -> dict[str, Tensor]:
     return {"output": y.detach(), "x": x.grad}
 
 
+def loss_alone(cp: dr.ContextParallel | None) -> dict[str, Tensor]:
+    """The loss in chunks of tokens, without logits."""
+    model = model_of("fox")
+    model.cp = cp
+    return {"loss": model(**batch(2), skip_logits=True).loss.detach()}
+
+
 def everything(layout: Any, names: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
     cp = dr.ContextParallel(layout=layout)
     found = {name: learnt(name, cp, packed=False) for name in names}
     found |= {f"packed {name}": learnt(name, cp, packed=True) for name in ("path-fox", "selective-rope", "randomized")}
-    found["layer"] = layer_output(cp)
+    found["layer"], found["loss alone"] = layer_output(cp), loss_alone(cp)
     with pytest.raises(ValueError, match="prism: its recurrent network"):
         learnt("prism", cp, packed=False)
     return found
@@ -93,8 +100,9 @@ def test_packed_rows_too(size: int, layout: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "layout"), WORLDS)
-def test_a_layer(size: int, layout: str) -> None:
+def test_a_layer_and_a_loss_without_logits(size: int, layout: str) -> None:
     check(ranks_of(size, layout), "layer", layer_output(None))
+    check(ranks_of(size, layout), "loss alone", loss_alone(None))
 
 
 def check(ranks: list[dict[str, dict[str, Tensor]]], name: str, expected: dict[str, Tensor]) -> None:

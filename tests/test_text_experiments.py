@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,13 @@ import torch
 from small_runs import quiet, run_cli
 
 from deadreckon.lab.evaluation.evaluators import evaluate, mean_loss
-from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length
+from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length, token_losses
 from deadreckon.lab.pages.compare import compare
+from deadreckon.lab.pages.paired import paired_difference
 from deadreckon.lab.recipes import EXPERIMENTS, find_recipe
 from deadreckon.lab.recipes.experiment import parse_sweep
 from deadreckon.lab.recipes.texts import read_language
-from deadreckon.lab.training import Run, Training, train_run
+from deadreckon.lab.training import Run, Training, make_model, train_run
 from deadreckon.tasks.language import Corpus, load_corpus, open_corpus, save_corpora
 
 
@@ -78,6 +81,33 @@ def test_rotations_become_a_page(
     assert run.scores()["held out", 32].rows == 8  # the same 256 tokens as at 16 and 64
 
 
+def test_code_is_compared_on_the_same_tokens(changes: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
+    """Differences are paired text by text, over the losses of the models that were trained."""
+    save_corpora(tmp_path / "tokens", {"train": corpus, "test": corpus})
+    changes = (
+        *changes,
+        f"options.data={tmp_path / 'tokens'}",
+        "test_lengths=[16, 64]",
+        "options.packed=true",
+        "steps=3",
+    )
+    page = tmp_path / "page.md"
+    found = compare("code", ("fox", "rope"), changes=changes, seeds=2, runs=tmp_path, page=page, console=quiet())
+    runs = {path.parent.name: Run(path.parent) for path in tmp_path.rglob("recipe.json")}
+    losses = {
+        name: token_losses(run.load(), corpus.rows(64, 256)).double().mean(1) for name, run in runs.items()
+    }  # of four texts each
+    differences = (losses["fox-0"] + losses["fox-1"] - losses["rope-0"] - losses["rope-1"]) / 2
+    mean, error = paired_difference(found.texts["fox"]["held out", 64], found.texts["rope"]["held out", 64])
+    assert mean == pytest.approx(float(differences.mean()), abs=1e-6)
+    assert error == pytest.approx(float(differences.std()) / 2, abs=1e-6)
+    assert found.pictured == ["held out", "held out, by position", "held out, window of 16"]
+    text = page.read_text()
+    assert "Loss less that of RoPE on the same tokens, held out, nats ± standard error between 4 texts:" in text
+    assert f"| 64 | {mean:+.4f} ± {error:.4f} |" in text and "held out, window of 16, nats ±" in text
+    assert "| PaTH |" not in text and re.search(r"\| FoX \| 192 \| [\d,]+ \| \d+\.\d \|", text)
+
+
 def test_powers_sweep_training_lengths_and_powers(changes: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     changes = (*changes, "options.packed=true", "test_lengths=[64]")
@@ -124,6 +154,22 @@ def test_the_powers_experiment_is_what_its_page_was() -> None:
         find_recipe("copy").at_length(9)
 
 
+def test_sweeps_of_options_leave_other_encodings_alone() -> None:
+    """`initial` is an option of PaTH and a field of the recipe: beside PaTH it is the option."""
+    sweep = parse_sweep(("initial=0.01,0.02", "activation=silu", "learning_rate=1e-3"), ("rope", "path"))
+    runs = EXPERIMENTS["code"].recipes("small", ("rope", "path"), 1, (), sweep)
+    assert set(runs) == {"rope-learning_rate=0.001-0"} | {
+        f"path-initial={value}-activation=silu-learning_rate=0.001-0" for value in (0.01, 0.02)
+    }
+    assert {recipe.initial for recipe in runs.values()} == {0.02}
+    options = [recipe.options_in_training() for name, recipe in runs.items() if name.startswith("path")]
+    assert options == [{"initial": value, "activation": "silu"} for value in (0.01, 0.02)]
+    fields = parse_sweep(("initial=0.01", "qk_norm=true"), ("rope",))
+    recipe = EXPERIMENTS["code"].recipes("tiny", ("rope",), 1, (), fields)["rope-initial=0.01-qk_norm=True-0"]
+    config = make_model(recipe, 300).config
+    assert (config.initializer_range, config.qk_norm) == (0.01, True)
+
+
 def test_losses_within_and_beyond_are_means_over_positions() -> None:
     bins = [PositionScore(1, 1, 9.0), PositionScore(2, 4, 5.0)]
     assert mean_loss(bins) == 6.0
@@ -136,6 +182,20 @@ def test_a_run_is_alike_each_time(changes: tuple[str, ...], tmp_path: Path) -> N
     assert [line["loss"] for line in first.metrics()] == [line["loss"] for line in second.metrics()]
     rates = [recipe.learning_rate_at(step) for step in range(12)]
     assert max(rates) == rates[0] == recipe.learning_rate and 0.1 < rates[-1] / rates[0] < 0.15
+
+
+def test_a_compiled_model_trains_alike(changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole step is one graph, the loss in chunks too."""
+    recipe = find_recipe("rotations", "tiny", "rope", changes=changes)
+    task, losses = recipe.make_task(), []
+    whole = partial(torch.compile, backend="eager", fullgraph=True)  # traced by Dynamo, not generated
+    monkeypatch.setattr(torch, "compile", whole)
+    for switch in ("0", "1"):
+        monkeypatch.setenv("DEADRECKON_COMPILE", switch)
+        training = Training(make_model(recipe, task.vocab_size), task, recipe)
+        assert (training.forward is training.model) == (switch == "0")
+        losses.append([training.advance().loss for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_other_tasks_have_no_perplexity_by_length(tmp_path: Path) -> None:

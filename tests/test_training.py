@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small_runs import quiet, small
@@ -18,7 +19,9 @@ from deadreckon.lab.training import Run, Training, make_model, train, train_run
 from deadreckon.tasks import TASKS, task
 from deadreckon.tasks.copy import Copy
 from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum, prism_curriculum
+from deadreckon.tasks.language import Corpus, Language
 from deadreckon.tasks.task import NOT_SCORED
+from deadreckon.tasks.tokens import end_of, fit_tokenizer
 
 
 def seed(number: int = 0) -> torch.Generator:
@@ -172,3 +175,20 @@ def test_what_was_remembered_goes_on_with_graphs() -> None:
     again.remember({name: x.cpu() for name, x in training.memory().items()}, training.done)
     losses = [[one.advance().loss for _ in range(4)] for one in (training, again)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_graphs_train_on_text_as_launches_do(packed: bool) -> None:
+    """The loss in chunks is captured too, and batches come from pinned memory; packed ones are launched either way."""
+    documents = [" ".join(f"word{(7 * n + k * k) % 31}" for k in range(60)) for n in range(40)]
+    tokenizer = fit_tokenizer(documents, 300, "words")
+    ids = np.array([i for text in documents for i in (*tokenizer.encode(text).ids, end_of(tokenizer))], np.uint16)
+    text = Language(Corpus(ids, tokenizer), packed)
+    recipe = Recipe(task="language", encoding="path-fox", steps=12, batch_size=16, length=64, tied=True)
+    losses = []
+    for graphs in (False, True):
+        training = Training(make_model(recipe, text.vocab_size).to("cuda"), text, recipe, graphs)
+        losses.append([training.advance().loss for _ in range(recipe.steps)])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert losses[1][-1] < losses[1][0] - 0.5

@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import log
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid
 
-from deadreckon.ops.directions import convolve, directions
+from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
 from deadreckon.ops.factors import Factors, Householder
 
 if TYPE_CHECKING:
@@ -199,12 +200,25 @@ class ShortConvolution(SelfInitialised, nn.Module):
 
 
 class Projection(SelfInitialised, nn.Linear):
-    """A linear map of an encoding. Weights start at PyTorch's default, the bias at zero."""
+    """A linear map of an encoding.
+
+    Args:
+        initial: standard deviation of normal weights before training; 0 for PyTorch's default.
+        start: of the bias.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool = True, *, initial: float = 0.0, start: float = 0.0
+    ) -> None:
+        self.initial, self.start = initial, start  # nn.Linear initialises itself
+        super().__init__(inputs, outputs, bias)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
+        if self.initial:
+            nn.init.normal_(self.weight, std=self.initial)
         if self.bias is not None:
-            nn.init.zeros_(self.bias)
+            nn.init.constant_(self.bias, self.start)
 
 
 class ForgetGate(Projection):
@@ -217,21 +231,37 @@ class ForgetGate(Projection):
 class HouseholderSteps(nn.Module):
     """A direction and a strength for each token and key head, as PaTH computes them.
 
-    w = normalise(convolve(low-rank linear of x)), width 3; β = 2σ(u · x + b).
+    w = normalise(activate(convolve(low-rank linear of x))), width 3; β = 2σ(u · x + b).
+
+    Args:
+        rank: of the linear map.
+        initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
+        beta: β of a zero input before training, between 0 and 2: it sets b.
+        activation: behind the convolution, "none" or "silu".
     """
 
-    def __init__(self, sizes: Sizes, rank: int) -> None:
+    def __init__(
+        self, sizes: Sizes, rank: int, initial: float = 0.0, beta: float = 1.0, activation: str = "none"
+    ) -> None:
         super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+        if not 0 < beta < 2:
+            raise ValueError(f"beta: expected a number between 0 and 2, got {beta}")
+        if initial < 0:
+            raise ValueError(f"initial: expected 0 or more, got {initial}")
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
-        self.down = Projection(sizes.d_model, rank, bias=False)
-        self.up = Projection(rank, self.heads * self.head_dim, bias=False)
+        self.activation = activation
+        self.down = Projection(sizes.d_model, rank, bias=False, initial=initial)
+        self.up = Projection(rank, self.heads * self.head_dim, bias=False, initial=initial)
         self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
-        self.strength = Projection(sizes.d_model, self.heads)
+        self.strength = Projection(sizes.d_model, self.heads, initial=initial, start=log(beta / (2 - beta)))
 
     def reset_parameters(self) -> None:
         for part in (self.down, self.up, self.convolution, self.strength):
             part.reset_parameters()
 
     def forward(self, x: Tensor, context: Context) -> Householder:
-        w = self.convolution.through(partial(directions, heads=self.heads), self.up(self.down(x)), context)
+        unit = partial(directions, heads=self.heads, activation=self.activation)
+        w = self.convolution.through(unit, self.up(self.down(x)), context)
         return Householder(w, 2 * at_least_single(self.strength(x)).sigmoid())

@@ -18,12 +18,17 @@ class PaTHFoX(Encoding):
 
     Args:
         rank: of the linear map that w is computed by.
+        initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
+        beta: β of a zero input before training.
+        activation: behind the convolution, "none" or "silu".
     """
 
-    def __init__(self, sizes: Sizes, rank: int = 32) -> None:
+    def __init__(
+        self, sizes: Sizes, rank: int = 32, initial: float = 0.0, beta: float = 1.0, activation: str = "none"
+    ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, initial=initial)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.steps(x, context), self.gate(x))

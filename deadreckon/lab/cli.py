@@ -121,7 +121,6 @@ class Eval:
             self._run_tests()
 
     def _run_suite(self) -> None:
-        from deadreckon.lab.pages.compare import names_in, numbers_in
         from deadreckon.lab.pages.suite import run_suite
 
         run_suite(

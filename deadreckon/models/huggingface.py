@@ -18,6 +18,7 @@ from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
 from deadreckon.models.layer import AttentionLayer
+from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.state import LayerState
 from deadreckon.ops.attention import check_documents
 from deadreckon.ops.tracing import traced
@@ -324,17 +325,6 @@ def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
     return None if bool(real.all()) else real
 
 
-def _loss_of_shards(
-    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, cp: ContextParallel
-) -> Tensor:
-    """Cross-entropy of whole sequences, from this rank's logits (B, T / R, V) and all labels (B, T)."""
-    following = pad(labels[:, 1:], (0, 1), value=-100)
-    count = (following != -100).sum() if num_items_in_batch is None else num_items_in_batch
-    targets = cp.shard(following, value=-100).to(logits.device)
-    summed = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
-    return cp.sum_of_losses(summed / count)
-
-
 class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
     """A causal language model: ``from_pretrained``, ``save_pretrained``, ``generate``, ``Trainer``."""
 
@@ -368,6 +358,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        skip_logits: bool = False,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next tokens and, with labels, the loss, which in training includes the encodings' penalties.
 
@@ -384,34 +375,52 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
             return_dict: False for a plain tuple.
             use_cache: create a KV cache if past_key_values is None, and return it.
+            skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
 
         With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
         and so is the loss; logits are those of this rank's shard.
         """
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits: expected labels beside it, got None")
         if logits_to_keep and self.cp is not None:
             raise ValueError(f"logits_to_keep: expected 0 with context parallelism, got {logits_to_keep}")
         outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
         hidden = outputs.last_hidden_state
-        logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        logits = None
+        if not skip_logits:
+            logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
             if logits_to_keep:
                 raise ValueError(f"logits_to_keep: expected 0, all logits, beside labels, got {logits_to_keep}")
             if cu_seqlens is not None:  # the last token of a document does not predict the next document
-                labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), -100)
-            if self.cp is None:
-                loss = self.loss_function(
-                    logits=logits, labels=labels, vocab_size=self.config.vocab_size,
-                    num_items_in_batch=num_items_in_batch,
-                )  # fmt: skip
-            else:
-                loss = _loss_of_shards(logits, labels, num_items_in_batch, self.cp)
-            penalty = self.model.penalty() if self.training else None
-            if penalty is not None and num_items_in_batch is not None:  # once for all parts of an accumulated batch
-                penalty = penalty * ((labels[:, 1:] != -100).sum() / num_items_in_batch)
-            loss = loss if penalty is None else loss + penalty
+                labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), IGNORED)
+            loss = self._loss(hidden, logits, labels, num_items_in_batch)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
         return output.to_tuple() if return_dict is False else output
+
+    def _loss(self, hidden: Tensor, logits: Tensor | None, labels: Tensor, items: Tensor | int | None) -> Tensor:
+        """The mean over labels (B, T), or the sum by `items`, from logits or, without them, from hidden (B, T, D)."""
+        if logits is not None and self.cp is None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=items
+            )
+        else:
+            expected = pad(labels[:, 1:], (0, 1), value=IGNORED)
+            count = (expected != IGNORED).sum() if items is None else items
+            expected = (expected if self.cp is None else self.cp.shard(expected, value=IGNORED)).flatten()
+            expected = expected.to(hidden.device)
+            if logits is None:
+                loss = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, expected)
+            else:
+                loss = cross_entropy(logits.flatten(0, 1).float(), expected, ignore_index=IGNORED, reduction="sum")
+            loss = loss / count if self.cp is None else self.cp.sum_of_losses(loss / count)
+        penalty = self.model.penalty() if self.training else None
+        if penalty is None:
+            return loss
+        if items is not None:  # once for all parts of an accumulated batch
+            penalty = penalty * ((labels[:, 1:] != IGNORED).sum() / items)
+        return loss + penalty
 
 
 AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)

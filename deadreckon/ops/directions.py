@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad, silu
 
 HAS_TRITON = find_spec("triton") is not None
+ACTIVATIONS = ("none", "silu")
 WIDTH = 3  # of the convolution whose kernel there is
 
 
@@ -31,12 +32,12 @@ def convolve(x: Tensor, filters: Tensor, places: Tensor) -> Tensor:
 
 
 def directions(
-    x: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str | None = None, epsilon: float = 0.0
+    x: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str = "none", epsilon: float = 0.0
 ) -> Tensor:
     """Unit vectors (B, T, H, D) from x (B, R + T, H·D), in float32 (float64 if x is): see :func:`convolve`.
 
     Args:
-        activation: ``"silu"`` behind the convolution, or None.
+        activation: behind the convolution, ``"none"`` or ``"silu"``.
         epsilon: added to the square of a vector's length before it is divided by that.
     """
     if x.is_cuda and HAS_TRITON and filters.shape[0] == WIDTH and x.dtype != torch.float64:

@@ -12,9 +12,10 @@ Extrapolate?" trains). *Packed*, the rows of a batch become one, in which no doc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,19 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deadreckon.tasks import task
-from deadreckon.tasks.tokens import end_of, load_ids, load_tokenizer, tokenize, train_tokenizer, writing
+from deadreckon.tasks.tokens import (
+    end_of,
+    fit_tokenizer,
+    load_ids,
+    load_tokenizer,
+    tokenize,
+    train_tokenizer,
+    write_ids,
+    writing,
+)
 
 TOKENIZER_FILE = "tokenizer.json"
+BLOCK = 1 << 24  # tokens that are looked through at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +65,8 @@ class Corpus:
     @cached_property
     def documents(self) -> NDArray[np.int64]:
         """Where each begins, and where the one behind it does, (documents, 2)."""
-        ends = np.flatnonzero(self.ids == self.end) + 1
+        blocks = range(0, len(self.ids), BLOCK)
+        ends = np.concatenate([n + np.flatnonzero(self.ids[n : n + BLOCK] == self.end) for n in blocks]) + 1
         if not len(ends) or ends[-1] < len(self.ids):
             ends = np.append(ends, len(self.ids))
         return np.stack([np.append(0, ends[:-1]), ends], axis=1)
@@ -126,6 +138,28 @@ def save_corpora(folder: Path, corpora: dict[str, Corpus], tokens: dict[str, int
         with writing(folder / f"{name}.npy") as unfinished, unfinished.open("wb") as file:
             np.save(file, corpus.ids[: (tokens or {}).get(name)])
     return sum((folder / name).stat().st_size for name in (TOKENIZER_FILE, *(f"{name}.npy" for name in corpora)))
+
+
+def make_corpora(
+    folder: Path, sources: dict[str, Callable[[], Iterable[str]]], vocabulary: int = 8192, *, one_in: int = 1
+) -> None:
+    """Writes a folder as :func:`save_corpora` does, straight from documents, however many. If killed, it resumes.
+
+    Args:
+        sources: calls that give the documents of each part, by name; the tokenizer is trained on the first.
+        vocabulary: how many tokens the tokenizer has.
+        one_in: train the tokenizer on one document in so many.
+    """
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        name, documents = next(iter(sources.items()))
+        tokenizer = fit_tokenizer(islice(documents(), 0, None, one_in), vocabulary, f"{folder} ({name})")
+        with writing(path) as unfinished:
+            tokenizer.save(str(unfinished))
+    tokenizer = load_tokenizer(path)
+    for name, documents in sources.items():
+        if not (folder / f"{name}.npy").exists():
+            write_ids(folder / f"{name}.npy", documents(), tokenizer, f"{folder} ({name})")
 
 
 def open_corpus(folder: str | Path, name: str) -> Corpus:

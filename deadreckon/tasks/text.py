@@ -21,7 +21,7 @@ def read_documents(data: str | Path, field: str = "text") -> Iterator[str]:
 
     Args:
         data: a file (.jsonl, a document a line; .txt, one document; either with .xz or .gz after it), a folder of such
-            files, or hf:NAME[:CONFIGURATION[:SPLIT]], the train split by default.
+            files, or hf:NAME[:CONFIGURATION[:SPLIT]], the train split by default, which is streamed.
         field: where a line's or a dataset's text is.
 
     Raises:
@@ -55,10 +55,12 @@ def find_files(data: str | Path) -> list[Path]:
 
 
 def fingerprint(data: str | Path, field: str = "text") -> str:
-    """Changes with what `read_documents` would give: a hash of the files as they are stored, or the dataset's own."""
+    """Changes with what `read_documents` would give: a hash of the files as they are stored, or of a dataset's name,
+    version and size: what is streamed is not read for this."""
     digest = hashlib.sha256(field.encode())
     if str(data).startswith(HUGGING_FACE):
-        digest.update(_load_dataset(str(data))._fingerprint.encode())
+        info = _load_dataset(str(data)).info
+        digest.update(f"{data}\0{info.version}\0{info.dataset_size}".encode())
         return digest.hexdigest()
     for path in find_files(data):
         digest.update(next(kind for kind in KINDS if path.name.endswith(kind)).encode())  # how the bytes are read
@@ -116,11 +118,10 @@ def _open(path: Path) -> IO[str]:
 
 
 def _read_dataset(data: str, field: str) -> Iterator[str]:
-    dataset = _load_dataset(data)
-    if field not in dataset.column_names:
-        raise ValueError(f"data: expected a field {field!r}, got {', '.join(dataset.column_names)} in {data}")
     any_text = False
-    for row in dataset:
+    for row in _load_dataset(data):
+        if field not in row:
+            raise ValueError(f"data: expected a field {field!r}, got {', '.join(row)} in {data}")
         if row[field]:
             any_text = True
             yield row[field]
@@ -136,7 +137,7 @@ def _load_dataset(data: str) -> Any:
     name, _, rest = data.removeprefix(HUGGING_FACE).partition(":")
     configuration, _, split = rest.partition(":")
     try:
-        return load_dataset(name, configuration or None, split=split or "train")
+        return load_dataset(name, configuration or None, split=split or "train", streaming=True)
     except Exception as error:  # whatever that library raises: no network, no such name, no such split
         raise ValueError(
             f"data: expected a dataset that can be loaded, as {HUGGING_FACE}NAME[:CONFIGURATION[:SPLIT]], "

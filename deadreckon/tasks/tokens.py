@@ -1,19 +1,22 @@
 """Text as tokens: a byte-level BPE trained once, and the ids of a corpus in a file that is mapped, not read.
 
-Both are cached under names that change with what they were made of. A file appears under its name when it is whole.
+Both are cached under names that change with what they were made of. A file appears under its name when it is whole; if
+writing ids is killed, the same call resumes behind the last document that was written.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +33,8 @@ from deadreckon.tasks.text import fingerprint, read_documents
 END = "<|end|>"  # stands behind every document
 BYTES = 256
 VERSION = 1  # of what is cached: raise it where the same data would give other files
-PIECE = 1 << 20  # characters that are encoded at once
+PIECE = 1 << 20  # characters that a thread encodes at once
+BATCH = 1 << 23  # characters that are encoded in parallel, then written; a killed process loses no more
 
 
 def cache_folder() -> Path:
@@ -65,7 +69,15 @@ def train_tokenizer(
             return load_tokenizer(path)
         except ValueError:
             pass  # damaged: made again
-    print(f"training a tokenizer on {data}", file=sys.stderr)
+    tokenizer = fit_tokenizer(read_documents(data, field), vocabulary, str(data))
+    with writing(path) as unfinished:
+        tokenizer.save(str(unfinished))
+    return tokenizer
+
+
+def fit_tokenizer(documents: Iterable[str], vocabulary: int, name: str) -> Tokenizer:
+    """A byte-level BPE of that many tokens, END among them."""
+    print(f"training a tokenizer on {name}", file=sys.stderr)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -73,10 +85,7 @@ def train_tokenizer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=sorted(ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )  # fmt: skip
-    pieces = (piece for document in read_documents(data, field) for piece in cut(document))
-    tokenizer.train_from_iterator(pieces, trainer)
-    with writing(path) as unfinished:
-        tokenizer.save(str(unfinished))
+    tokenizer.train_from_iterator((piece for document in documents for piece in cut(document)), trainer)
     return tokenizer
 
 
@@ -111,9 +120,8 @@ def tokenize(data: str | Path, tokenizer: Tokenizer, *, field: str = "text", cac
         try:
             return load_ids(path)
         except ValueError:
-            pass  # damaged: made again
-    with writing(path) as unfinished:
-        write_ids(unfinished, read_documents(data, field), tokenizer, str(data))
+            path.unlink()  # damaged: made again
+    write_ids(path, read_documents(data, field), tokenizer, str(data))
     return load_ids(path)
 
 
@@ -128,28 +136,93 @@ def load_ids(path: str | Path) -> NDArray[Any]:
     return ids
 
 
-def write_ids(path: Path, documents: Iterator[str], tokenizer: Tokenizer, name: str) -> None:
-    """Writes a .npy file as the ids come, and shows how far it is."""
+def write_ids(path: Path, documents: Iterable[str], tokenizer: Tokenizer, name: str) -> None:
+    """Writes a .npy file of ids with progress, or resumes: documents that were written before are skipped.
+
+    Until it is complete the file is called .NAME.unfinished, and .NAME.state says how much of it is valid. Processes
+    that want the same file wait for the one that writes it.
+    """
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.encode_special_tokens = True  # END in a text is text, not the end
     end = end_of(tokenizer)
-    kind = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
-    count = 0
+    kind = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
+    unfinished, state = (path.with_name(f".{path.name}.{word}") for word in ("unfinished", "state"))
+    key = _key(name, tokenizer.to_str())
+    path.parent.mkdir(parents=True, exist_ok=True)
     often = 0.1 if sys.stderr.isatty() else 30.0  # seconds
-    with path.open("wb") as file, tqdm(desc=name, unit=" tokens", unit_scale=True, mininterval=often) as progress:
-        _write_header(file, kind, count)
-        for document in documents:
-            pieces = tokenizer.encode_batch_fast(list(cut(document)), add_special_tokens=False)
-            ids = np.array([token for piece in pieces for token in piece.ids] + [end], kind)
+    with _locked(unfinished) as file, tqdm(desc=name, unit=" tokens", unit_scale=True, mininterval=often) as progress:
+        if path.exists():  # another process has written it meanwhile
+            return
+        done = _read_state(state, key)
+        _write_header(file, kind, 0)
+        file.seek(done["tokens"] * kind.itemsize, os.SEEK_CUR)
+        file.truncate()
+        progress.update(done["tokens"])
+        for batch in _batches(islice(documents, done["documents"], None)):
+            ids = _encode(batch, tokenizer, end, kind)
             file.write(ids.tobytes())
-            count += len(ids)
+            file.flush()
+            os.fsync(file.fileno())
+            done = {"documents": done["documents"] + len(batch), "tokens": done["tokens"] + len(ids)}
+            with writing(state) as new:
+                new.write_text(json.dumps(done | {"key": key}))
             progress.update(len(ids))
         file.seek(0)
-        _write_header(file, kind, count)  # numpy leaves room for the count to grow
+        _write_header(file, kind, done["tokens"])  # numpy leaves room for the count to grow
+        file.flush()
+        os.replace(unfinished, path)
+        state.unlink(missing_ok=True)
 
 
-def _write_header(file: Any, kind: type, count: int) -> None:
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": (count,)}
+def _read_state(path: Path, key: str) -> dict[str, int]:
+    """How many documents and tokens of an unfinished file are valid: none if it was made of something else."""
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError):
+        state = {}
+    return {name: state[name] if state.get("key") == key else 0 for name in ("documents", "tokens")}
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Documents in lists of about BATCH characters, one at least."""
+    batch: list[str] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(documents: list[str], tokenizer: Tokenizer, end: int, kind: np.dtype[Any]) -> NDArray[Any]:
+    """The ids of documents, each with `end` behind it, (tokens,)."""
+    pieces = [list(cut(document)) for document in documents]
+    encoded = iter(tokenizer.encode_batch_fast([piece for one in pieces for piece in one], add_special_tokens=False))
+    parts = []
+    for one in pieces:
+        parts += [np.array(next(encoded).ids, kind) for _ in one]
+        parts.append(np.array([end], kind))
+    return np.concatenate(parts)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[bytes]]:
+    """The file, made if it is not there, open for this process alone; others wait, where the system has such locks."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+        try:
+            import fcntl
+        except ModuleNotFoundError:
+            pass
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def _write_header(file: IO[bytes], kind: np.dtype[Any], count: int) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(file, header)
 
 

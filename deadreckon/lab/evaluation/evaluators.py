@@ -123,7 +123,7 @@ def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
         longest=longest, piece=recipe.test_piece or None,
     ):  # fmt: skip
         rows = one.tokens // one.length
-        yield Score(name, one.length, None, None, one.loss, rows, "perplexity")
+        yield Score(name, one.length, None, None, one.loss, rows, "perplexity", texts=one.texts)
 
 
 def _longer(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:

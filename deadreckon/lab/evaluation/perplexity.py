@@ -40,6 +40,7 @@ class LengthScore:
     loss: float
     perplexity: float  # cut off at the greatest that a double holds
     last_loss: float  # in the last quarter of a row
+    texts: tuple[float, ...]  # the loss on each row of the greatest length, for comparisons on the same tokens
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def perplexity_by_length(
         else:
             losses = windowed_losses(model, rows, window, stride, batch_tokens=batch_tokens, seed=seed)
         loss, last = _mean(losses), _mean(losses[:, length - math.ceil(length / LAST) :])
-        scores.append(LengthScore(length, window, losses.numel(), loss, math.exp(min(loss, 700.0)), last))
+        texts = tuple(losses.double().reshape(len(text), -1).mean(1).tolist())
+        scores.append(LengthScore(length, window, losses.numel(), loss, math.exp(min(loss, 700.0)), last, texts))
     return scores
 
 

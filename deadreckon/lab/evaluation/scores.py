@@ -48,6 +48,7 @@ class Score:
     rows: int
     measure: str = ""  # what tables show; by default the recipe's metric
     axis: str = "length"
+    texts: Sequence[float] = ()  # losses on texts that are the same for all models, so that differences can be paired
 
     @property
     def place(self) -> Place:

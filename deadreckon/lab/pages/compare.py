@@ -12,6 +12,7 @@ from rich.console import Console
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.pages.comparison import Comparison, gather
 from deadreckon.lab.pages.page import describe_solved, write_page
+from deadreckon.lab.pages.paired import paired_table
 from deadreckon.lab.pages.tables import terminal
 from deadreckon.lab.recipes import check_encodings, find_experiment, parse_sweep
 from deadreckon.lab.training.parallel import make_runs
@@ -73,6 +74,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(terminal(headings, rows, left=0))
         if solved := describe_solved(comparison, condition):
             console.print(solved, highlight=False)
+        if paired := paired_table(comparison, condition):
+            console.print(f"\n{paired[0]}", highlight=False)
+            console.print(terminal(paired[1], paired[2], left=0))
 
 
 def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Path | None:

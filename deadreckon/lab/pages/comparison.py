@@ -36,6 +36,8 @@ class Comparison:
     recipe: Recipe  # what they have in common
     values: dict[str, dict[Place, list[float]]]  # by label (encoding and what sets its runs apart); one for each seed
     tests: dict[str, Test] = field(default_factory=dict)  # by default the recipe's metric, by length
+    # Losses on the same texts, by label and place, a row for each seed: see `deadreckon.lab.pages.paired`.
+    texts: dict[str, dict[Place, list[Sequence[float]]]] = field(default_factory=dict)
 
     def test(self, name: str) -> Test:
         """What a test measures."""
@@ -77,6 +79,13 @@ class Comparison:
         """Tests that are shown as tables: all but those by position, which are for pictures."""
         return [name for name in self.conditions if self.test(name).axis != "position"]
 
+    @property
+    def pictured(self) -> list[str]:
+        """Tests that are drawn: all but those by training length that have one point, if there are others."""
+        points = [name for name in self.conditions if self.test(name).axis == "training length"]
+        single = [name for name in points if len(self.lengths(name)) == 1]
+        return [name for name in self.conditions if name not in single] or self.conditions
+
     def describe(self, condition: str) -> str:
         """What a table of one test shows."""
         test, seeds = self.test(condition), self.seeds()
@@ -104,6 +113,7 @@ def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None
     several = len({run.recipe.length for run in runs}) > 1  # training lengths
     values: dict[str, dict[Place, list[float]]] = {}
     tests: dict[str, Test] = {}
+    texts: dict[str, dict[Place, list[Sequence[float]]]] = {}
     for label, labelled in by_label(runs).items():
         for run in labelled:
             recipe = run.recipe
@@ -116,7 +126,9 @@ def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None
                 tests[name] = Test(score.measure or recipe.metric, score.axis, trained)
                 value = score.value(tests[name].measure)
                 values.setdefault(label, {}).setdefault((name, score.length), []).append(value)
-    return Comparison(title, alike(runs[0].recipe), values, tests)
+                if score.texts:
+                    texts.setdefault(label, {}).setdefault((name, score.length), []).append(score.texts)
+    return Comparison(title, alike(runs[0].recipe), values, tests, texts)
 
 
 def alike(recipe: Recipe) -> Recipe:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, median
 
 from deadreckon.lab.evaluation import format_value
-from deadreckon.lab.pages.comparison import SOLVED, WORD_PROBLEMS, Comparison
+from deadreckon.lab.pages.comparison import SOLVED, WORD_PROBLEMS, Comparison, by_label
+from deadreckon.lab.pages.paired import paired_table
 from deadreckon.lab.pages.tables import markdown
 from deadreckon.lab.recipes import Experiment, title_of
 from deadreckon.lab.training import Run
@@ -25,6 +27,10 @@ def write_page(
         lines += ["", f"{comparison.describe(condition)}:", "", score_table(comparison, condition, experiment)]
         if solved := describe_solved(comparison, condition):
             lines += ["", solved]
+        if paired := paired_table(comparison, condition):
+            lines += ["", f"{paired[0]}:", "", markdown(paired[1], paired[2])]
+    if comparison.recipe.task == "language":
+        lines += ["", "Training:", "", speed_table(runs)]
     if picture is not None:
         lines += ["", f"![{comparison.title}]({os.path.relpath(picture, path.parent)})"]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +69,17 @@ def score_table(comparison: Comparison, condition: str, experiment: Experiment) 
         cells = ["" if value is None else format_value(measure, value) for value in figures]
         rows.append([f"the paper's, {length}", *cells])
     return markdown(headings, rows)
+
+
+def speed_table(runs: Sequence[Run]) -> str:
+    """What was trained on, and how fast: the median of logged speeds, so that evaluations do not count."""
+    rows = []
+    for label, labelled in by_label(runs).items():
+        speeds = [line["tokens_per_second"] for run in labelled for line in run.metrics()]
+        progress = labelled[0].progress()
+        minutes = mean(run.progress().seconds for run in labelled) / 60
+        rows.append([title_of(label), f"{progress.tokens:,}", f"{median(speeds):,.0f}", f"{minutes:.1f}"])
+    return markdown(["", "tokens", "tokens/s", "minutes"], rows)
 
 
 def describe_solved(comparison: Comparison, condition: str) -> str:

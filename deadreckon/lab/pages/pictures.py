@@ -66,7 +66,7 @@ def flipflop_picture(
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Scores against length, a panel for each test, the training length marked."""
-    conditions = comparison.conditions
+    conditions = comparison.pictured
     measures = {comparison.test(condition).measure for condition in conditions}
     columns = min(len(conditions), 5)
     rows, shared = -(-len(conditions) // columns), len(measures) == 1

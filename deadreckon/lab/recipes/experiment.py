@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -52,19 +53,21 @@ class Experiment:
     ) -> dict[str, Recipe]:
         """All runs of a comparison, by the names of their folders."""
         sweep = self.sweep.get(size, {}) if sweep is None else sweep
+        encodings = tuple(encodings)
+        options = options_of(encodings)
         runs = {}
         for values in product(*sweep.values()):
             for encoding in encodings:
                 recipe, words = self.recipe(size, encoding).change(changes), [encoding]
                 for name, value in zip(sweep, values, strict=True):
-                    if name in inspect.signature(dr.ENCODINGS[encoding]).parameters:
-                        recipe = recipe.change([f"encoding_options.{encoding}.{name}={value}"])
+                    if name in options_of((encoding,)):
+                        recipe = recipe.change([f"encoding_options.{encoding}.{name}={json.dumps(value)}"])
+                    elif name in options or name not in vars(recipe):
+                        continue  # an option of other encodings, also where a field of the recipe has its name
                     elif name == "length":
                         recipe = recipe.at_length(value)
-                    elif name in vars(recipe):
-                        recipe = recipe.change([f"{name}={value}"])
                     else:
-                        continue  # an option of other encodings
+                        recipe = recipe.change([f"{name}={json.dumps(value)}"])
                     words.append(f"{name}={value}")
                 for seed in range(seeds):
                     runs["-".join([*words, str(seed)])] = replace(recipe, seed=seed)
@@ -80,14 +83,18 @@ def check_encodings(names: Sequence[str]) -> None:
             raise ValueError(f"encoding: expected one of {', '.join(dr.ENCODINGS)}; got {name!r}")
 
 
+def options_of(encodings: Iterable[str]) -> set[str]:
+    """The options that any of these encodings has."""
+    return {name for one in encodings for name in inspect.signature(dr.ENCODINGS[one]).parameters} - {"sizes"}
+
+
 def parse_sweep(words: Iterable[str], encodings: Sequence[str]) -> Sweep:
     """What the command line says, such as "length=256,1024" or "p=2,4"."""
     sweep: Sweep = {}
     for word in words:
         name, _, values = word.partition("=")
         sweep[name] = tuple(parse(value) for value in values.split(",") if value.strip())
-        options = {key for encoding in encodings for key in inspect.signature(dr.ENCODINGS[encoding]).parameters}
-        if not sweep[name] or name not in {*vars(Recipe()), *options} - {"encoding", "seed", "sizes"}:
+        if not sweep[name] or name not in {*vars(Recipe()), *options_of(encodings)} - {"encoding", "seed"}:
             raise ValueError(
                 f"sweep: expected values of a field of the recipe or an option, such as length=256,1024, got {word!r}"
             )

@@ -55,6 +55,7 @@ class Recipe:
     heads: int = 2
     initial: float = 0.1  # standard deviation of its weights before training
     tied: bool = False  # embeddings and outputs share a matrix
+    qk_norm: bool = False  # queries and keys are RMS-normalised
     longest: int = 2048  # the longest document, for encodings that scale their angles by it
     steps: int = 500
     learning_rate: float = 8e-3  # at its peak, after `warmup` steps; `schedule` takes it to `floor` times that

@@ -14,7 +14,7 @@ from deadreckon.tasks.mixture import Mixture
 from deadreckon.tasks.task import Task
 from deadreckon.tasks.tokens import for_transformers
 
-PARTS = ("train", "valid")
+PARTS = ("train", "valid", "test")
 
 
 def read_language(
@@ -32,9 +32,9 @@ def read_language(
 
     Args:
         data: the text to learn from: a file, a folder or a dataset, see `deadreckon.tasks.text.read_documents`. Or a
-            folder of tokens, as `deadreckon.tasks.language.save_corpora` writes it, with both parts in it.
+            folder of tokens, as `deadreckon.tasks.language.make_corpora` writes it, with all parts in it.
         held_out: the text to test on.
-        part: "train" or "valid".
+        part: "train", "valid", or "test", of a folder of tokens.
         vocabulary: tokens of the tokenizer, which is trained on `data`.
         packed: whether documents are kept from seeing each other.
         questions: the share of rows that begin with one.

@@ -6,6 +6,7 @@ step. So a restored training continues exactly: on a CPU bit for bit, given the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from deadreckon.lab.training.graphs import Graphs, captured_on
 from deadreckon.lab.training.ranks import Ranks, placed_like, whole
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
+COMPILE = "DEADRECKON_COMPILE"  # in the environment: 1 to compile models for training
+
 
 def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
     """The model of a recipe before training, with weights drawn by its seed."""
@@ -31,7 +34,8 @@ def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
     config = dr.DeadReckonConfig(
         encoding=recipe.encoding, vocab_size=vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads, initializer_range=recipe.initial, tie_word_embeddings=recipe.tied,
-        max_position_embeddings=recipe.longest, encoding_options={recipe.encoding: options} if options else None,
+        qk_norm=recipe.qk_norm, max_position_embeddings=recipe.longest,
+        encoding_options={recipe.encoding: options} if options else None,
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config)
 
@@ -101,6 +105,8 @@ class Training:
         recipe: equal recipes see equal data.
         graphs: whether steps are captured as CUDA graphs (`graphs.py`); by default they are on a GPU, by one process.
         ranks: the processes that train it together, this one alone by default; the model is divided among them.
+
+    With DEADRECKON_COMPILE=1 in the environment the model is compiled: it takes a minute or so, and pays in long runs.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class Training:
                 f"got {self.ranks.parts}"
             )
         self.model = self.ranks.divide(model)
+        self.forward = torch.compile(model) if os.environ.get(COMPILE, "0") != "0" else model
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, recipe)
         self.generator = torch.Generator().manual_seed(recipe.seed)
@@ -184,10 +191,14 @@ class Training:
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accumulates the gradients of a part of a batch: its share of the loss, and its errors."""
         count = scored if self.recipe.accumulate > 1 or self.ranks.size > 1 else None
+        language = self.recipe.task == "language"  # its logits take most of the memory, and counting errors takes time
         with autocast(part.tokens.device):
-            output = self.model(part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count)
+            output = self.forward(
+                part.tokens, labels=part.labels, cu_seqlens=part.cu_seqlens, num_items_in_batch=count,
+                skip_logits=language,
+            )  # fmt: skip
         output.loss.backward()
-        if self.recipe.task == "language":  # an argmax over a large vocabulary takes time
+        if language:
             return output.loss.detach(), None
         following = pad(part.labels[:, 1:], (0, 1), value=NOT_SCORED)
         if self.model.cp is not None:

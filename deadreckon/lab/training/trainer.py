@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -67,7 +69,8 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
         _note_start(run, progress, device, console)
     began = saved = time.perf_counter()
     display = Display(console, str(run.path), recipe, training.done)
-    with display, metrics_log(run, tensorboard) if ranks.first else nullcontext(_unlogged) as log:
+    logging_to = metrics_log(run, tensorboard) if ranks.first else nullcontext(_unlogged)
+    with display, logging_to as log, noticing_termination() as terminated:
         while training.done < recipe.steps:
             step = training.advance()
             due = step.number % recipe.evaluate_every == 0 or step.number == recipe.steps
@@ -84,12 +87,30 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
                 run.save_best(training, validation)
             now = time.perf_counter()
             progress = Progress(step.number, progress.seconds, progress.tokens + step.tokens, best)
-            # Ranks must agree that it is time, which costs them a wait: where they wait for a step's loss anyway.
-            asked = logged or ranks.size == 1
-            if due or (asked and ranks.same(now - saved > SAVE_SECONDS)):
+            # Ranks must agree on it, which costs them a wait: where they wait for a step's loss anyway.
+            late, ending = now - saved > SAVE_SECONDS, terminated.is_set()
+            late, ending = ranks.same((late, ending)) if logged or ranks.size == 1 else (False, False)
+            if due or late or ending:
                 progress = replace(progress, seconds=progress.seconds + now - began)
                 run.save(training, progress)
                 began, saved = now, time.perf_counter()
+            if ending and training.done < recipe.steps:
+                console.print(f"{run.path} was terminated at step {training.done}, which is saved.", soft_wrap=True)
+                raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def noticing_termination() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, so that a run can save what it has before it ends."""
+    terminated = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # which alone has signals
+        yield terminated
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    try:
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _unlogged(step: int, values: dict[str, float]) -> None:

@@ -1,0 +1,64 @@
+"""Cross-entropy of a language-model head in chunks of tokens: the logits of a batch are never held all at once.
+
+With a vocabulary of 16 384, logits of 131 072 tokens take 4.3 GB in bfloat16, and several times that with what the loss
+needs of them in float32. Here a chunk's logits become their own gradient, and that the gradients of the hidden states
+and of the head, before the next chunk is computed; the backward pass only scales them. Nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # labels without loss
+CHUNK = 1 << 13  # tokens
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Σ −log softmax(weight · hidden_t)[labels_t] over the tokens whose labels are not −100, in float32 or better.
+
+    Args:
+        hidden: (N, D).
+        weight: (V, D), of the head.
+        labels: (N,), each the token that its hidden state predicts.
+    """
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        scored = (labels != IGNORED).unsqueeze(1)
+        with torch.autocast(kind, enabled=False):
+            # A token without loss has a hidden state of zero, so that it adds nothing to the head's gradient.
+            inputs, head = hidden.masked_fill(~scored, 0).to(dtype), weight.to(dtype)
+            targets = labels.clamp(min=0).unsqueeze(1)
+            learning = any(ctx.needs_input_grad[:2])
+            grad_hidden = torch.empty_like(inputs) if learning else None
+            grad_weight = torch.zeros_like(head, dtype=exact) if learning else None
+            loss = torch.zeros((), dtype=exact, device=hidden.device)
+            for start in range(0, len(inputs), CHUNK):
+                part = slice(start, start + CHUNK)
+                logits = inputs[part] @ head.T  # (chunk, V)
+                logp = logits.log_softmax(-1, dtype=exact)
+                loss -= (logp.gather(1, targets[part]) * scored[part]).sum()
+                if grad_hidden is not None and grad_weight is not None:
+                    grad = torch.exp(logp, out=logits)  # in place of the logits: softmax, less one at the target
+                    grad.scatter_add_(1, targets[part], grad.new_full((), -1.0).expand_as(targets[part]))
+                    torch.mm(grad, head, out=grad_hidden[part])
+                    grad_weight += grad.T @ inputs[part]
+            if grad_hidden is not None and grad_weight is not None:
+                grad_hidden.masked_fill_(~scored, 0)
+                ctx.save_for_backward(grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grads[0] * grad_hidden, grads[0] * grad_weight, None

@@ -1,0 +1,135 @@
+"""Folders of tokens to train on: memory-mapped ids of a train, valid and test part, and their tokenizer.
+
+    apt-get download linux-source-6.1 && dpkg-deb -x linux-source-6.1_*.deb .
+    python examples/data/make_tokens.py linux usr/src/linux-source-6.1.tar.xz tokens/code
+    python examples/data/make_tokens.py text tokens/books train=train.jsonl.xz valid=valid.jsonl.xz test=test.jsonl.xz
+
+A part of `text` is whatever `deadreckon.tasks.text.read_documents` reads: a file or a folder of .jsonl and .txt,
+compressed or not, or hf:NAME, a Hugging Face dataset, which is streamed. Everything is streamed: memory does not grow
+with the data. If killed, run the same command again: it resumes.
+
+Then: deadreckon train code --change options.data=tokens/code …
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import tyro
+from tyro.conf import Positional
+
+from deadreckon.tasks.language import make_corpora, open_corpus
+from deadreckon.tasks.text import read_documents
+
+VOCABULARY = 16_384
+LONG = 65_536  # tokens: documents that are longer are counted
+
+# Subsystems of the kernel that are held out, with everything below them. All others are trained on.
+HELD_OUT = {
+    "valid": ("block", "fs/ext4", "fs/nfs", "fs/ocfs2", "net/ipv6", "net/sctp"),
+    "test": ("crypto", "drivers/md", "fs/btrfs", "kernel/bpf", "net/mac80211"),
+}
+GENERATED = ("drivers/gpu/drm/amd/include",)  # register tables, a third of all bytes
+LARGEST = 400_000  # bytes of a file: larger ones are tables
+
+
+@dataclass(frozen=True)
+class Linux:
+    """The kernel's C sources. A document is a directory: its own files in order, each behind a line with its path."""
+
+    source: Positional[Path]  # linux-source-*.tar.xz
+    out: Positional[Path]  # the folder to write
+    vocabulary: int = VOCABULARY  # tokens of the tokenizer
+    share: float = 1.0  # of the training documents, chosen by a hash of their paths
+
+    def run(self) -> None:
+        """Makes the folder."""
+        sources = {part: partial(self._documents, part) for part in ("train", *HELD_OUT)}
+        make_corpora(self.out, sources, self.vocabulary, one_in=8)
+        describe(self.out, list(sources))
+
+    def _documents(self, wanted: str) -> Iterator[str]:
+        for path, text in read_directories(self.source):
+            part = part_of(path)
+            if part == wanted and (part != "train" or crc32(path.encode()) < self.share * 2**32):
+                yield text
+
+
+@dataclass(frozen=True)
+class Text:
+    """Any documents, in files, folders or datasets."""
+
+    out: Positional[Path]  # the folder to write
+    parts: Positional[tuple[str, ...]]  # such as train=train.jsonl.xz valid=valid.jsonl.xz test=hf:NAME::test
+    field: str = "text"  # of a line or a dataset, where the text is
+    vocabulary: int = VOCABULARY  # tokens of the tokenizer, which is trained on the first part
+    one_in: int = 1  # train the tokenizer on one document in so many
+
+    def run(self) -> None:
+        """Makes the folder."""
+        named = [part.partition("=") for part in self.parts]
+        if not named or not all(name and data for name, _, data in named):
+            raise ValueError(f"parts: expected names and data, such as train=train.jsonl.xz, got {self.parts}")
+        sources = {name: partial(read_documents, data, self.field) for name, _, data in named}
+        make_corpora(self.out, sources, self.vocabulary, one_in=self.one_in)
+        describe(self.out, list(sources))
+
+
+def part_of(path: str) -> str:
+    """Which part a directory of the kernel belongs to."""
+    for part, subsystems in HELD_OUT.items():
+        if any(path == one or path.startswith(one + "/") for one in subsystems):
+            return part
+    return "train"
+
+
+def read_directories(archive: Path) -> Iterator[tuple[str, str]]:
+    """Directories of an archive with sources in them: path and text. A directory comes behind those inside it."""
+    inside: list[tuple[str, list[str]]] = []  # the directories that the archive is in the midst of, and their files
+    with tarfile.open(archive, "r|*") as members:
+        while (member := members.next()) is not None:
+            members.members = []  # else it remembers all of them
+            path = member.name.partition("/")[2]
+            if not member.isfile() or not is_source(path, member.size):
+                continue
+            directory = path.rpartition("/")[0]
+            while inside and not f"{directory}/".startswith(f"{inside[-1][0]}/"):
+                yield _close(inside)
+            if not inside or inside[-1][0] != directory:
+                inside.append((directory, []))
+            file = members.extractfile(member)
+            assert file is not None
+            inside[-1][1].append(f"// {path}\n{file.read().decode('utf-8', 'replace')}\n")
+    while inside:
+        yield _close(inside)
+
+
+def is_source(path: str, size: int) -> bool:
+    """Whether a file is C that people have written."""
+    return path.endswith((".c", ".h")) and 0 < size <= LARGEST and not path.startswith(GENERATED)
+
+
+def _close(inside: list[tuple[str, list[str]]]) -> tuple[str, str]:
+    path, files = inside.pop()
+    return path, "".join(files)
+
+
+def describe(folder: Path, parts: list[str]) -> None:
+    """Prints the size of each part."""
+    for part in parts:
+        corpus = open_corpus(folder, part)
+        lengths = np.diff(corpus.documents, axis=1)
+        print(
+            f"{folder / part}: {len(corpus.ids):,} tokens, {len(lengths):,} documents, {(lengths > LONG).sum():,} of "
+            f"them longer than {LONG:,} tokens ({lengths[lengths > LONG].sum():,} tokens)"
+        )
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"linux": Linux, "text": Text}).run()
