@@ -67,6 +67,8 @@ def mapped(
         moved = Rotation(change(transport.angles), transport.values)
     elif isinstance(transport, Householder):
         moved = Householder(change(transport.w), change(transport.beta))
+    elif transport is not None:
+        raise ValueError(f"transport: expected None, Rotation or Householder beside cp, got {type(transport).__name__}")
     gates = None if log_gate is None else change(log_gate)
     return change(q), change(k), change(v), Factors(moved, gates, score)
 
