@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from deadreckon.models.huggingface import DeadReckonForCausalLM
 from deadreckon.ops.parallel.context import ContextParallel, Layout
@@ -58,26 +59,29 @@ def parallelize(
 
 
 def _materialise(model: DeadReckonForCausalLM, part: nn.Module, ranks: DeviceMesh) -> None:
-    """Gives the parameters of a part that are not sharded yet their storage and values, those of the first rank."""
-    own = [(module, name) for module in part.modules() for name, x in module._parameters.items() if _is_whole(x)]
-    group = ranks.get_group()
-    fresh = dict[int, nn.Parameter]()  # tied weights stay one
-    for module, name in own:
-        x = module._parameters[name]
+    """Gives what a part holds and is not sharded yet its storage and values, those of the first rank."""
+    places = [
+        (module, held, name)
+        for module in part.modules()
+        for held in (module._parameters, module._buffers)
+        for name, x in held.items()
+        if x is not None and not isinstance(x, DTensor)
+    ]
+    fresh = dict[int, Tensor]()  # tied weights stay one
+    for _, held, name in places:
+        x = held[name]
         assert x is not None
         if x.is_meta:
             if id(x) not in fresh:
-                fresh[id(x)] = nn.Parameter(torch.empty_like(x, device=ranks.device_type), x.requires_grad)
-            module._parameters[name] = fresh[id(x)]
+                empty = torch.empty_like(x, device=ranks.device_type)
+                fresh[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+            held[name] = fresh[id(x)]  # type: ignore[assignment]
     if fresh:
         with torch.no_grad():
-            for module in dict.fromkeys(module for module, _ in own):
+            for module in dict.fromkeys(module for module, *_ in places):
                 model._init_weights(module)
-    for module, name in own:
-        x = module._parameters[name]
+    group = ranks.get_group()
+    for _, held, name in places:
+        x = held[name]
         assert x is not None
         dist.broadcast(x.detach(), dist.get_global_rank(group, 0), group=group)
-
-
-def _is_whole(x: nn.Parameter | None) -> bool:
-    return x is not None and not hasattr(x, "placements")  # as sharded ones, DTensors, have
