@@ -46,6 +46,7 @@ PACKED = {
     "power": Case("rotation", "learned", dr.Power(2), length=48, batch=1, width=8, value_width=12),
 }
 KERNELS = {
+    "plain": Case(length=40, batch=1, width=8, value_width=8),
     "gated": Case(gate="learned", length=70, batch=1, width=8, value_width=8),
     "householder, gated": Case("householder", "learned per key head", length=150, batch=1, width=8, value_width=16),
     "packed, rotation": Case("rotation", length=48, batch=1, width=8, value_width=8),
@@ -77,6 +78,8 @@ def all_cases(layout: Any) -> dict[str, dict[str, Tensor]]:
     found |= {f"packed, {name}": divided(case, cp, **packing("packed")) for name, case in PACKED.items()}
     found["float32"] = divided(CASES["householder, gated"], cp, torch.float32)
     found["float32, sticks"] = divided(CASES["sticks"], cp, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):  # which must not reach what is summed
+        found["float32, autocast"] = divided(CASES["householder, gated"], cp, torch.float32)
     return found
 
 
@@ -105,7 +108,10 @@ def test_ranks_equal_one_process(size: int, layout: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "layout"), WORLDS)
-@pytest.mark.parametrize(("name", "case"), [("float32", "householder, gated"), ("float32, sticks", "sticks")])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("float32", "householder, gated"), ("float32, autocast", "householder, gated"), ("float32, sticks", "sticks")],
+)
 def test_single_precision_stays_within_1e_5(size: int, layout: str, name: str, case: str) -> None:
     for found in world(size, all_cases, layout):
         errors = relative_errors(found[name], expected(case))

@@ -16,6 +16,7 @@ from deadreckon.ops.blockwise.frames import Crossing, Frames, crossings, fall, l
 from deadreckon.ops.blockwise.leaf import HouseholderLeaf
 from deadreckon.ops.blockwise.problem import Problem
 from deadreckon.ops.blockwise.tree import LeafPadding, first_derivatives_only
+from deadreckon.ops.tracing import without_autocast
 
 
 class Ends(torch.autograd.Function):
@@ -39,27 +40,32 @@ class Ends(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         first_derivatives_only()
-        q, k, w, beta = ctx.saved_tensors
-        padding, problem, leaves = _leaves(q, k, w, beta)
-        frames, saved = _frames(problem, leaves), list[list[Crossing]]()
-        for runs in problem.levels:
-            saved.append(crossings(frames, runs))
-            frames = rise(frames, runs)
-        dtype = problem.queries.dtype
-        grad_q, grad_k = (x.to(dtype).clone(memory_format=torch.contiguous_format) for x in padding.pad(*grads[:2]))
-        grad_products = grads[2].to(dtype).unsqueeze(1)  # (N, 1, D, D)
-        for runs in reversed(problem.levels):
-            grad_products = fall(frames, runs, saved.pop(), grad_q, grad_k, grad_products)
-        grad_w, grad_beta = torch.empty_like(problem.keys), torch.empty_like(problem.keys[..., 0])
-        places = grad_q, grad_k, grad_w, grad_beta
-        for part, leaf in zip(problem.leaf_parts(), leaves, strict=True):
-            here = [problem.in_leaves(x, part) for x in places]
-            grad_part = grad_products.flatten(0, 1)[part].unsqueeze(0)
-            new = leaf.gradients(torch.zeros_like(leaf.logits), here[0], here[1], grad_part)
-            for place, value in zip(here, new, strict=True):
-                place.copy_(value)
-        grad_q, grad_k, grad_w, grad_beta = padding.cut(*places)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_w.to(w.dtype), grad_beta.to(beta.dtype)
+        with without_autocast(grads[0]):
+            return _backward(*ctx.saved_tensors, *grads)
+
+
+def _backward(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the inputs, from those of queries, keys and product."""
+    padding, problem, leaves = _leaves(q, k, w, beta)
+    frames, saved = _frames(problem, leaves), list[list[Crossing]]()
+    for runs in problem.levels:
+        saved.append(crossings(frames, runs))
+        frames = rise(frames, runs)
+    dtype = problem.queries.dtype
+    grad_q, grad_k = (x.to(dtype).clone(memory_format=torch.contiguous_format) for x in padding.pad(*grads[:2]))
+    grad_products = grads[2].to(dtype).unsqueeze(1)  # (N, 1, D, D)
+    for runs in reversed(problem.levels):
+        grad_products = fall(frames, runs, saved.pop(), grad_q, grad_k, grad_products)
+    grad_w, grad_beta = torch.empty_like(problem.keys), torch.empty_like(problem.keys[..., 0])
+    places = grad_q, grad_k, grad_w, grad_beta
+    for part, leaf in zip(problem.leaf_parts(), leaves, strict=True):
+        here = [problem.in_leaves(x, part) for x in places]
+        grad_part = grad_products.flatten(0, 1)[part].unsqueeze(0)
+        new = leaf.gradients(torch.zeros_like(leaf.logits), here[0], here[1], grad_part)
+        for place, value in zip(here, new, strict=True):
+            place.copy_(value)
+    grad_q, grad_k, grad_w, grad_beta = padding.cut(*places)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_w.to(w.dtype), grad_beta.to(beta.dtype)
 
 
 def _leaves(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[LeafPadding, Problem, list[HouseholderLeaf]]:

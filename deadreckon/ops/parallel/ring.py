@@ -24,6 +24,7 @@ from deadreckon.ops.blockwise.tree import first_derivatives_only, gradients_of_r
 from deadreckon.ops.factors import Score
 from deadreckon.ops.parallel.blocks import Between, Pair, pairs
 from deadreckon.ops.parallel.context import ContextParallel
+from deadreckon.ops.tracing import without_autocast
 
 Optional = Tensor | None
 
@@ -106,7 +107,7 @@ class Ring(torch.autograd.Function):
                     here(out).unsqueeze(1), here(statistic).unsqueeze(1),
                 )  # fmt: skip
         out = dense.score.finish(out, statistic)
-        ctx.plan, ctx.inside_saved = plan, len(saved)
+        ctx.plan = plan
         tensors = (q, k, v, w, beta, gates, queries, keys, products, sums)
         ctx.save_for_backward(*tensors, out, statistic, *saved)
         return out.to(q.dtype, copy=True)
@@ -114,62 +115,50 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Optional, ...]:
         first_derivatives_only()
-        plan, tensors = ctx.plan, ctx.saved_tensors
-        q, k, v, w, beta, gates, queries, keys, products, sums, out, statistic, *saved = tensors
-        cp, dense, between = plan.cp, plan.dense(q), Between.gather(plan.cp, products, sums)
-        precise = exact(q.device) if dense.score.needs_double else work(q.dtype)
-        rows = Rows.of(dense.score, grads[0].contiguous(), out, statistic, precise)
-        grad_queries = torch.zeros_like(queries, dtype=work(q.dtype))
-        grad_sums = None if sums is None else torch.zeros_like(sums)
-        home: list[Tensor] = []  # gradients of this rank's own keys, values and biases
-        coming = None
-        for rank, shard in cp.passed_on(_shard(q, v, keys, sums), direction=-1):
-            grad_shard = [torch.zeros_like(x, dtype=work(x.dtype)) for x in shard]
-            for pair in pairs(cp, rank, q.shape[1], plan.documents):
-                _pair_backward(
-                    plan, dense, between, pair, shard, rows, queries, sums, grad_shard, grad_queries, grad_sums
-                )
-            if rank == cp.rank:
-                home = grad_shard
-                continue
-            if coming is not None:
-                for mine, received in zip(grad_shard, coming.wait(), strict=True):
-                    mine += received
-            coming = cp.exchange(grad_shard, direction=-1)
+        with without_autocast(grads[0]):
+            return _backward(ctx.plan, grads[0], *ctx.saved_tensors)
+
+
+def _backward(plan: Plan, grad: Tensor, *tensors: Tensor) -> tuple[Optional, ...]:
+    """Gradients of the inputs of `Ring`, from that of its output and what it has saved."""
+    q, k, v, w, beta, gates, queries, keys, products, sums, out, statistic, *saved = tensors
+    cp, dense, between = plan.cp, plan.dense(q), Between.gather(plan.cp, products, sums)
+    precise = exact(q.device) if dense.score.needs_double else work(q.dtype)
+    rows = Rows.of(dense.score, grad.contiguous(), out, statistic, precise)
+    grad_queries = torch.zeros_like(queries, dtype=work(q.dtype))
+    grad_sums = None if sums is None else torch.zeros_like(sums)
+    home: list[Tensor] = []  # gradients of this rank's own keys, values and biases
+    coming = None
+    for rank, shard in cp.passed_on(_shard(q, v, keys, sums), direction=-1):
+        grad_shard = [torch.zeros_like(x, dtype=work(x.dtype)) for x in shard]
+        for pair in pairs(cp, rank, q.shape[1], plan.documents):
+            _pair_backward(plan, dense, between, pair, shard, rows, queries, sums, grad_shard, grad_queries, grad_sums)
+        if rank == cp.rank:
+            home = grad_shard
+            continue
         if coming is not None:
-            for mine, received in zip(home, coming.wait(), strict=True):
+            for mine, received in zip(grad_shard, coming.wait(), strict=True):
                 mine += received
-        grad_keys, grad_values, *grad_bias = home
-        if grad_sums is not None:  # a key's bias is the piece's total less its own sum
-            grad_total = between.total_gradients(cp)
-            assert grad_total is not None
-            grad_sums -= grad_bias[0]
-            grad_sums[:, -1] += grad_total + grad_bias[0].sum(1, dtype=grad_sums.dtype)
-        inside = iter(
-            plan.inside.backward(
-                rows.grad,
-                q,
-                k,
-                v,
-                w,
-                beta,
-                gates,
-                saved,
-                out,
-                rows.statistic,
-                rows.grad_farther,
-                plan.score,
-                plan.scale,
-            )
-        )
-        grad_q, grad_k, grad_v, grad_w, grad_beta, grad_gates = (
-            None if x is None else next(inside) for x in (q, k, v, w, beta, gates)
-        )
-        assert grad_v is not None
-        return (
-            None, grad_q, grad_k, grad_v + grad_values.to(grad_v.dtype), grad_w, grad_beta, grad_gates,
-            grad_queries.to(queries.dtype), grad_keys.to(keys.dtype), between.product_gradients(cp), grad_sums,
-        )  # fmt: skip
+        coming = cp.exchange(grad_shard, direction=-1)
+    if coming is not None:
+        for mine, received in zip(home, coming.wait(), strict=True):
+            mine += received
+    grad_keys, grad_values, *grad_bias = home
+    if grad_sums is not None:  # a key's bias is the piece's total less its own sum
+        grad_total = between.total_gradients(cp)
+        assert grad_total is not None
+        grad_sums -= grad_bias[0]
+        grad_sums[:, -1] += grad_total + grad_bias[0].sum(1, dtype=grad_sums.dtype)
+    inputs = (q, k, v, w, beta, gates)
+    inside = iter(
+        plan.inside.backward(rows.grad, *inputs, saved, out, rows.statistic, rows.grad_farther, plan.score, plan.scale)
+    )
+    grad_q, grad_k, grad_v, grad_w, grad_beta, grad_gates = (None if x is None else next(inside) for x in inputs)
+    assert grad_v is not None
+    return (
+        None, grad_q, grad_k, grad_v + grad_values.to(grad_v.dtype), grad_w, grad_beta, grad_gates,
+        grad_queries.to(queries.dtype), grad_keys.to(keys.dtype), between.product_gradients(cp), grad_sums,
+    )  # fmt: skip
 
 
 def _shard(q: Tensor, v: Tensor, keys: Tensor, sums: Optional) -> list[Tensor]:
