@@ -235,13 +235,13 @@ class HouseholderSteps(nn.Module):
 
     Args:
         rank: of the linear map.
+        activation: behind the convolution, "none" or "silu".
         initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
         beta: β of a zero input before training, between 0 and 2: it sets b.
-        activation: behind the convolution, "none" or "silu".
     """
 
     def __init__(
-        self, sizes: Sizes, rank: int, initial: float = 0.0, beta: float = 1.0, activation: str = "none"
+        self, sizes: Sizes, rank: int, activation: str = "none", initial: float = 0.0, beta: float = 1.0
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:

@@ -21,7 +21,7 @@ SCHEDULES = ("linear", "cosine", "constant")
 # What each evaluator measures; the evaluators themselves are in `deadreckon.lab.evaluation`.
 MEASURES = {
     "error": "error", "exact": "exact", "perplexity": "perplexity", "perplexity-window": "perplexity",
-    "loss-by-position": "loss", "training-loss": "loss", "long": "exact",
+    "loss-by-position": "loss", "training-loss": "loss", "long": "score",
 }  # fmt: skip
 REPORTING = ("last", "best-three")
 SCHEDULABLE = {"prism": ("noise",)}  # numbers of an encoding that a schedule may change, read in each forward pass
