@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deadreckon.encodings import ENCODINGS
     from deadreckon.encodings.base import Context, Encoding, Sizes, parameter_groups
     from deadreckon.filters.histogram import histogram_filter, superpose
+    from deadreckon.models.convert import convert_model
     from deadreckon.models.huggingface import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
     from deadreckon.models.layer import AttentionLayer
     from deadreckon.models.parallelize import parallelize
@@ -47,6 +48,7 @@ _HOME = {
     "LayerState": "models.state",
     "Past": "ops.streaming.past",
     "parallelize": "models.parallelize",
+    "convert_model": "models.convert",
     "DeadReckonConfig": "models.huggingface",
     "DeadReckonModel": "models.huggingface",
     "DeadReckonForCausalLM": "models.huggingface",
@@ -72,6 +74,7 @@ __all__ = [
     "Sizes",
     "attend",
     "attend_next",
+    "convert_model",
     "histogram_filter",
     "parallelize",
     "parameter_groups",

@@ -29,6 +29,7 @@ CASES = {
     "householder, projections": Case("householder", beta=1.0, length=20, **SMALL),
     "householder, gated": Case("householder", "learned", length=47, **SMALL),
     "householder, gated per key head": Case("householder", "learned per key head", length=31, **SMALL),
+    "rotation and householder": Case("rotation and householder", "learned", length=38, **SMALL),
     "sticks": Case(score="stick-breaking", length=43, **SMALL),
     "sticks, rotation, gated": Case("rotation", "learned", "stick-breaking", length=30, **SMALL),
     "sticks, householder, gated": Case("householder", "learned", "stick-breaking", length=35, **SMALL),
@@ -42,6 +43,7 @@ PACKED = {
     "gated": Case("rotation", "learned", length=48, batch=1, width=8, value_width=12),
     "householder": Case("householder", length=48, batch=1, width=8, value_width=12),
     "householder, gated": Case("householder", "learned per key head", length=48, batch=1, width=8, value_width=12),
+    "both": Case("rotation and householder", "learned", length=48, batch=1, width=8, value_width=12),
     "sticks": Case("householder", "learned", "stick-breaking", length=48, batch=1, width=8, value_width=12),
     "power": Case("rotation", "learned", dr.Power(2), length=48, batch=1, width=8, value_width=12),
 }

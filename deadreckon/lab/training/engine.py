@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, is_wrong
 from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.distillation import OBJECTIVES, freeze
 from deadreckon.lab.training.graphs import Graphs, captured_on
 from deadreckon.lab.training.ranks import Ranks, placed_like, whole
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
@@ -104,6 +105,7 @@ class Training:
         task: where its data come from.
         recipe: equal recipes see equal data.
         graphs: whether steps are captured as CUDA graphs (`graphs.py`); by default they are on a GPU, by one process.
+        teacher: what the recipe's objective compares with, if it does.
         ranks: the processes that train it together, this one alone by default; the model is divided among them.
 
     With DEADRECKON_COMPILE=1 in the environment the model is compiled: it takes a minute or so, and pays in long runs.
@@ -115,14 +117,18 @@ class Training:
         task: Task,
         recipe: Recipe,
         graphs: bool | None = None,
+        teacher: dr.DeadReckonForCausalLM | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.task, self.recipe, self.ranks = task, recipe, ranks or Ranks()
+        self.task, self.recipe, self.teacher, self.ranks = task, recipe, teacher, ranks or Ranks()
         if recipe.batch_size % (recipe.accumulate * self.ranks.parts):
             raise ValueError(
                 f"mesh: expected dp to divide batch_size / accumulate = {recipe.batch_size // recipe.accumulate}, "
                 f"got {self.ranks.parts}"
             )
+        if teacher is not None and self.ranks.size > 1:
+            raise ValueError(f"mesh: expected one process to learn from a teacher, got {self.ranks.size}")
+        freeze(model, recipe.freeze)  # before it is sharded
         self.model = self.ranks.divide(model)
         self.forward = torch.compile(model) if os.environ.get(COMPILE, "0") != "0" else model
         self.device = next(model.parameters()).device
@@ -141,7 +147,8 @@ class Training:
         self.model.train()
         self._set_rates()
         for name, value in recipe.scheduled_at(self.done).items():
-            self.scheduled[name].fill_(value)
+            for place in self.scheduled[name]:
+                place.fill_(value)
         count = recipe.accumulate * self.ranks.parts
         drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, count)
         mine = slice(self.ranks.part * recipe.accumulate, (self.ranks.part + 1) * recipe.accumulate)
@@ -154,14 +161,24 @@ class Training:
         tokens = sum(part.tokens.numel() for part in drawn)
         return Step(self.done, tokens, losses, counted[0] if counted else None, scored)
 
-    def _place_scheduled(self) -> dict[str, Tensor]:
-        """Tensors in place of scheduled numbers, so that a captured CUDA graph sees the current values."""
+    def _place_scheduled(self) -> dict[str, list[Tensor]]:
+        """Tensors in place of scheduled numbers, so that a captured CUDA graph sees the current values.
+
+        Numbers that are saved with the weights are tensors already: buffers.
+        """
         values = {name: torch.tensor(value, device=self.device) for name, value in self.recipe.scheduled_at(0).items()}
+        places: dict[str, list[Tensor]] = {name: [] for name in values}
         for encoding in (part for part in self.model.modules() if isinstance(part, dr.Encoding)):
             for part in encoding.modules():
-                for name in values.keys() & vars(part).keys():
-                    setattr(part, name, values[name])
-        return values
+                buffers = dict(part.named_buffers(recurse=False))
+                for name in values.keys() & {*vars(part), *buffers}:
+                    if name not in buffers:
+                        setattr(part, name, values[name])
+                    places[name].append(buffers.get(name, values[name]))
+        for name, found in places.items():
+            if not found:
+                raise ValueError(f"schedules.{name}: expected a number that is not learned, got a parameter")
+        return places
 
     def _set_rates(self) -> None:
         for group in self.optimizer.param_groups:
@@ -190,6 +207,12 @@ class Training:
 
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accumulates the gradients of a part of a batch: its share of the loss, and its errors."""
+        if self.teacher is not None:
+            share = (part.labels[:, 1:] != NOT_SCORED).sum() / scored
+            with autocast(part.tokens.device):
+                gap = OBJECTIVES[self.recipe.objective](self.model, self.teacher, part) * share
+            gap.backward()
+            return gap.detach(), None
         count = scored if self.recipe.accumulate > 1 or self.ranks.size > 1 else None
         language = self.recipe.task == "language"  # its logits take most of the memory, and counting errors takes time
         with autocast(part.tokens.device):

@@ -22,7 +22,7 @@ from deadreckon.ops.blockwise.ends import Ends
 from deadreckon.ops.blockwise.precision import exact, lengths, power_of_two, usual_scale, work
 from deadreckon.ops.blockwise.problem import by_head, gates_by_head
 from deadreckon.ops.blockwise.rotation import turned
-from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.parallel.context import ContextParallel
 from deadreckon.ops.parallel.ring import Inside, InsideTree, Plan, Ring
 
@@ -61,16 +61,8 @@ def mapped(
     change: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, factors: Factors
 ) -> tuple[Tensor, Tensor, Tensor, Factors]:
     """All tensors (B, T, ...) of attention, changed alike."""
-    transport, log_gate, score = factors
-    moved = transport
-    if isinstance(transport, Rotation):
-        moved = Rotation(change(transport.angles), transport.values)
-    elif isinstance(transport, Householder):
-        moved = Householder(change(transport.w), change(transport.beta))
-    elif transport is not None:
-        raise ValueError(f"transport: expected None, Rotation or Householder beside cp, got {type(transport).__name__}")
-    gates = None if log_gate is None else change(log_gate)
-    return change(q), change(k), change(v), Factors(moved, gates, score)
+    gates = None if factors.log_gate is None else change(factors.log_gate)
+    return change(q), change(k), change(v), Factors(factors.map_transport(change), gates, factors.score)
 
 
 def _over_pieces(
@@ -78,11 +70,11 @@ def _over_pieces(
     inside: Inside,
 ) -> Tensor:  # fmt: skip
     """Of (pieces · B, C, ...)."""
-    transport, log_gate, score = factors
-    if isinstance(transport, Rotation):
-        turn = turned(q, k, v, log_gate, transport, _phases_before(transport.angles, cp))
-        factors = Factors(None, turn.log_gate, score)
-        return turn.back(_over_pieces(turn.q, turn.k, turn.v, factors, scale, documents, cp, inside))
+    _, log_gate, score = factors
+    rotation, steps = factors.parts()
+    if rotation is not None:
+        turn = turned(q, k, v, factors, _phases_before(rotation.angles, cp))
+        return turn.back(_over_pieces(turn.q, turn.k, turn.v, turn.factors, scale, documents, cp, inside))
     (rows, _, heads, _), dtype = k.shape, q.dtype
     if q.device.type == "cpu" or score != "softmax":  # where half precision gains nothing
         q, k, v = (x.to(work(dtype)) for x in (q, k, v))
@@ -96,8 +88,8 @@ def _over_pieces(
     inside_gates = gates if documents is None or inside.knows_documents else _apart(gates, documents, k, cp)
     w = beta = products = None
     queries, keys = q, k
-    if isinstance(transport, Householder):
-        w, beta = (by_head(x.to(work(dtype)), heads).squeeze(2) for x in (transport.w, transport.beta))
+    if steps is not None:
+        w, beta = (by_head(x.to(work(dtype)), heads).squeeze(2) for x in (steps.w, steps.beta))
         queries, keys, products = Ends.apply(q, k, w, beta)
     plan = Plan(cp, inside, score, scale, documents)
     output = Ring.apply(plan, q, k, v, w, beta, inside_gates, queries, keys, products, sums)  # (M, C, G, E)
