@@ -14,7 +14,7 @@ from small_runs import quiet, run_cli
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import deadreckon as dr
-from deadreckon.lab.evaluation import long
+from deadreckon.lab.evaluation import format_value, is_better, long
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, generate
 from deadreckon.lab.pages import suite as pages
 from deadreckon.lab.pages.suite import depths, fingerprint, mean_scores, run_suite
@@ -83,7 +83,10 @@ def test_the_tokenizer_says_where_answers_end(tokenizer: PreTrainedTokenizerFast
         model.lm_head = torch.nn.Linear(32, len(tokenizer))
         model.lm_head.bias.fill_(0)[tokenizer.eos_token_id] = 1e4
     assert model.generation_config.eos_token_id is None
+    calls: list[None] = []
+    model.model.register_forward_hook(lambda *words: calls.append(None))
     assert generate(model, tokenizer, ["Nora Becker:", "Ivan:"], 5) == ["", ""]
+    assert len(calls) == 1  # nothing is generated behind the end
 
 
 def test_answers_stay_within_the_length(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +171,9 @@ def test_a_killed_suite_resumes(folder: Path, oracle: dict[str, Any], monkeypatc
     oracle["calls"], oracle["stop"] = 0, None
     assert run_suite(folder, [800, 1000], **settings) == whole
     assert oracle["calls"] == calls - 2 and path.read_text() == (folder / "whole" / "answers.jsonl").read_text()
-    run_suite(folder, [800, 1000], **settings)
-    assert oracle["calls"] == calls - 2  # nothing is asked twice
+    with monkeypatch.context() as patch:  # nothing is asked twice, and no model loaded for nothing
+        patch.setattr(pages, "load", lambda *words: pytest.fail("loaded"))
+        assert run_suite(folder, [800, 1000], **settings) == whole
     run_suite(folder, [800], **settings | {"rows": 5})
     assert oracle["calls"] == calls  # one more of each task
     assert mean_scores([]) == {}
@@ -250,7 +254,8 @@ def test_a_recipe_asks_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     scores = run.scores()
     assert set(scores) == {(name, length) for name in ("held out", "phonebook") for length in (192, 256)}
     assert scores["phonebook", 192].rows == 3 and scores["phonebook", 256].rows == 2
-    assert scores["phonebook", 192].exact == 0 and scores["phonebook", 192].measure == "exact"
+    assert scores["phonebook", 192].score == 0 and scores["phonebook", 192].measure == "score"
+    assert is_better("score", 0.5, 0.2) and format_value("score", 0.5) == "50.0"
     monkeypatch.setattr(long, "generate", lambda *words: pytest.fail("asked again"))
     train_run(run.recipe, tmp_path / "run", console=quiet())
     monkeypatch.undo()

@@ -193,7 +193,7 @@ def _suite_scores(subject: Subject) -> Iterator[Score]:
         rows = max(1, min(recipe.test_rows, recipe.test_tokens // length))
         batches = ask(subject.model, tokenizer, {name: suite[name]}, (length,), rows, batch_tokens=SUITE_BATCH)
         right = mean(answer.score for batch in batches for answer in batch)
-        yield Score(name, length, None, right, math.nan, rows, "exact")
+        yield Score(name, length, None, right, math.nan, rows, "score")
 
 
 EVALUATORS = {

@@ -66,6 +66,7 @@ class Answers:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
         before, *answers = [json.loads(line) for line in whole] or [about]
+        before = before if answers else about
         said, now = ({name: x for name, x in one.items() if x not in (None, [])} for one in (before, about))
         if differing := [name for name in said.keys() & now.keys() if said[name] != now[name]]:
             name = differing[0]

@@ -18,6 +18,8 @@ from deadreckon.tasks.task import NOT_SCORED
 TEST_SEED = 1234
 BATCH_TOKENS = 2**15  # go through a model at a time
 HEAD_TOKENS = 2**13  # whose logits are held at a time: all of a long row would be the greatest tensor there is
+SHARES = ("error", "exact", "score")  # measures that are shown in per cent
+GROWING = ("exact", "score")  # the more, the better
 Place = tuple[str, int]  # a test, and a length in it
 
 
@@ -43,7 +45,7 @@ class Score:
     condition: str
     length: int
     error: float | None  # share of scored tokens predicted wrongly, where that was counted
-    exact: float | None  # share of rows without an error, likewise
+    exact: float | None  # share of rows without an error, likewise; or what a task gives for them on average
     loss: float  # nats per scored token
     rows: int
     measure: str = ""  # what tables show; by default the recipe's metric
@@ -55,28 +57,33 @@ class Score:
         return self.condition, self.length
 
     @property
+    def score(self) -> float | None:
+        """What a task's own rule gives for a row, from 0 to 1, on average."""
+        return self.exact
+
+    @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))  # a double holds no more
 
     def value(self, measure: str) -> float:
-        """In one of the measures: error, exact, loss, perplexity."""
+        """In one of the measures: error, exact, score, loss, perplexity."""
         return float(getattr(self, measure))
 
 
 def is_better(measure: str, one: float, other: float) -> bool:
     """Whether the first of two values is better."""
-    return one > other if measure == "exact" else one < other
+    return one > other if measure in GROWING else one < other
 
 
 def mean_of_best(measure: str, evaluations: Sequence[float], best: int = 3) -> float:
     """The mean of the best of several evaluations, or of all while there are fewer."""
-    chosen = sorted(evaluations, reverse=measure == "exact")[:best]
+    chosen = sorted(evaluations, reverse=measure in GROWING)[:best]
     return sum(chosen) / len(chosen)
 
 
 def format_value(measure: str, value: float) -> str:
     """A value for people, in three digits or so: shares in per cent, without the sign."""
-    value = 100 * value if measure in ("error", "exact") else value
+    value = 100 * value if measure in SHARES else value
     if measure == "loss":
         return f"{value:.4f}"
     if 0 < value < 0.005:

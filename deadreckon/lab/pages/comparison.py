@@ -17,7 +17,10 @@ SOLVED = 0.9  # a word problem counts as solved where more rows than this are ri
 WORD_PROBLEMS = ("a5-products", "a5-identity")
 NOT_NAMED = ("encoding", "encoding_options", "seed")
 BY_LENGTH = ("length", "batch_size", "accumulate", "test_lengths")  # what `Recipe.at_length` changes
-HEADINGS = {"error": "Error in %", "exact": "Exact match in %", "perplexity": "Perplexity", "loss": "Loss"}
+HEADINGS = {
+    "error": "Error in %", "exact": "Exact match in %", "score": "Score in %", "perplexity": "Perplexity",
+    "loss": "Loss",
+}  # fmt: skip
 
 
 class Test(NamedTuple):

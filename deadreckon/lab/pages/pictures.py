@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
+from deadreckon.lab.evaluation import GROWING, SHARES
 from deadreckon.lab.pages.comparison import Comparison
 from deadreckon.lab.recipes import title_of
 
@@ -172,7 +173,7 @@ def learning_svg(curves: dict[str, list[tuple[list[int], list[float]]]]) -> str:
 def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
     """Means with a band of the standard deviation between seeds."""
     lengths, test = comparison.lengths(condition), comparison.test(condition)
-    scale = 100.0 if test.measure in ("error", "exact") else 1.0
+    scale = 100.0 if test.measure in SHARES else 1.0
     looks = zip(comparison.values.items(), cycle(COLOURS), cycle(MARKERS), strict=False)
     for (label, scores), colour, marker in looks:
         there = [length for length in lengths if (condition, length) in scores]
@@ -197,10 +198,10 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
     elif test.measure != "loss":
         values = [value for scores in comparison.values.values() for seeds in scores.values() for value in seeds]
-        top = 100 if test.measure == "exact" else max(100 * max(values), 1)  # the same in each panel
+        top = 100 if test.measure in GROWING else max(100 * max(values), 1)  # the same in each panel
         axes.set_ylim(-0.02 * top, 1.08 * top)
-    labels = {"error": "error, %", "exact": "exact match, %", "perplexity": "perplexity", "loss": "loss"}
-    axes.set(xlabel=test.axis, ylabel=labels[test.measure])
+    labels = {"error": "error, %", "exact": "exact match, %", "score": "score, %"}
+    axes.set(xlabel=test.axis, ylabel=labels.get(test.measure, test.measure))
 
 
 def _smooth(values: list[float], span: int = 10) -> tuple[list[int], list[float]]:

@@ -64,42 +64,46 @@ def run_suite(
         ]
         for other, path in zip(names, beside, strict=True)
     }
-    with quiet_transformers():
-        model, tokenizer, source = load(folder, checkpoint, device, lengths)
-    out = out or folder / FOLDER
+    source, out = find_model(folder, checkpoint), out or folder / FOLDER
     data = [Path(path).name for path in (babi, books) if path]
     answers = Answers(out / "answers.jsonl", {"model": fingerprint(source), "seed": seed, "data": data})
-    wanted = len(chosen) * len(lengths) * rows
-    keys = {(name, length, number) for name in chosen for length in lengths for number in range(rows)}
-    progress = Progress(console, wanted, sum(key in keys for key in answers.found))
-    with console.status("") as status:
-        for batch in ask(
-            model, tokenizer, chosen, lengths, rows, known=answers.found.keys(), seed=seed, batch_tokens=batch_tokens
-        ):  # fmt: skip
-            answers.add(batch)
-            status.update(progress.advance(batch))
-    asked = [answer for key, answer in answers.found.items() if key in keys]
+    keys = [(task, length, number) for task in chosen for length in lengths for number in range(rows)]
+    progress = Progress(console, len(keys), sum(key in answers.found for key in keys))
+    if progress.done < progress.wanted:
+        with quiet_transformers():
+            model, tokenizer = load(folder, checkpoint, device, lengths)
+        with console.status("") as status:
+            for batch in ask(
+                model, tokenizer, chosen, lengths, rows, known=answers.found.keys(), seed=seed,
+                batch_tokens=batch_tokens,
+            ):  # fmt: skip
+                answers.add(batch)
+                status.update(progress.advance(batch))
+    asked = [answers.found[key] for key in keys]
     show({name: asked} | others, out, console, describe_environment(device)["command"])
     return mean_scores(asked)
 
 
+def find_model(folder: Path, checkpoint: str) -> Path:
+    """Where weights are: a run's checkpoint, or the folder of a saved model itself."""
+    source = folder / checkpoint if (folder / "recipe.json").exists() else folder
+    check_model(source)
+    return source
+
+
 def load(
     folder: Path, checkpoint: str, device: str, lengths: Sequence[int]
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Path]:
-    """A run's checkpoint or a saved model of any kind, its tokenizer, and the folder that both are in."""
-    if (folder / "recipe.json").exists():
-        model: PreTrainedModel = Run(folder).load(checkpoint, device, lengths)
-        source = folder / checkpoint
-    else:
-        check_model(folder)
-        source = folder
-        AutoModelForCausalLM.register(dr.DeadReckonConfig, dr.DeadReckonForCausalLM, exist_ok=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A run's checkpoint or a saved model of any kind, and its tokenizer."""
+    source = find_model(folder, checkpoint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ValueError(f"model: expected a tokenizer beside the model in {str(source)!r}") from error
-    return model, tokenizer, source
+    if source != folder:
+        return Run(folder).load(checkpoint, device, lengths), tokenizer
+    AutoModelForCausalLM.register(dr.DeadReckonConfig, dr.DeadReckonForCausalLM, exist_ok=True)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval(), tokenizer
 
 
 def fingerprint(folder: Path) -> str:

@@ -21,7 +21,7 @@ SCHEDULES = ("linear", "cosine", "constant")
 # What each evaluator measures; the evaluators themselves are in `deadreckon.lab.evaluation`.
 MEASURES = {
     "error": "error", "exact": "exact", "perplexity": "perplexity", "perplexity-window": "perplexity",
-    "loss-by-position": "loss", "training-loss": "loss", "long": "exact",
+    "loss-by-position": "loss", "training-loss": "loss", "long": "score",
 }  # fmt: skip
 REPORTING = ("last", "best-three")
 OBJECTIVES = ("next-token", "align", "distil")

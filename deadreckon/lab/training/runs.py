@@ -173,7 +173,7 @@ class Run:
 
     def _best(self, scores: list[Score]) -> Score:
         measure = scores[0].measure or self.recipe.metric
-        name = "loss" if measure == "perplexity" else measure
+        name = {"perplexity": "loss", "score": "exact"}.get(measure, measure)
         value = mean_of_best(measure, [score.value(name) for score in scores])
         return Score(**(asdict(scores[-1]) | {name: value}))
 

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 import deadreckon as dr
 from deadreckon.lab.environment import check_device
-from deadreckon.lab.evaluation import Place, Score, evaluate, format_value, is_better, places_to_test, score
+from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, is_better, places_to_test, score
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.display import Display, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
@@ -209,7 +209,7 @@ def list_scores(recipe: Recipe, scores: dict[Place, Score]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for one in scores.values():
         measure = one.measure or recipe.metric
-        unit = "%" if measure in ("error", "exact") else ""
+        unit = "%" if measure in SHARES else ""
         place = f"{measure}, {one.condition}, at {one.axis} "
         lines.setdefault(place, []).append(f"{one.length}: {format_value(measure, one.value(measure))}{unit}")
     return [place + ", ".join(values) for place, values in lines.items()]

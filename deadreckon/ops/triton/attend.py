@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deadreckon.ops.blockwise.attend import attend_blockwise, plain
+from deadreckon.ops.blockwise.attend import plain
 from deadreckon.ops.blockwise.documents import separated, unpacked
 from deadreckon.ops.blockwise.power import form_for
 from deadreckon.ops.blockwise.precision import usual_scale
@@ -72,15 +72,14 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float
     if rotation is not None:  # phases go on from document to document: only differences matter
         turn = turned(q, k, v, factors)
         return turn.back(attend_fused(turn.q, turn.k, turn.v, turn.factors, scale, cu_seqlens))
-    if cu_seqlens is not None and score != "softmax":
-        if traced(cu_seqlens):  # documents are kept apart by gates, which sticks have in PyTorch alone
+    if isinstance(score, Power) and cu_seqlens is not None:
+        if traced(cu_seqlens):  # documents are kept apart by gates
             factors = factors._replace(log_gate=separated(log_gate, cu_seqlens, k))
-            attend = attend_fused if isinstance(score, Power) else attend_blockwise
-            return attend(q, k, v, factors, scale, None)
+            return attend_fused(q, k, v, factors, scale, None)
         return unpacked(attend_fused, q, k, v, factors, scale, cu_seqlens.tolist())
     q, k, v = (dense(x) for x in (q, k, v))
     if score == "stick-breaking":
-        return stick_breaking(q, k, v, scale)
+        return stick_breaking(q, k, v, scale, cu_seqlens)
     if isinstance(score, Power):
         return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q))[0]
     if steps is not None:

@@ -9,8 +9,9 @@ off by at most 2⁻²⁶ turns = 1e-7 rad, whose quarters come off without round
 Forward: totals of tiles of tokens, their running sum, then one kernel finishes the sum within its tile and turns what
 is there. Backward: y = R(φ) x gives dx = R(−φ) dy and dφ_m = x_m dx_{m+D/2} − x_{m+D/2} dx_m, summed over the heads
 that share φ; step t turns all later tokens, so its gradient is the sum of dφ from t on: tiles again, from the end. (The
-y would do as well as the x, but they are rounded, and these sums are long.) Angles that need no gradient cost none of
-this.
+y would do as well as the x, but they are rounded, and these sums are long.) In such a sum, routes that do not cross the
+step cancel, but not what rounding took from dx: where gates make routes short, float32 gives angles' gradients to 1e-6
+at 300 tokens and 2e-6 at 1000. Angles that need no gradient cost none of this.
 """
 
 from __future__ import annotations
