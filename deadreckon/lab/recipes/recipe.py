@@ -26,7 +26,9 @@ MEASURES = {
 REPORTING = ("last", "best-three")
 OBJECTIVES = ("next-token", "align", "distil")
 # Numbers of an encoding that a schedule may change, read in each forward pass.
-SCHEDULABLE = {"prism": ("noise",)} | dict.fromkeys(("rope-fox", "rope-path", "rope-path-fox"), ("angle_factor",))
+SCHEDULABLE = {"prism": ("noise",)} | dict.fromkeys(
+    ("rope-fox", "rope-path", "rope-path-fox"), ("angle_factor", "new_factor")
+)
 SCHEDULABLE_ALWAYS = ("learning_rate", "length")
 TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_language}
 AT_LEAST_ONE = (
