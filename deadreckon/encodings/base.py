@@ -199,7 +199,8 @@ def at_least_single(x: Tensor) -> Tensor:
 class RopeSteps(SelfInitialised, nn.Module):
     """RoPE's rotation with a factor on its angles, 1 to begin with, which a schedule may change or training learn.
 
-    At 0 nothing turns. The factor is saved with the weights.
+    At 0 nothing turns. `new_factor`, a schedule's too, multiplies β and log f of what stands beside the rotation: at 0
+    there is RoPE alone. Both are saved with the weights.
 
     Args:
         base, scaling: of the angles, see :func:`rope_angles`.
@@ -214,10 +215,21 @@ class RopeSteps(SelfInitialised, nn.Module):
             self.angle_factor = nn.Parameter(torch.empty(()))
         else:
             self.register_buffer("angle_factor", torch.empty(()))
+        self.register_buffer("new_factor", torch.empty(()))
+        self.new_factor: Tensor
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.angle_factor)
+        nn.init.ones_(self.new_factor)
+
+    def beside(self, steps: Householder) -> Householder:
+        """Householder steps as strong as they are by now."""
+        return Householder(steps.w, steps.beta * self.new_factor.to(steps.beta.dtype))
+
+    def gated(self, log_gate: Tensor) -> Tensor:
+        """Gates that forget as much as they do by now."""
+        return log_gate * self.new_factor.to(log_gate.dtype)
 
     def forward(self, x: Tensor) -> Rotation:
         angles = rope_angles(self.head_dim, self.base, x.device, self.scaling)
