@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import log
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, logsigmoid
+from torch.nn.functional import linear, logsigmoid, pad
 
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
-from deadreckon.ops.factors import Factors, Householder
+from deadreckon.ops.factors import Factors, Householder, Rotation
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class Context:
     Attributes:
         positions: (B or 1, T) place of each token in its document.
         token_ids: (B, T), for encodings that look tokens up.
-        cu_seqlens: boundaries of packed documents.
+        cu_seqlens: boundaries of packed documents, of the whole row.
+        cp: which rank has which tokens, where all but cu_seqlens is this rank's shard of them.
+        length: tokens of the whole row, on all ranks, without what it is padded by to be divided.
         recent: where an encoding keeps the last inputs that it needs for the next piece, in prefill and decode.
         shared: where an encoding leaves what the same encoding uses in later layers of this forward pass.
     """
@@ -51,17 +58,35 @@ class Context:
     positions: Tensor
     token_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    cp: ContextParallel | None = None
+    length: int = 0
     recent: dict[str, Tensor] | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, x: Tensor, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Context:
-        """The context of x (B, T, d_model), whose documents begin where cu_seqlens says."""
-        positions = torch.arange(x.shape[1], device=x.device)
+    def of(
+        cls,
+        x: Tensor,
+        token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cp: ContextParallel | None = None,
+        length: int | None = None,
+    ) -> Context:
+        """The context of x (B, T, d_model), or of this rank's shard of it; documents begin where cu_seqlens says."""
+        positions = torch.arange(x.shape[1], device=x.device) if cp is None else cp.positions(x.shape[1], x.device)
         if cu_seqlens is not None:
             starts = cu_seqlens.to(x.device, torch.int64)
             positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-        return cls(positions.unsqueeze(0), token_ids, cu_seqlens)
+        whole = x.shape[1] * (1 if cp is None else cp.size)
+        return cls(positions.unsqueeze(0), token_ids, cu_seqlens, cp, whole if length is None else length)
+
+    def drawn_alike(self, x: Tensor) -> Tensor:
+        """A random x, the same on all ranks."""
+        return x if self.cp is None else self.cp.same(x)
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's part of x (B, length, ...)."""
+        return x if self.cp is None else self.cp.shard(x)
 
     def after(self, length: int) -> Context:
         """The context of a piece that `length` tokens come before."""
@@ -130,10 +155,41 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     return [{**group, "initial_lr": group["lr"]} for group in groups]
 
 
-def rope_angles(width: int, base: float, device: torch.device) -> Tensor:
-    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,)."""
+def rope_angles(width: int, base: float, device: torch.device, scaling: dict[str, float] | None = None) -> Tensor:
+    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,), to the last bit those of Llama.
+
+    Args:
+        scaling: ``{"factor": s}`` divides all angles by s (position interpolation). With ``low_freq_factor``,
+            ``high_freq_factor`` and ``original_max_position_embeddings`` beside it, as Llama 3.1 has it, angles that
+            turn less than `low` times in the original length are divided by s, those that turn more than `high` times
+            stay, and those in between are interpolated by their number of turns.
+    """
     steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-    return base ** (-steps / width)
+    angles = 1.0 / base ** (steps / width)
+    if scaling is None:
+        return angles
+    if "low_freq_factor" not in scaling:
+        return angles / scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * angles / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * angles / scaling["factor"] + kept * angles
+
+
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def check_scaling(scaling: dict[str, float] | None) -> None:
+    """Raises a ValueError unless `rope_angles` knows the scaling."""
+    if scaling is None:
+        return
+    known = set(scaling) in ({"factor"}, set(LLAMA3_SCALING))
+    if not known or not all(isinstance(value, int | float) and value > 0 for value in scaling.values()):
+        raise ValueError(
+            f"scaling: expected positive numbers for factor, or for {', '.join(LLAMA3_SCALING)}, got {scaling!r}"
+        )
+    if len(scaling) > 1 and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise ValueError(f"scaling: expected high_freq_factor above low_freq_factor, got {scaling!r}")
 
 
 def every_token(angles: Tensor, x: Tensor) -> Tensor:
@@ -146,6 +202,47 @@ def at_least_single(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+class RopeSteps(SelfInitialised, nn.Module):
+    """RoPE's rotation with a factor on its angles, 1 to begin with, which a schedule may change or training learn.
+
+    At 0 nothing turns. `new_factor`, a schedule's too, multiplies β and log f of what stands beside the rotation: at 0
+    there is RoPE alone. Both are saved with the weights.
+
+    Args:
+        base, scaling: of the angles, see :func:`rope_angles`.
+        learn_factor: whether the factor is a parameter, one for the layer.
+    """
+
+    def __init__(self, sizes: Sizes, base: float, scaling: dict[str, float] | None, learn_factor: bool) -> None:
+        super().__init__()
+        check_scaling(scaling)
+        self.head_dim, self.base, self.scaling = sizes.even_head_dim, base, scaling
+        if learn_factor:
+            self.angle_factor = nn.Parameter(torch.empty(()))
+        else:
+            self.register_buffer("angle_factor", torch.empty(()))
+        self.register_buffer("new_factor", torch.empty(()))
+        self.new_factor: Tensor
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.angle_factor)
+        nn.init.ones_(self.new_factor)
+
+    def beside(self, steps: Householder) -> Householder:
+        """Householder steps as strong as they are by now."""
+        return Householder(steps.w, steps.beta * self.new_factor.to(steps.beta.dtype))
+
+    def gated(self, log_gate: Tensor) -> Tensor:
+        """Gates that forget as much as they do by now."""
+        return log_gate * self.new_factor.to(log_gate.dtype)
+
+    def forward(self, x: Tensor) -> Rotation:
+        angles = rope_angles(self.head_dim, self.base, x.device, self.scaling)
+        return Rotation(every_token(angles * self.angle_factor.float(), x))
+
+
+Convolution = Callable[[Tensor, Tensor, Tensor], Tensor]
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
 
 
@@ -161,18 +258,23 @@ class ShortConvolution(SelfInitialised, nn.Module):
         bound = self.weight.shape[0] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def rows(self, x: Tensor, context: Context) -> Tensor:
-        """x (B, T, C) after the tokens of the piece before that it needs, (B, R + T, C)."""
-        if context.recent is None:
-            return x
-        reach, length = self.weight.shape[0] - 1, x.shape[1]
-        recent = context.recent.get("convolution")
-        x = x if recent is None else torch.cat([recent, x], dim=1)
-        context.recent["convolution"] = x[:, -reach - CROPPABLE :].clone()  # a view would hold the whole prefill
-        return x[:, -reach - length :]
-
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        return convolve(self.rows(x, context), self.weight, context.positions)
+        return self.through(convolve, x, context)
+
+    def through(self, function: Convolution, x: Tensor, context: Context) -> Tensor:
+        """A function of x (B, T, C) and the tokens before it, the filters and places: see :func:`convolve`."""
+        reach, length = self.weight.shape[0] - 1, x.shape[1]
+        if context.cp is not None:  # a piece goes on from the one before it, which may be on another rank
+            rows = context.cp.rows_with_tails(x, reach)
+            places = context.cp.as_rows(context.positions.expand(x.shape[0], -1))
+            return context.cp.from_rows(function(rows, self.weight, places))
+        if context.recent is not None:
+            recent = context.recent.get("convolution")
+            x = x if recent is None else torch.cat([recent, x], dim=1)
+            kept = x[:, -reach - CROPPABLE :]  # always as many, zeros at first, and no view of a whole prefill
+            context.recent["convolution"] = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
+            x = x[:, -reach - length :]
+        return function(x, self.weight, context.positions)
 
 
 class Projection(SelfInitialised, nn.Linear):
@@ -197,27 +299,57 @@ class Projection(SelfInitialised, nn.Linear):
             nn.init.constant_(self.bias, self.start)
 
 
-class ForgetGate(Projection):
-    """log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+IDLE = 17.0  # a logit whose sigmoid is 1 − 4e-8: ten thousand tokens add up to 1e-3, and gradients are not zero
+
+
+class StartsIdle(ABC):
+    """A part of an encoding that can begin with next to no effect, so that a trained model takes it on unchanged."""
+
+    @abstractmethod
+    def start_idle(self) -> None:
+        """Sets parameters so that it does next to nothing, and gradients flow."""
+
+
+class ForgetGate(StartsIdle, Projection):
+    """scale · log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+
+    def __init__(
+        self, d_model: int, heads: int, bias: bool = True, *, initial: float = 0.0, scale: float = 1.0
+    ) -> None:
+        super().__init__(d_model, heads, bias, initial=initial)
+        self.scale = scale
+
+    def start_idle(self) -> None:
+        """Sets log f = log σ(17) = −4e-8 at every token."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, IDLE)
 
     def forward(self, x: Tensor) -> Tensor:
-        return logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
+        log_gate = logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
+        return log_gate if self.scale == 1 else self.scale * log_gate
 
 
-class HouseholderSteps(nn.Module):
+class HouseholderSteps(StartsIdle, nn.Module):
     """A direction and a strength for each token and key head, as PaTH computes them.
 
     w = normalise(activate(convolve(low-rank linear of x))), width 3; β = 2σ(u · x + b).
 
     Args:
         rank: of the linear map.
-        activation: behind the convolution, "none" or "silu".
         initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
         beta: β of a zero input before training, between 0 and 2: it sets b.
+        activation: behind the convolution, "none" or "silu".
+        norm_eps: added to ‖w‖² where w is divided by its norm.
     """
 
     def __init__(
-        self, sizes: Sizes, rank: int, activation: str = "none", initial: float = 0.0, beta: float = 1.0
+        self,
+        sizes: Sizes,
+        rank: int,
+        initial: float = 0.0,
+        beta: float = 1.0,
+        activation: str = "none",
+        norm_eps: float = 0.0,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -227,17 +359,22 @@ class HouseholderSteps(nn.Module):
         if initial < 0:
             raise ValueError(f"initial: expected 0 or more, got {initial}")
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
-        self.activation = activation
+        self.activation, self.norm_eps = activation, norm_eps
         self.down = Projection(sizes.d_model, rank, bias=False, initial=initial)
         self.up = Projection(rank, self.heads * self.head_dim, bias=False, initial=initial)
         self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
-        self.strength = Projection(sizes.d_model, self.heads, initial=initial, start=log(beta / (2 - beta)))
+        self.strength = Projection(sizes.d_model, self.heads, initial=initial, start=math.log(beta / (2 - beta)))
 
     def reset_parameters(self) -> None:
         for part in (self.down, self.up, self.convolution, self.strength):
             part.reset_parameters()
 
+    def start_idle(self) -> None:
+        """Sets β = 2σ(−17) = 8e-8 at every token; directions are as they are drawn."""
+        nn.init.zeros_(self.strength.weight)
+        nn.init.constant_(self.strength.bias, -IDLE)
+
     def forward(self, x: Tensor, context: Context) -> Householder:
-        rows = self.convolution.rows(self.up(self.down(x)), context)
-        w = directions(rows, self.convolution.weight, context.positions, self.heads, self.activation)
+        unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
+        w = self.convolution.through(unit, self.up(self.down(x)), context)
         return Householder(w, 2 * at_least_single(self.strength(x)).sigmoid())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -18,10 +19,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
+from deadreckon.models.graphs import Steps, wanted
 from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
+from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
+from deadreckon.ops.attention import check_documents
 from deadreckon.ops.tracing import traced
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 
 @strict
@@ -32,8 +39,12 @@ class DeadReckonConfig(PreTrainedConfig):
         encoding: a name in :data:`deadreckon.ENCODINGS`, for every layer.
         layer_encodings: one name a layer, instead.
         encoding_options: keywords of the encodings, by name: ``{"path": {"rank": 16}}``.
-        qk_norm: RMS-normalise queries and keys.
-        intermediate_size: of the SwiGLU; 8/3 of hidden_size, rounded up to a multiple of 32, by default.
+        qk_norm: RMS-normalise queries and keys, with `qk_norm_eps`.
+        attention_bias: whether queries, keys and values are projected with biases.
+        attention_output_bias: whether attention's output is.
+        intermediate_size: of the gated MLP; 8/3 of hidden_size, rounded up to a multiple of 32, by default.
+        hidden_act: of the gated MLP, as transformers names it.
+        mlp_bias: whether its projections have biases.
         max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
     """
 
@@ -50,6 +61,11 @@ class DeadReckonConfig(PreTrainedConfig):
     layer_encodings: list[str] | None = None
     encoding_options: dict[str, Any] | None = None
     qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
@@ -76,6 +92,8 @@ class DeadReckonConfig(PreTrainedConfig):
                 f"layer_encodings: expected a name for each of {self.num_hidden_layers} layers, "
                 f"got {len(self.layer_encodings)}"
             )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act: expected one of {', '.join(ACT2FN)}; got {self.hidden_act!r}")
         for name in self.encodings():
             if name not in ENCODINGS:
                 raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
@@ -126,33 +144,36 @@ def _spelled_out(options: dict[str, Any] | None, defaults: dict[str, dict[str, A
     return options | {name: default | options.get(name, {}) for name, default in defaults.items()}
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate x) ⊙ up x)."""
+class GatedMLP(nn.Module):
+    """down(act(gate x) ⊙ up x), a SwiGLU if act is SiLU."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        assert config.intermediate_size is not None
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(GradientCheckpointingLayer):
-    """Attention and a SwiGLU, each behind a norm and beside a residual."""
+    """Attention and a gated MLP, each behind a norm and beside a residual."""
 
     def __init__(self, config: DeadReckonConfig, encoding: str, number: int) -> None:
         super().__init__()
-        assert config.intermediate_size is not None
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = AttentionLayer(
             config.hidden_size, config.num_attention_heads, encoding, config.num_key_value_heads, config.qk_norm,
             head_dim=config.head_dim, vocab_size=config.vocab_size, max_length=config.max_position_embeddings,
+            qk_norm_eps=config.qk_norm_eps, bias=config.attention_bias, output_bias=config.attention_output_bias,
             encoding_options=(config.encoding_options or {}).get(encoding), place=(number, config.num_hidden_layers),
         )  # fmt: skip
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = GatedMLP(config)
 
     def forward(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
         x = x + self.self_attn.attend(self.input_layernorm(x), context, state)
@@ -176,7 +197,13 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
 
 
 class DeadReckonModel(DeadReckonPreTrainedModel):
-    """Embeddings, layers and the last norm."""
+    """Embeddings, layers and the last norm.
+
+    Attributes:
+        cp: context parallelism. Every rank of its group passes the same whole sequences, and gets its shard of the
+            outputs. The loss is that of whole sequences on every rank; its gradient is the *mean* of the ranks'
+            gradients, which data parallelism (FSDP, DDP) takes anyway.
+    """
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
@@ -186,6 +213,8 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.steps: Steps | None = None
+        self.cp: ContextParallel | None = None
         self.post_init()
 
     def forward(
@@ -200,12 +229,17 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.cp is not None:
+            if past_key_values is not None or use_cache:
+                raise ValueError("past_key_values: expected no cache with context parallelism; generate on one rank")
+            return self._forward_shard(input_ids, attention_mask, inputs_embeds, cu_seqlens, self.cp)
         if past_key_values is not None or use_cache:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected no cache beside it")
             cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
-            return self._continue(x, input_ids, attention_mask, cache)
+            x = self._continue(input_ids, inputs_embeds, attention_mask, cache)
+            return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         real = _padding(attention_mask, x)
         order: Tensor | None = None
         if real is not None and cu_seqlens is not None:
@@ -221,16 +255,40 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             x = x[real].unsqueeze(0)
             input_ids = None if input_ids is None else input_ids[real].unsqueeze(0)
-        context = Context.of(x, input_ids, cu_seqlens)
-        x = self._embed(x, context)
-        for layer in self.layers:
-            x = layer(x, context)
-        x = self.norm(x)
+        x = self._through_layers(x, Context.of(x, input_ids, cu_seqlens))
         if real is not None and order is not None:
             x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
         elif real is not None:
             x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
         return BaseModelOutputWithPast(last_hidden_state=x)
+
+    def _through_layers(self, x: Tensor, context: Context) -> Tensor:
+        x = self._embed(x, context)
+        for layer in self.layers:
+            x = layer(x, context)
+        return self.norm(x)
+
+    def _forward_shard(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cp: ContextParallel,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of this rank's shard of whole sequences, which are padded to equal pieces."""
+        whole = input_ids if inputs_embeds is None else inputs_embeds
+        assert whole is not None
+        length = whole.shape[1]
+        if attention_mask is not None and not bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
+            raise ValueError("attention_mask: with context parallelism, expected padding on the right only")
+        if cu_seqlens is not None and cp.padded(length) > length:  # padding is a document of its own
+            cu_seqlens = pad(cu_seqlens, (0, 1), value=cp.padded(length))
+        ids = None if input_ids is None else cp.shard(input_ids)
+        x = self.embed_tokens(ids) if inputs_embeds is None else cp.shard(inputs_embeds)
+        check_documents(cu_seqlens, x, cp)
+        context = Context.of(x, ids, cu_seqlens, cp, length)
+        return BaseModelOutputWithPast(last_hidden_state=self._through_layers(x, context))
 
     def penalty(self) -> Tensor | None:
         """The sum of the encodings' regularisation terms, which training adds to the loss; None if there are none."""
@@ -249,27 +307,68 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = encoding.embed(x, context)
         return x
 
-    def _continue(self, x: Tensor, ids: Tensor | None, mask: Tensor | None, cache: Cache) -> BaseModelOutputWithPast:
+    def _continue(self, ids: Tensor | None, x: Tensor | None, mask: Tensor | None, cache: Cache) -> Tensor:
         """Prefill or decode: new tokens of sequences whose past is in the KV cache."""
         caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
-        drafts = [layer.state.draft() for layer in caches]  # so that all layers move on, or none
-        seen = drafts[0].length
-        context = Context.of(x, ids).after(seen).remembering({})
-        padding = _left_padding(mask, x.shape[0], seen + x.shape[1])
-        if padding is not None:
-            context = replace(context, positions=context.positions - padding.unsqueeze(1))
-        if seen and padding is not None and not drafts[0].padded:
-            raise ValueError("attention_mask: expected no padding, like the pieces in past_key_values, got some")
-        if drafts[0].padded and mask is None:
-            raise ValueError("attention_mask: expected that of past and new tokens, some of them padding, got None")
-        x = self._embed(x, context)
-        for layer, draft in zip(self.layers, drafts, strict=True):
-            draft.padded = draft.padded or padding is not None
-            x = layer(x, context, draft)
-        x = self.norm(x)
+        tokens = x if ids is None else ids
+        assert tokens is not None
+        real = real_tokens(mask, caches[0].state, *tokens.shape[:2])
+        if ids is not None and ids.shape[1] == 1 and real is None and wanted(ids, self):
+            if self.steps is None:
+                self.steps = Steps(self, self._decode)
+            out = self.steps(ids, caches)
+            if out is not None:
+                return out
+        x = self.embed_tokens(ids) if x is None else x
+        if isinstance(caches[0].state, Rows) or (real is not None and not begins_later(real, caches[0].state)):
+            return self._continue_rows(x, ids, real, caches)
+        drafts = [_uniform(layer).draft() for layer in caches]  # so that all layers move on, or none
+        if real is None:
+            x = self._advance(x, ids, drafts)
+        else:  # what is masked is left out: it goes to the left of the row, where nothing looks back to
+            for draft in drafts:
+                masked = (~real).sum(1)
+                draft.left_out = masked if draft.left_out is None else draft.left_out + masked
+            order = masked_first(real)
+            x = x.gather(1, order.unsqueeze(-1).expand_as(x))
+            x = self._advance(x, None if ids is None else ids.gather(1, order), drafts)
+            x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
         for layer_cache, draft in zip(caches, drafts, strict=True):
             layer_cache.state = draft
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+        return x
+
+    def _decode(self, ids: Tensor, states: list[LayerState], places: Tensor) -> Tensor:
+        """A decoding step, with nothing in it that a CUDA graph could not repeat: ids (B, 1), places (1, 1)."""
+        return self._advance(self.embed_tokens(ids), ids, states, places)
+
+    def _advance(self, x: Tensor, ids: Tensor | None, states: list[LayerState], places: Tensor | None = None) -> Tensor:
+        """Hidden states of the next tokens x (B, T, hidden_size), with which each layer's state moves on.
+
+        `places` (1, T) counts them with all tokens before, masked or not.
+        """
+        left_out = states[0].left_out
+        context = Context.of(x, ids).after(states[0].length) if places is None else Context(places, ids)
+        if left_out is not None:
+            context = replace(context, positions=context.positions - left_out.unsqueeze(1))
+        context = context.remembering({})
+        x = self._embed(x, context)
+        for layer, state in zip(self.layers, states, strict=True):
+            x = layer(x, context, state)
+        return self.norm(x)
+
+    def _continue_rows(self, x: Tensor, ids: Tensor | None, real: Tensor | None, caches: list[StateLayer]) -> Tensor:
+        """New tokens of rows that differ in how many of them are real, each row for itself."""
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if real is None else real
+        drafts = [layer.state.draft() if isinstance(layer.state, Rows) else Rows.of(layer.state) for layer in caches]
+        out = torch.zeros_like(x)
+        for row, tokens in enumerate(real):
+            if bool(tokens.any()):
+                row_ids = None if ids is None else ids[row : row + 1, tokens]
+                out[row, tokens] = self._advance(x[row : row + 1, tokens], row_ids, [d.states[row] for d in drafts])[0]
+        for layer_cache, draft in zip(caches, drafts, strict=True):
+            draft.advance(real)
+            layer_cache.state = draft
+        return out
 
 
 def _cache_layer(cache: Cache, number: int) -> StateLayer:
@@ -281,19 +380,10 @@ def _cache_layer(cache: Cache, number: int) -> StateLayer:
     return layer
 
 
-def _left_padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """How many tokens of padding stand before each sequence, (B,), or None where there is none."""
-    if mask is None:
-        return None
-    if mask.shape != (batch, length):
-        raise ValueError(
-            f"attention_mask: expected (B, past and new tokens) = ({batch}, {length}), got {tuple(mask.shape)}"
-        )
-    real = mask.bool()
-    padding = (~real).sum(1)
-    if not torch.equal(real, torch.arange(length, device=real.device) >= padding.unsqueeze(1)):
-        raise ValueError("attention_mask: with a cache, expected padding on the left only")
-    return padding if bool(padding.any()) else None
+def _uniform(layer: StateLayer) -> LayerState:
+    """The state of a layer whose rows are equally long."""
+    assert isinstance(layer.state, LayerState)
+    return layer.state
 
 
 def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
@@ -325,6 +415,15 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @property
+    def cp(self) -> ContextParallel | None:
+        """Context parallelism; see :class:`DeadReckonModel`."""
+        return self.model.cp
+
+    @cp.setter
+    def cp(self, cp: ContextParallel | None) -> None:
+        self.model.cp = cp
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -343,8 +442,8 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B, T) tokens.
-            attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
-                (B, past and new tokens), padding on the left only.
+            attention_mask: (B, T), 0 for tokens that are left out, wherever they are: their hidden states are zero, and
+                all others are as if they were not there. With a cache, (B, past and new tokens).
             past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
             inputs_embeds: (B, T, hidden_size), in place of input_ids.
             labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
@@ -355,9 +454,14 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             return_dict: False for a plain tuple.
             use_cache: create a KV cache if past_key_values is None, and return it.
             skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
+
+        With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
+        and so is the loss; logits are those of this rank's shard.
         """
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
+        if logits_to_keep and self.cp is not None:
+            raise ValueError(f"logits_to_keep: expected 0 with context parallelism, got {logits_to_keep}")
         outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
         hidden = outputs.last_hidden_state
         logits = None
@@ -375,20 +479,37 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
     def _loss(self, hidden: Tensor, logits: Tensor | None, labels: Tensor, items: Tensor | int | None) -> Tensor:
         """The mean over labels (B, T), or the sum by `items`, from logits or, without them, from hidden (B, T, D)."""
-        if logits is not None:
+        if logits is not None and self.cp is None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=items
             )
         else:
-            expected = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten().to(hidden.device)
-            loss = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, expected)
-            loss = loss / ((expected != IGNORED).sum() if items is None else items)
+            expected = pad(labels[:, 1:], (0, 1), value=IGNORED)
+            count = (expected != IGNORED).sum() if items is None else items
+            expected = (expected if self.cp is None else self.cp.shard(expected, value=IGNORED)).flatten()
+            expected = expected.to(hidden.device)
+            if logits is None:
+                loss = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, expected)
+            else:
+                loss = cross_entropy(logits.flatten(0, 1).float(), expected, ignore_index=IGNORED, reduction="sum")
+            loss = loss / count if self.cp is None else self.cp.sum_of_losses(loss / count)
         penalty = self.model.penalty() if self.training else None
         if penalty is None:
             return loss
         if items is not None:  # once for all parts of an accumulated batch
             penalty = penalty * ((labels[:, 1:] != IGNORED).sum() / items)
         return loss + penalty
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As in transformers. The new token's mask is a one, which nobody needs to read back from a GPU."""
+        before = model_kwargs.get("attention_mask")
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        mask = model_kwargs.get("attention_mask")
+        if before is not None and mask is not None:
+            mark_grown(mask, before.shape[1])
+        return model_kwargs
 
 
 AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)

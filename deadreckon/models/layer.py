@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import CROPPABLE, Context, Encoding, Sizes
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 RESET = -1e4  # a log gate that nothing passes
 
@@ -35,6 +38,9 @@ class AttentionLayer(nn.Module):
             "randomized") do nothing here: call ``layer.encoding.embed`` once, before the first layer.
         n_kv_heads: key and value heads, n_heads by default; must divide n_heads.
         qk_norm: RMS-normalise queries and keys, each head with the same learned gain.
+        qk_norm_eps: of these norms.
+        bias: whether the projections to queries, keys and values have biases.
+        output_bias: whether the projection of the output has one.
         head_dim: d_model / n_heads by default.
         vocab_size: for encodings that look tokens up.
         max_length: the longest document, for encodings that scale their angles by it.
@@ -52,6 +58,9 @@ class AttentionLayer(nn.Module):
         qk_norm: bool = False,
         *,
         head_dim: int | None = None,
+        qk_norm_eps: float = 1e-6,
+        bias: bool = False,
+        output_bias: bool = False,
         vocab_size: int | None = None,
         max_length: int = 2048,
         encoding_options: dict[str, Any] | None = None,
@@ -72,12 +81,12 @@ class AttentionLayer(nn.Module):
         head_dim = head_dim or d_model // n_heads
         self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim, vocab_size, max_length, *place)
         self.impl: Implementation = impl
-        self.q_proj = nn.Linear(d_model, n_heads * self.sizes.head_dim, bias=False)
-        self.k_proj = nn.Linear(d_model, n_kv_heads * self.sizes.head_dim, bias=False)
-        self.v_proj = nn.Linear(d_model, n_kv_heads * self.sizes.head_dim, bias=False)
-        self.o_proj = nn.Linear(n_heads * self.sizes.head_dim, d_model, bias=False)
-        self.q_norm = nn.RMSNorm(self.sizes.head_dim, eps=1e-6) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.sizes.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.q_proj = nn.Linear(d_model, n_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(n_heads * head_dim, d_model, bias=output_bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else nn.Identity()
         self.encoding = make_encoding(encoding, self.sizes, encoding_options)
 
     @overload
@@ -87,12 +96,19 @@ class AttentionLayer(nn.Module):
         *,
         token_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cp: ContextParallel | None = None,
         state: Literal["none"] = "none",
     ) -> Tensor: ...
 
     @overload
     def forward(
-        self, x: Tensor, *, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, state: LayerState | None
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cp: ContextParallel | None = None,
+        state: LayerState | None,
     ) -> tuple[Tensor, LayerState]: ...
 
     def forward(
@@ -101,6 +117,7 @@ class AttentionLayer(nn.Module):
         *,
         token_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cp: ContextParallel | None = None,
         state: LayerState | Literal["none"] | None = "none",
     ) -> Tensor | tuple[Tensor, LayerState]:
         """Attends over x (B, T, d_model).
@@ -109,6 +126,7 @@ class AttentionLayer(nn.Module):
             x: the input, or the next piece of it.
             token_ids: (B, T), for encodings that look tokens up.
             cu_seqlens: boundaries of packed sequences (B = 1).
+            cp: context parallelism: x, token_ids and the output are this rank's shards, cu_seqlens are of the whole.
             state: the state after the tokens before x, None for the first piece. Any split of a sequence gives the same
                 outputs, without gradients. An exception, KeyboardInterrupt included, leaves the state unchanged.
 
@@ -119,12 +137,14 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
         if token_ids is not None and token_ids.shape != x.shape[:2]:
             raise ValueError(f"token_ids: expected (B, T) = {tuple(x.shape[:2])}, got {tuple(token_ids.shape)}")
-        check_documents(cu_seqlens, x)
-        context = Context.of(x, token_ids, cu_seqlens)
+        check_documents(cu_seqlens, x, cp)
+        context = Context.of(x, token_ids, cu_seqlens, cp)
         if state == "none":
             return self.attend(x, context)
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected None beside a state")
+        if cp is not None:
+            raise ValueError("cp: a sequence that comes in pieces is not divided among ranks; expected None with state")
         state = LayerState() if state is None else state
         if not isinstance(state, LayerState):
             raise ValueError(f"state: expected a LayerState or None, got {type(state).__name__}")
@@ -152,9 +172,11 @@ class AttentionLayer(nn.Module):
         factors, scale = self.encoding(x, context), width**-0.5
         q, k = self.encoding.widen(q, k, x, context)
         if state is None:
-            output = attend(q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl)
+            output = attend(
+                q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl, cp=context.cp
+            )
         else:
-            if state.padded:  # nothing passes from padding to the first real token
+            if state.left_out is not None:  # nothing passes from masked tokens to the first real one
                 fresh = (context.positions == 0).unsqueeze(-1).expand(*x.shape[:2], self.sizes.n_heads)
                 gate = 0.0 if factors.log_gate is None else factors.log_gate
                 factors = factors._replace(log_gate=torch.where(fresh, RESET, gate))

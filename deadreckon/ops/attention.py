@@ -6,7 +6,7 @@ import os
 import weakref
 from importlib.util import find_spec
 from numbers import Real
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from deadreckon.ops.reference import attend_reference
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, Kernels, attend_stream
 from deadreckon.ops.tracing import traced, without_autocast
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 Implementation = Literal["auto", "reference", "blockwise", "triton"]
 
@@ -42,6 +45,7 @@ def attend(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     impl: Implementation = "auto",
+    cp: ContextParallel | None = None,
 ) -> Tensor:
     """Causal attention with data-dependent position encodings.
 
@@ -51,8 +55,9 @@ def attend(
         q: (B, T, Hq, D) queries; Hq a multiple of H (query head h reads key head h // (Hq / H)).
         k: (B, T, H, D) keys.
         v: (B, T, H, E) values; E may differ from D.
-        transport: T, what a route does to a key: ``None``, :class:`Rotation` (and U, with ``values=True``) or
-            :class:`Householder`.
+        transport: T, what a route does to a key: ``None``, :class:`Rotation` (and U, with ``values=True``),
+            :class:`Householder`, or both, ``(Rotation(…), Householder(…))``: T_ji = Π_{s=j+1..i} R_s H_s, with angles
+            of 1 or H heads; U is the rotation alone.
         log_gate: log f ≤ 0, added after scaling: (B, T, Hq) or (B, T, H) per token, or (Hq,) or (H,) constants.
             With stick-breaking the gate multiplies the finished weight. Below −1e4, −inf included, it counts as −1e4.
         score: κ and Z: ``"softmax"``, ``"stick-breaking"`` (σ, no Z, a token does not see itself) or :class:`Power`.
@@ -64,6 +69,9 @@ def attend(
             packed in float32 up to 128; ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or
             chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32; a ValueError for anything else), or
             ``"auto"``: the kernels where they serve, else ``"blockwise"``.
+        cp: context parallelism: q, k, v and every factor are this rank's shard of T, as ``cp.shard`` cuts it, and so is
+            the output; cu_seqlens are the boundaries of the whole row. Gradients flow from rank to rank. Not with
+            ``impl="reference"``.
 
     Returns:
         (B, T, Hq, E), in the dtype of q. A NaN or infinity at token t reaches outputs from t on, never one before t or
@@ -76,13 +84,17 @@ def attend(
     """
     _check_inputs(q, k, v)
     _check_transport(transport, q, k, v)
-    _check_score(score, transport)
     gates = _check_gate(log_gate, q, k)
-    documents = check_documents(cu_seqlens, q)
+    if cp is not None and type(cp).__name__ != "ContextParallel":  # which is imported by those who have one
+        raise ValueError(f"cp: expected a ContextParallel or None, got {type(cp).__name__}")
+    documents = check_documents(cu_seqlens, q, cp)
     scale = _check_scale(scale, q)
     factors = Factors(transport, gates, score)
+    _check_score(factors)
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
+    if cp is not None and cp.size > 1:
+        return _attend_shards(q, k, v, factors, scale, documents, impl, cp)
     # Autocast would run the sums of phases, gates and frames in half precision.
     with without_autocast(q):
         if impl == "triton" or (impl == "auto" and q.is_cuda):
@@ -97,6 +109,24 @@ def attend(
             factors = factors._replace(log_gate=separated(gates, cu_seqlens, k))
         attend_plainly = attend_reference if impl == "reference" else attend_blockwise
         return attend_plainly(q, k, v, factors, scale, documents)
+
+
+def _attend_shards(
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, documents: list[int] | None,
+    impl: Implementation, cp: ContextParallel,
+) -> Tensor:  # fmt: skip
+    from deadreckon.ops.parallel.attend import attend_parallel
+
+    if impl == "reference":
+        raise ValueError("impl: expected 'auto', 'blockwise' or 'triton' beside cp, got 'reference'")
+    with without_autocast(q):
+        kernels = False
+        if impl == "triton" or (impl == "auto" and q.is_cuda):
+            reason = _reason_against_kernels(q, v, factors, packed=documents is not None)
+            if reason is not None and impl == "triton":
+                raise ValueError(f"impl: 'triton' needs {reason}")
+            kernels = reason is None
+        return attend_parallel(q, k, v, factors, scale, documents, cp, kernels)
 
 
 def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
@@ -154,9 +184,9 @@ def attend_next(
             must be as in the pieces before: sizes, dtype, device, the kind of transport and its heads, gates or none
             and their heads, score and scale.
         past: what the pieces before have left; ``Past()`` for the first.
-        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (score softmax, as for :func:`attend`: the first piece, and along
-            Householder steps long pieces and single tokens too; a KV cache without Householder steps is read by
-            PyTorch's attention in any case) or ``"auto"``: the kernels on CUDA devices where they serve, else
+        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (not stick-breaking, otherwise as for :func:`attend`: the first
+            piece, single tokens but for higher powers, and along Householder steps long pieces, too; other pieces are
+            read by PyTorch's attention in any case) or ``"auto"``: the kernels on CUDA devices where they serve, else
             ``"blockwise"``. ``"reference"`` does not stream.
 
     Returns:
@@ -167,8 +197,8 @@ def attend_next(
     """
     _check_inputs(q, k, v)
     _check_transport(transport, q, k, v)
-    _check_score(score, transport)
     factors = Factors(transport, _check_gate(log_gate, q, k), score)
+    _check_score(factors)
     scale = _check_scale(scale, q)
     _check_no_gradients(q, k, v, factors)
     if not isinstance(past, Past):
@@ -184,8 +214,8 @@ def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementat
     if impl == "blockwise" or (impl == "auto" and not q.is_cuda):
         return PYTORCH
     reason = _reason_against_kernels(q, v, factors, packed=False)
-    if reason is None and impl == "triton" and factors.score != "softmax":
-        reason = f"score 'softmax' for a piece of a sequence, got {factors.score!r}"
+    if reason is None and impl == "triton" and factors.score == "stick-breaking":
+        reason = f"score 'softmax' or a power for a piece of a sequence, got {factors.score!r}"
     if reason is None:
         from deadreckon.ops.streaming.fused import STREAM
 
@@ -200,8 +230,8 @@ def _check_no_gradients(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> No
     if not torch.is_grad_enabled():
         return
     inputs = {"q": q, "k": k, "v": v, "log_gate": factors.log_gate}
-    if factors.transport is not None:
-        inputs.update({f"transport.{name}": x for name, x in vars(factors.transport).items()})
+    for part in factors.parts():
+        inputs.update({} if part is None else {f"transport.{name}": x for name, x in vars(part).items()})
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.requires_grad:
             raise ValueError(f"{name}: expected no gradients to be required (or torch.no_grad()), got requires_grad")
@@ -236,35 +266,50 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_transport(transport: object, q: Tensor, k: Tensor, v: Tensor) -> None:
-    batch, length, query_heads, width = q.shape
-    heads = k.shape[2]
-    if isinstance(transport, Rotation):
-        angles = check_tensor("transport.angles", transport.angles, q, "q")
-        if width % 2:
-            raise ValueError(f"transport: Rotation turns pairs of channels and needs an even D, got D = {width}")
-        allowed = sorted({1, heads, query_heads})
-        if (
-            angles.dim() != 4
-            or angles.shape[2] not in allowed
-            or angles.shape != (batch, length, angles.shape[2], width // 2)
-        ):
+    match transport:
+        case None:
+            pass
+        case Rotation():
+            _check_rotation(transport, q, v, {1, k.shape[2], q.shape[2]})
+        case Householder():
+            _check_householder(transport, q, k)
+        case (Rotation() as rotation, Householder() as steps) if isinstance(transport, tuple):
+            # Angles for each query head would turn the one direction of a key head in several ways.
+            _check_rotation(rotation, q, v, {1, k.shape[2]})
+            _check_householder(steps, q, k)
+        case _:
+            kinds = [type(part).__name__ for part in transport] if isinstance(transport, tuple | list) else []
+            came = f"a {type(transport).__name__}" + (f" of {', '.join(kinds)}" if kinds else "")
             raise ValueError(
-                f"transport.angles: expected (B, T, Hr, D/2) = ({batch}, {length}, Hr, {width // 2}) "
-                f"with Hr in {allowed}, got {shape_of(angles)}"
+                f"transport: expected None, Rotation, Householder or a tuple (Rotation, Householder), got {came}"
             )
-        if transport.values and v.shape[3] != width:
-            raise ValueError(f"transport.values: turning values needs E = D = {width}, got v with E = {v.shape[3]}")
-    elif isinstance(transport, Householder):
-        w, beta = (
-            check_tensor("transport.w", transport.w, q, "q"),
-            check_tensor("transport.beta", transport.beta, q, "q"),
+
+
+def _check_rotation(rotation: Rotation, q: Tensor, v: Tensor, heads: set[int]) -> None:
+    """Of angles that may have so many heads."""
+    batch, length, _, width = q.shape
+    angles = check_tensor("transport.angles", rotation.angles, q, "q")
+    if width % 2:
+        raise ValueError(f"transport: Rotation turns pairs of channels and needs an even D, got D = {width}")
+    if (
+        angles.dim() != 4
+        or angles.shape[2] not in heads
+        or angles.shape != (batch, length, angles.shape[2], width // 2)
+    ):
+        raise ValueError(
+            f"transport.angles: expected (B, T, Hr, D/2) = ({batch}, {length}, Hr, {width // 2}) "
+            f"with Hr in {sorted(heads)}, got {shape_of(angles)}"
         )
-        if w.shape != k.shape:
-            raise ValueError(f"transport.w: expected (B, T, H, D) = {shape_of(k)} to match k, got {shape_of(w)}")
-        if beta.shape != k.shape[:3]:
-            raise ValueError(f"transport.beta: expected (B, T, H) = ({batch}, {length}, {heads}), got {shape_of(beta)}")
-    elif transport is not None:
-        raise ValueError(f"transport: expected None, Rotation or Householder, got {type(transport).__name__}")
+    if rotation.values and v.shape[3] != width:
+        raise ValueError(f"transport.values: turning values needs E = D = {width}, got v with E = {v.shape[3]}")
+
+
+def _check_householder(steps: Householder, q: Tensor, k: Tensor) -> None:
+    w, beta = check_tensor("transport.w", steps.w, q, "q"), check_tensor("transport.beta", steps.beta, q, "q")
+    if w.shape != k.shape:
+        raise ValueError(f"transport.w: expected (B, T, H, D) = {shape_of(k)} to match k, got {shape_of(w)}")
+    if beta.shape != k.shape[:3]:
+        raise ValueError(f"transport.beta: expected (B, T, H) = {shape_of(k[..., 0])}, got {shape_of(beta)}")
 
 
 def _check_gate(log_gate: object, q: Tensor, k: Tensor) -> Tensor | None:
@@ -284,9 +329,10 @@ def _check_gate(log_gate: object, q: Tensor, k: Tensor) -> Tensor | None:
     )
 
 
-def _check_score(score: object, transport: Transport | None) -> None:
+def _check_score(factors: Factors) -> None:
+    score, (_, steps) = factors.score, factors.parts()
     if isinstance(score, Power):
-        if score.form in ("chunked", "recurrent") and isinstance(transport, Householder):
+        if score.form in ("chunked", "recurrent") and steps is not None:
             raise ValueError(f"score.form: Householder steps allow 'attention' and 'auto' only, got {score.form!r}")
     elif not isinstance(score, str) or score not in ("softmax", "stick-breaking"):
         raise ValueError(f"score: expected 'softmax', 'stick-breaking' or Power(p), got {score!r}")
@@ -296,12 +342,13 @@ _checked: tuple[weakref.ref[Tensor], int, int, list[int]] | None = None
 """The boundaries that were checked last, their version, T and values: the layers of a model share one tensor."""
 
 
-def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
+def check_documents(cu_seqlens: object, q: Tensor, cp: ContextParallel | None = None) -> list[int] | None:
     """Returns the boundaries as Python integers; None also where they are traced, to be checked by what uses them.
 
-    Where they are on a GPU, it is waited for, once for each tensor.
+    Where they are on a GPU, it is waited for, once for each tensor. With cp, q is a shard of the row.
     """
     global _checked
+    length = q.shape[1] * (1 if cp is None else cp.size)
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -313,7 +360,7 @@ def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
         raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
     if traced(cu_seqlens) or traced(q):
         return None
-    if _checked is None or _checked[0]() is not cu_seqlens or _checked[1:3] != (cu_seqlens._version, q.shape[1]):
-        bounds = boundaries(cu_seqlens, q.shape[1])
-        _checked = weakref.ref(cu_seqlens), cu_seqlens._version, q.shape[1], bounds
+    if _checked is None or _checked[0]() is not cu_seqlens or _checked[1:3] != (cu_seqlens._version, length):
+        bounds = boundaries(cu_seqlens, length)
+        _checked = weakref.ref(cu_seqlens), cu_seqlens._version, length, bounds
     return _checked[3]
