@@ -149,6 +149,9 @@ def test_layers_say_what_is_wrong() -> None:
             dr.AttentionLayer(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="encoding_options: 'path' does not take"):
         dr.AttentionLayer(32, 4, "path", encoding_options={"depth": 3})
+    for name, option in (("learned-rotation", "initial"), ("conformal-sympow", "pace")):
+        with pytest.raises(ValueError, match=f"{option}: expected one of .*; got 'x'"):
+            dr.AttentionLayer(32, 4, name, vocab_size=5, encoding_options={option: "x"})
     layer = dr.AttentionLayer(32, 4, "learned-rotation", vocab_size=5)
     with pytest.raises(ValueError, match="expected token_ids"):
         layer(torch.randn(1, 3, 32))
@@ -356,7 +359,7 @@ def test_random_rotations_are_drawn_in_their_range() -> None:
 
 
 def test_learned_rotations_belong_to_tokens() -> None:
-    layer, (x, ids) = make_layer("learned-rotation-values"), make_input(30)
+    layer, (x, ids) = make_layer("learned-rotation-values", vocab_size=1000), make_input(30)
     found = factors(layer, x, ids)
     assert isinstance(found.transport, dr.Rotation)
     assert found.transport.values
@@ -365,16 +368,11 @@ def test_learned_rotations_belong_to_tokens() -> None:
         same = angles[ids == token]
         assert (same == same[0]).all()
     torch.testing.assert_close(angles, layer.encoding.angles[ids])
-    drawn = make_layer("learned-rotation", vocab_size=1000).encoding.angles  # 4000 radians from N(0, 1)
-    torch.testing.assert_close(drawn.std(0), torch.ones(4).double(), rtol=0, atol=4 / 2000**0.5)  # σ / √(2n), four-fold
-    grid = {"encoding_options": {"initial": "grid"}}
-    layer = make_layer("learned-rotation", **grid)
-    angles = angles_of(factors(layer, x, ids))[:, :, 0]
-    torch.testing.assert_close(angles, layer.encoding.table[ids] * 10000.0 ** -(torch.arange(0, 8, 2) / 8))
-    table = make_layer("learned-rotation", vocab_size=1000, **grid).encoding.table  # 4000 numbers, uniform from −1 to 1
-    assert -1 <= table.min() < -0.99 and 0.99 < table.max() <= 1
-    with pytest.raises(ValueError, match="initial: expected one of normal, grid; got 'zero'"):
-        make_layer("learned-rotation", encoding_options={"initial": "zero"})
+    assert (layer.encoding.angles.std(0) - 1).abs().max() < 4 / 2000**0.5  # 1000 of N(0, 1); four standard errors
+    layer = make_layer("learned-rotation", vocab_size=1000, encoding_options={"initial": "grid"})
+    table, grid = layer.encoding.table, 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(angles_of(factors(layer, x, ids))[:, :, 0], table[ids] * grid)
+    assert -1 <= table.min() < -0.99 and 0.99 < table.max() <= 1  # 4000 numbers, uniform from −1 to 1
 
 
 def test_values_turn_where_the_name_says_so() -> None:
@@ -416,8 +414,6 @@ def test_conformal_sympow_scales_the_angles_of_sympow() -> None:
     layer = make_layer("conformal-sympow", max_length=100, encoding_options={"p": 4, "pace": "layer"})
     pace = 1 + (x @ layer.encoding.pace.weight.T).tanh()
     torch.testing.assert_close(angles_of(factors(layer, x)), (pace * grid).unsqueeze(2))
-    with pytest.raises(ValueError, match="pace: expected one of head, layer; got 'token'"):
-        make_layer("conformal-sympow", encoding_options={"pace": "token"})
     gated = factors(make_layer("sympow-gated", **keywords), x)
     assert gated.log_gate is not None
     assert (gated.log_gate < 0).all()

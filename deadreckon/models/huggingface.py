@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +19,7 @@ from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
 from deadreckon.models.graphs import Steps, wanted
-from deadreckon.models.layer import AttentionLayer
+from deadreckon.models.layer import AttentionLayer, spell_out
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
@@ -108,19 +107,13 @@ class DeadReckonConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """What is saved: options whose default has changed are spelled out."""
         data = super().to_dict()
-        defaults = {
-            name: {option: inspect.signature(ENCODINGS[name]).parameters[option].default for option in changed}
-            for name in self.encodings()
-            if (changed := ENCODINGS[name].saved_without)
-        }
-        return data | {"encoding_options": _spelled_out(data.get("encoding_options"), defaults)}
+        return data | {"encoding_options": spell_out(self.encodings(), data.get("encoding_options"))}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> DeadReckonConfig:
         """What was saved: an option that is not spelled out is newer than the model, and has what it was made with."""
         names = config_dict.get("layer_encodings") or [config_dict.get("encoding", cls.encoding)]
-        before = {name: old for name in names if name in ENCODINGS and (old := ENCODINGS[name].saved_without)}
-        options = _spelled_out(config_dict.get("encoding_options"), before)
+        options = spell_out(names, config_dict.get("encoding_options"), saved=True)
         return super().from_dict(config_dict | {"encoding_options": options}, **kwargs)
 
     def encodings(self) -> list[str]:
@@ -134,14 +127,6 @@ class DeadReckonConfig(PreTrainedConfig):
 
     def validate_layer_type(self) -> None:
         """Leaves out transformers' check, whose list of layer types is closed."""
-
-
-def _spelled_out(options: dict[str, Any] | None, defaults: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Options by encoding, with those of `defaults` that are missing."""
-    if not defaults:
-        return options
-    options = options or {}
-    return options | {name: default | options.get(name, {}) for name, default in defaults.items()}
 
 
 class GatedMLP(nn.Module):
