@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +23,10 @@ from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.state import LayerState
 from deadreckon.ops.tracing import traced
+
+AUTO_MODULE = "modeling_deadreckon"
+AUTO_CLASSES = {"AutoConfig": "DeadReckonConfig", "AutoModelForCausalLM": "DeadReckonForCausalLM"}
+"""What saved models say to transformers' Auto classes: auto class -> the class of ours that it loads."""
 
 
 @strict
@@ -98,6 +104,22 @@ class DeadReckonConfig(PreTrainedConfig):
     def validate_layer_type(self) -> None:
         """Leaves out transformers' check, whose list of layer types is closed."""
 
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Saves config.json, and a module of one import by which Auto classes find the installed package.
+
+        ``AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`` then works where nothing of
+        deadreckon has been imported.
+        """
+        self.auto_map = {auto: f"{AUTO_MODULE}.{name}" for auto, name in AUTO_CLASSES.items()}
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        names = ", ".join(AUTO_CLASSES.values())
+        (Path(save_directory) / f"{AUTO_MODULE}.py").write_text(f"from deadreckon import {names}  # noqa: F401\n")
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing to do: `save_pretrained` names the installed package, instead of copying this file beside weights."""
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate x) ⊙ up x)."""
@@ -139,6 +161,10 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["DecoderLayer"]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
+        """Nothing to do: see :meth:`DeadReckonConfig.register_for_auto_class`."""
 
     def _init_weights(self, module: nn.Module) -> None:
         # transformers calls this for each module that directly holds parameters: the parts of an encoding, mostly.
@@ -294,6 +320,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
+        _offer_lora_targets()
         self.model = DeadReckonModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -311,6 +338,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         skip_logits: bool = False,
+        **unused: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next tokens and, with labels, the loss, which in training includes the encodings' penalties.
 
@@ -328,7 +356,12 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             return_dict: False for a plain tuple.
             use_cache: create a KV cache if past_key_values is None, and return it.
             skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
+            unused: what tools pass to every model, such as ``output_attentions=False``: None, False, and the
+                ``token_type_ids`` that some tokenizers add, change nothing. Anything else is a TypeError.
         """
+        for name, value in unused.items():
+            if value is not None and value is not False and name != "token_type_ids":
+                raise TypeError(f"{name}: expected None or False, this model has no such option; got {value!r:.80}")
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
         outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
@@ -362,6 +395,13 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         if items is not None:  # once for all parts of an accumulated batch
             penalty = penalty * ((labels[:, 1:] != IGNORED).sum() / items)
         return loss + penalty
+
+
+def _offer_lora_targets() -> None:
+    """Tells peft, where it is in use, what LoRA adapts by default: the projections that it adapts in a Llama."""
+    if constants := sys.modules.get("peft.utils.constants"):
+        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        targets.setdefault(DeadReckonConfig.model_type, ["q_proj", "v_proj"])
 
 
 AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)
