@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deadreckon.encodings import ENCODINGS
     from deadreckon.encodings.base import Context, Encoding, Sizes, parameter_groups
     from deadreckon.filters.histogram import histogram_filter, superpose
+    from deadreckon.models.convert import convert_model
     from deadreckon.models.huggingface import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
     from deadreckon.models.layer import AttentionLayer
     from deadreckon.models.state import LayerState
@@ -43,6 +44,7 @@ _HOME = {
     "AttentionLayer": "models.layer",
     "LayerState": "models.state",
     "Past": "ops.streaming.past",
+    "convert_model": "models.convert",
     "DeadReckonConfig": "models.huggingface",
     "DeadReckonModel": "models.huggingface",
     "DeadReckonForCausalLM": "models.huggingface",
@@ -67,6 +69,7 @@ __all__ = [
     "Sizes",
     "attend",
     "attend_next",
+    "convert_model",
     "histogram_filter",
     "parameter_groups",
     "share_in_reach",

@@ -11,7 +11,9 @@ from torch.nn.functional import logsigmoid, normalize
 
 import deadreckon as dr
 
-TRANSPORTS = (None, "rotation", "rotation per query head", "rotation of values", "householder")
+TRANSPORTS = (
+    None, "rotation", "rotation per query head", "rotation of values", "householder", "rotation and householder",
+)  # fmt: skip
 GATES = (None, "constant", "learned", "learned per key head")
 SCORES = ("softmax", "stick-breaking", dr.Power(2), dr.Power(4))
 
@@ -41,19 +43,19 @@ class Case:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         batch, length, heads, query_heads = self.batch, self.length, self.heads, self.heads * self.group
-        value_width = self.width if self.transport == "rotation of values" else self.value_width
+        value_width = self.width if self.turns_values else self.value_width
         leaves = {
             "q": draw(batch, length, query_heads, self.width),
             "k": draw(batch, length, heads, self.width),
             "v": draw(batch, length, heads, value_width),
         }
-        if self.transport == "householder":
+        if self.transport is not None and "householder" in self.transport:
             leaves["w"] = normalize(draw(batch, length, heads, self.width), dim=-1)
             strengths = 2 * draw(batch, length, heads).sigmoid()
             leaves["beta"] = strengths if self.beta is None else torch.full_like(strengths, self.beta)
-        elif self.transport:
-            turns = {"rotation": 1, "rotation per query head": query_heads, "rotation of values": heads}
-            leaves["angles"] = draw(batch, length, turns[self.transport], self.width // 2)
+        if self.transport is not None and "rotation" in self.transport:
+            turns = query_heads if "per query head" in self.transport else heads if self.turns_values else 1
+            leaves["angles"] = draw(batch, length, turns, self.width // 2)
         if self.gate == "constant":
             leaves["log_gate"] = -draw(query_heads).abs()
         elif self.gate:
@@ -61,16 +63,24 @@ class Case:
             leaves["log_gate"] = logsigmoid(draw(batch, length, gated) + 2)
         return leaves
 
+    @property
+    def turns_values(self) -> bool:
+        return self.transport is not None and "of values" in self.transport
+
+    def steps(self, leaves: dict[str, Tensor]) -> Any:
+        """The transport of these leaves."""
+        rotation = dr.Rotation(leaves["angles"], values=self.turns_values) if "angles" in leaves else None
+        if "w" not in leaves:
+            return rotation
+        steps = dr.Householder(leaves["w"], leaves["beta"])
+        return steps if rotation is None else (rotation, steps)
+
     def attend(self, leaves: dict[str, Tensor], **keywords: Any) -> Tensor:
         """attend() of these leaves."""
-        transport: dr.Rotation | dr.Householder | None = None
-        if "w" in leaves:
-            transport = dr.Householder(leaves["w"], leaves["beta"])
-        elif "angles" in leaves:
-            transport = dr.Rotation(leaves["angles"], values=self.transport == "rotation of values")
         return dr.attend(
             leaves["q"], leaves["k"], leaves["v"],
-            transport=transport, log_gate=leaves.get("log_gate"), score=self.score, scale=self.scale, **keywords,
+            transport=self.steps(leaves), log_gate=leaves.get("log_gate"), score=self.score, scale=self.scale,
+            **keywords,
         )  # fmt: skip
 
 

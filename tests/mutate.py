@@ -196,6 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=1, help="workers, each with one thread")
     parser.add_argument("--only", default="", metavar="TEXT", help="an area, or part of a file's name")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="of the chosen ones the first of each N")
     parser.add_argument("--list", action="store_true", help="show the mistakes and the tests that should notice")
     options = parser.parse_args()
     try:
@@ -205,6 +206,7 @@ def main() -> int:
         ]
         if not chosen:
             raise MutationError(f"no area and no file is named {options.only!r}")
+        chosen = chosen[:: options.every]
         with tempfile.TemporaryDirectory(prefix="mutate-") as place:
             copy = copy_of(ROOT, Path(place))
             for mutation in chosen:  # before any test is run: are all texts there?

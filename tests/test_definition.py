@@ -21,9 +21,9 @@ Score = str | dr.Power
 IMPLS = ["reference", "blockwise"]
 SOFTMAX, STICK, POWER2, POWER4 = "softmax", "stick-breaking", dr.Power(2), dr.Power(4)
 SCORES = [SOFTMAX, STICK, POWER2, POWER4]
-TRANSPORTS = ["none", "one", "kv", "query", "one-values", "kv-values", "query-values", "householder"]
+TRANSPORTS = ["none", "one", "kv", "query", "one-values", "kv-values", "query-values", "householder", "one+householder"]
 GATES = ["none", "query-constant", "kv-constant", "kv", "query"]
-# Forty of the 160 combinations, holding every pair (transport, gate), (transport, score) and (gate, score).
+# A quarter of the combinations, holding every pair (transport, gate), (transport, score) and (gate, score).
 PAIRED = [(t, g, SCORES[(a + b) % 4]) for a, t in enumerate(TRANSPORTS) for b, g in enumerate(GATES)]
 SIZES = {"length": 9, "batch": 2, "heads": 2, "query_heads": 4, "dim": 6, "seed": 0}
 each_impl = pytest.mark.parametrize("impl", IMPLS)
@@ -51,11 +51,10 @@ class Case:
 
     def attend(self, impl: str) -> Tensor:
         """The implementation's answer."""
-        x, transport = self.leaves, None
-        if "angles" in x:
-            transport = dr.Rotation(x["angles"], values=self.values)
-        elif "w" in x:
-            transport = dr.Householder(x["w"], x["beta"])
+        x = self.leaves
+        rotation = dr.Rotation(x["angles"], values=self.values) if "angles" in x else None
+        steps = dr.Householder(x["w"], x["beta"]) if "w" in x else None
+        transport: Any = (rotation, steps) if rotation and steps else rotation or steps
         cuts = None if self.cuts is None else torch.tensor(self.cuts, dtype=torch.int32)
         rest = {"log_gate": x.get("log_gate"), "score": self.score, "scale": self.scale, "cu_seqlens": cuts}
         return dr.attend(x["q"], x["k"], x["v"], transport=transport, impl=impl, **rest)
@@ -74,14 +73,17 @@ def make_case(transport: str = "none", gate: str = "none", **options: Any) -> Ca
     """Random float64 tensors for the named factors (SIZES) and a Case's options; E is D only for rotated values."""
     length, batch, heads, query_heads, dim, seed = (options.pop(name, size) for name, size in SIZES.items())
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    counts, values = {"one": 1, "kv": heads, "query": query_heads}, transport.endswith("-values")
+    counts, values = {"one": 1, "kv": heads, "query": query_heads}, "-values" in transport
     x = {"q": normal(batch, length, query_heads, dim), "k": normal(batch, length, heads, dim)}
     x["v"] = normal(batch, length, heads, dim if values else dim - 1)
-    if transport == "householder":  # neither unit vectors nor beta <= 2 are promised, yet long products stay bounded
+    if transport.endswith(
+        "householder"
+    ):  # neither unit vectors nor beta <= 2 are promised, yet long products stay bounded
         x["w"] = 0.9 * torch.nn.functional.normalize(normal(batch, length, heads, dim), dim=-1)
         x["beta"] = 2.4 * normal(batch, length, heads).sigmoid()
-    elif transport != "none":
-        x["angles"] = 2 * normal(batch, length, counts[transport.removesuffix("-values")], dim // 2)
+    turns = transport.removesuffix("+householder").removesuffix("-values")
+    if turns in counts:
+        x["angles"] = 2 * normal(batch, length, counts[turns], dim // 2)
     if gate != "none":
         count = counts[gate.removesuffix("-constant")]
         x["log_gate"] = -normal(*((count,) if "constant" in gate else (batch, length, count))).abs() * 0.7
@@ -115,18 +117,20 @@ def oracle(case: Case) -> Tensor:
     for b, h in np.ndindex(batch, query_heads):
         full = {n: x.expand(batch, length, -1) if x.ndim == 1 else x for n, x in case.leaves.items()}
         x = {n: array[b, :, h // (query_heads // array.shape[2])].numpy() for n, array in full.items()}
-        steps = [np.eye(dim)] * length
+        steps = turns = [np.eye(dim)] * length
         if "angles" in x:
-            steps = [rotation_matrix(angles) for angles in x["angles"]]
-        elif "w" in x:
-            steps = [np.eye(dim) - beta * np.outer(w, w) for w, beta in zip(x["w"], x["beta"], strict=True)]
+            steps = turns = [rotation_matrix(angles) for angles in x["angles"]]
+        if "w" in x:
+            reflections = [np.eye(dim) - beta * np.outer(w, w) for w, beta in zip(x["w"], x["beta"], strict=True)]
+            steps = [turn @ reflection for turn, reflection in zip(turns, reflections, strict=True)]
         factors = [math.exp(g) for g in x["log_gate"]] if "log_gate" in x else [1.0] * length
         for i in range(length):
             route = {j: reduce(np.matmul, steps[j + 1 : i + 1], np.eye(dim)) for j in range(first[i], i + 1)}
             logits = [scale * (x["k"][j] @ matrix @ x["q"][i]) for j, matrix in route.items()]
             gates = [math.prod(factors[j + 1 : i + 1]) for j in route]
-            for (j, matrix), weight in zip(route.items(), row_weights(logits, gates, case.score), strict=True):
-                out[b, i, h] += weight * (matrix.T @ x["v"][j] if case.values else x["v"][j])
+            for j, weight in zip(route, row_weights(logits, gates, case.score), strict=True):
+                turned = reduce(np.matmul, turns[j + 1 : i + 1], np.eye(dim))
+                out[b, i, h] += weight * (turned.T @ x["v"][j] if case.values else x["v"][j])
     return torch.from_numpy(out)
 
 
@@ -169,7 +173,10 @@ def test_equation(transport: str, gate: str, score: Score) -> None:
     assert_both_match(make_case(transport, gate, score=score, scale=scale))
 
 
-@pytest.mark.parametrize(("transport", "gate"), [("none", "kv"), ("query-values", "none"), ("householder", "query")])
+@pytest.mark.parametrize(
+    ("transport", "gate"),
+    [("none", "kv"), ("query-values", "none"), ("householder", "query"), ("kv-values+householder", "kv")],
+)
 @each_score
 @pytest.mark.parametrize("cuts", [(0, 1, 5, 5, 13), (0, 0, 6, 7, 13, 13)])
 def test_packed_documents(transport: str, gate: str, score: Score, cuts: tuple[int, ...]) -> None:
@@ -180,7 +187,10 @@ def test_packed_documents(transport: str, gate: str, score: Score, cuts: tuple[i
         assert_near(case.attend(impl), torch.cat(separate, dim=1))
 
 
-@pytest.mark.parametrize(("transport", "score"), [("kv-values", SOFTMAX), ("householder", STICK), ("one", POWER2)])
+@pytest.mark.parametrize(
+    ("transport", "score"),
+    [("kv-values", SOFTMAX), ("householder", STICK), ("one", POWER2), ("kv+householder", SOFTMAX)],
+)
 def test_other_shapes(transport: str, score: Score) -> None:
     for heads, query_heads, length in ((1, 3, 7), (2, 2, 7), (1, 1, 1), (1, 1, 70)):
         shape = {"length": length, "batch": 1, "heads": heads, "query_heads": query_heads, "dim": 4}
@@ -241,8 +251,26 @@ def test_gates_are_alibi_and_fox(impl: str) -> None:
 
 
 @each_impl
+def test_rotations_and_reflections_are_each_alone_without_the_other(impl: str) -> None:
+    """β = 0 leaves the rotation, to the last bit where the same sums are added up; angles of 0 the reflections."""
+    for transport in ("one+householder", "kv-values+householder"):
+        both = make_case(transport, "query", length=70, score=STICK)
+        without = {name: x for name, x in both.leaves.items() if name not in ("w", "beta")}
+        still = both.change(beta=torch.zeros_like(both.leaves["beta"]))
+        assert torch.equal(still.attend(impl), replace(both, leaves=without).attend(impl))
+        reflections = {name: x for name, x in both.leaves.items() if name != "angles"}
+        unturned = both.change(angles=torch.zeros_like(both.leaves["angles"]))
+        assert torch.equal(unturned.attend(impl), replace(both, leaves=reflections, values=False).attend(impl))
+
+
+@each_impl
 def test_grouped_queries_are_repeated_keys(impl: str) -> None:
-    for transport, score in (("kv-values", SOFTMAX), ("householder", STICK), ("kv", POWER2)):
+    for transport, score in (
+        ("kv-values", SOFTMAX),
+        ("householder", STICK),
+        ("kv", POWER2),
+        ("kv+householder", SOFTMAX),
+    ):
         case = make_case(transport, "kv", score=score, length=70)
         repeated = {name: x.repeat_interleave(2, dim=2) for name, x in case.leaves.items() if name != "q"}
         assert_near(case.attend(impl), case.change(**repeated).attend(impl))

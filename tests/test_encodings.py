@@ -185,6 +185,91 @@ def test_rope_is_llama() -> None:
     torch.testing.assert_close(dr.attend(q, k, v, transport=dr.Rotation(theta)), expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"factor": 4.0},
+        {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64
+        },
+    ],
+)  # fmt: skip
+def test_scaled_rope_is_that_of_transformers(scaling: dict[str, float]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = "linear" if len(scaling) == 1 else "llama3"
+    parameters = {"rope_type": kind, "rope_theta": 500.0, **scaling}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, rope_parameters=parameters)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    assert attention_factor == 1
+    for name in ("rope", "rope-fox"):
+        layer = dr.AttentionLayer(64, 2, name, encoding_options={"base": 500.0, "scaling": scaling})
+        found = angles_of(factors(layer, torch.randn(1, 3, 64)))
+        torch.testing.assert_close(found[0, 1, 0], expected, rtol=2e-7, atol=0)
+    unscaled = angles_of(
+        factors(dr.AttentionLayer(64, 2, "rope", encoding_options={"base": 500.0}), torch.ones(1, 1, 64))
+    )
+    changed = (unscaled[0, 0, 0] != expected).nonzero().flatten().tolist()
+    assert changed == list(range(16)) if kind == "linear" else 0 < len(changed) < 16
+
+
+def test_rotations_that_may_fade() -> None:
+    """A factor on RoPE's angles, beside the factors of PaTH and FoX computed alike."""
+    x, _ = make_input(12)
+    for name, alone in (("rope-fox", "fox"), ("rope-path", "path"), ("rope-path-fox", "path-fox")):
+        layer, other = make_layer(name), make_layer(alone)
+        missing, unexpected = other.load_state_dict(layer.state_dict(), strict=False)
+        assert not missing
+        assert unexpected == ["encoding.turns.angle_factor"]
+        found, expected = factors(layer, x), factors(other, x)
+        rotation, steps = found.parts()
+        assert rotation is not None
+        assert not rotation.values
+        assert torch.equal(rotation.angles, angles_of(factors(make_layer("rope"), x)))
+        assert (found.log_gate is None) == (expected.log_gate is None)
+        if steps is not None:
+            assert torch.equal(steps.w, expected.transport.w)  # type: ignore[union-attr]
+        turned = layer(x)
+        layer.encoding.turns.angle_factor.fill_(0)
+        torch.testing.assert_close(layer(x), other(x))
+        assert not torch.allclose(turned, other(x))
+
+
+def test_idle_parts_leave_rope_as_it_is() -> None:
+    """β = 8e-8 and log f = −4e-8: over 80 tokens they change logits by less than 80 · (1e-7 + 5e-8) of q · k."""
+    x, _ = make_input(80)
+    layer, rope = make_layer("rope-path-fox"), make_layer("rope")
+    rope.load_state_dict(layer.state_dict(), strict=False)
+    for part in (layer.encoding.steps, layer.encoding.gate):
+        part.start_idle()
+    found, expected = layer(x), rope(x)
+    assert 0 < (found - expected).abs().max() < 80 * 1.5e-7 * expected.abs().max()
+    found.square().sum().backward()
+    assert all(p.grad.abs().max() > 1e-10 for p in layer.encoding.parameters())
+
+
+def test_a_factor_on_angles_may_be_learned() -> None:
+    x, _ = make_input(20)
+    layer = make_layer("rope-path-fox", encoding_options={"learn_factor": True})
+    layer(x).square().sum().backward()
+    assert layer.encoding.turns.angle_factor.grad.abs() > 0
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"factor": 0.0},
+        {"type": "yarn"},
+        {"factor": 2.0, "low_freq_factor": 1.0},
+        {"factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0, "original_max_position_embeddings": 64},
+    ],
+)
+def test_scalings_are_checked(scaling: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="scaling: expected"):
+        dr.AttentionLayer(32, 4, "rope-path", encoding_options={"scaling": scaling})
+
+
 def test_alibi_slopes() -> None:
     assert slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
     assert slopes(2).tolist() == [2.0**-4, 2.0**-8]

@@ -45,7 +45,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "dtypes differ": (lambda: {"v": torch.randn(B, T, H, E).double()}, "v: expected q's dtype torch.float32"),
     "devices differ": (lambda: {"k": torch.randn(B, T, H, D, device="meta")}, "k: expected it on q's device cpu"),
     "heads do not divide": (lambda: {"q": torch.randn(B, T, 3, D)}, "q: expected a multiple of k's 2 heads, got 3"),
-    "transport is a tensor": (lambda: {"transport": torch.ones(1)}, "transport: expected None, Rotation or House"),
+    "transport is a tensor": (lambda: {"transport": torch.ones(1)}, "transport: expected None.* got a Tensor"),
     "angles of odd heads": (lambda: {"transport": rotation(B, T, 3, D // 2)}, r"transport.angles: .* in \[1, 2, 4\]"),
     "angles too wide": (lambda: {"transport": rotation(B, T, 1, D)}, "transport.angles: expected"),
     "angles of 3 dimensions": (lambda: {"transport": rotation(B, T, D // 2)}, "transport.angles: expected"),
@@ -61,6 +61,38 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "even D, got D = 7",
     ),
     "w of query heads": (lambda: {"transport": householder(w=(B, T, HQ, D))}, "transport.w: expected"),
+    "transports the other way round": (
+        lambda: {"transport": (householder(), rotation(B, T, 1, D // 2))},
+        r"transport: expected .* or a tuple \(Rotation, Householder\), got a tuple of Householder, Rotation",
+    ),
+    "two rotations": (
+        lambda: {"transport": (rotation(B, T, 1, D // 2), rotation(B, T, 1, D // 2))},
+        "transport: expected .* got a tuple of Rotation, Rotation",
+    ),
+    "a list of transports": (
+        lambda: {"transport": [rotation(B, T, 1, D // 2), householder()]},
+        "transport: expected .* got a list of Rotation, Householder",
+    ),
+    "one transport in a tuple": (lambda: {"transport": (householder(),)}, "transport: .* got a tuple of Householder"),
+    "angles for each query head beside steps": (
+        lambda: {"transport": (rotation(B, T, HQ, D // 2), householder())},
+        rf"transport.angles: expected .* with Hr in \[1, {H}\], got",
+    ),
+    "w beside a rotation": (
+        lambda: {"transport": (rotation(B, T, 1, D // 2), householder(w=(B, T, HQ, D)))},
+        "transport.w: expected",
+    ),
+    "values too wide to turn beside steps": (
+        lambda: {"transport": (rotation(B, T, 1, D // 2, values=True), householder())},
+        "transport.values: turning values needs E = D",
+    ),
+    "chunked powers beside both": (
+        lambda: {
+            "transport": (rotation(B, T, 1, D // 2), householder()),
+            "score": dr.Power(2, form="chunked"),
+        },
+        "score.form: Householder steps allow",
+    ),
     "beta of 4 dimensions": (lambda: {"transport": householder(beta=(B, T, H, 1))}, "transport.beta: expected"),
     "gate of odd heads": (lambda: {"log_gate": torch.randn(B, T, 3)}, "log_gate: expected .*Hq = 4, H = 2"),
     "gate of other tokens": (lambda: {"log_gate": torch.randn(B, T + 1, H)}, "log_gate: expected"),

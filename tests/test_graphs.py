@@ -52,11 +52,18 @@ def layer(name: str) -> dr.AttentionLayer:
     return dr.AttentionLayer(8, 2, name, 1, vocab_size=VOCABULARY, max_length=64, encoding_options=options)
 
 
+ONE_OF_EACH = ("nope", "fox", "path-fox", "stickbreaking", "learned-rotation-values", "conformal-sympow", "prism")
+"""Encodings that between them use every operator."""
+
+
 @pytest.mark.parametrize("name", dr.ENCODINGS)
 def test_layers_compile_for_any_length(name: str) -> None:
-    """One graph, forward and backward. It calls the operators that eager mode calls: they differ by rounding alone."""
+    """One graph. It calls the operators that eager mode calls: they differ by rounding alone.
+
+    The graph of the backward pass takes twice as long again: one of each operator, for any length.
+    """
     net = layer(name)
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager" if name in ONE_OF_EACH else "eager")
     for length in (24, 47):
         x = torch.randn(2, length, 8, generator=torch.Generator().manual_seed(length), requires_grad=True)
         ids = tokens(length)
@@ -72,7 +79,7 @@ def test_layers_compile_for_any_length(name: str) -> None:
 
 def test_models_compile_for_one_length_and_any() -> None:
     net = model("path-fox")
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(net, fullgraph=True, backend="eager")
     for length in (24, 31, 47):  # the second makes it a symbol
         row = tokens(length)
         inputs = {"input_ids": row, "labels": row}
@@ -82,8 +89,8 @@ def test_models_compile_for_one_length_and_any() -> None:
 @pytest.mark.parametrize("name", ["rope", "path-fox", "stickbreaking", "conformal-sympow", "randomized", "prism"])
 def test_compiles_packed_and_padded_rows(name: str) -> None:
     """What eager mode cuts apart, graphs keep apart by gates: the same up to rounding."""
-    net = model(name)
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    net, gated = model(name), name in ("path-fox", "stickbreaking", "conformal-sympow")
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager" if gated else "eager")
     row = tokens(70, 1)
     for bounds in ([0, 1, 30, 30, 70], [0, 20, 41, 64, 70]):  # one graph serves both
         packed = {"input_ids": row, "labels": row, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}

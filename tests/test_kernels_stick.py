@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from deadreckon.ops.triton.stick.operator import stick_breaking, stick_breaking_
 from deadreckon.ops.triton.tiles import Tiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")  # that they compile has tests of its own
 
 
 @pytest.fixture(autouse=True)
@@ -179,12 +181,12 @@ def test_twice_the_same_bits() -> None:
 def test_operators() -> None:
     q, k, v, grad = draw(1, 20, 1, 2, 16, 8, torch.float16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_forward, (*leaves, 0.25))
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_forward, (*leaves, 0.25), test_utils=CHECKS)
     out, rest = stick_breaking_forward(q, k, v, 0.25)
     assert out.shape == rest.shape and not rest.requires_grad
     assert stick_breaking_forward(q.float(), k.float(), v.float(), 0.25)[1].shape == (0,)
     detached = [x.detach() for x in (grad, q, k, v, out, rest)]
-    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_backward, (*detached, 0.25))
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_backward, (*detached, 0.25), test_utils=CHECKS)
 
 
 def test_compiles() -> None:
@@ -192,6 +194,26 @@ def test_compiles() -> None:
     compiled = torch.compile(by_kernel, fullgraph=True, backend="aot_eager")
     found, expected = gradients(compiled, tensors), gradients(by_kernel, tensors)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_packed_documents() -> None:
+    """The kernel in graphs too, which know neither how many there are nor where they end."""
+    q, k, v, grad = draw(1, 90, 1, 2, 16, 8)
+    bounds = torch.tensor([0, 1, 30, 30, 75, 90], dtype=torch.int32, device=DEVICE)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, impl: Any = "triton") -> Tensor:
+        return dr.attend(q, k, v, score="stick-breaking", cu_seqlens=bounds, impl=impl)
+
+    expected = gradients(lambda *x: attend(*x, impl="reference"), [x.double() for x in (q, k, v, grad)])
+    found = gradients(attend, [q, k, v, grad])
+    assert max(distances(found, expected)) <= 1e-5
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(x, y) for x, y in zip(gradients(compiled, [q, k, v, grad]), found, strict=True))
+    half = [x.half() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_packed, (*half, bounds, 0.25), test_utils=CHECKS)
+    out, rest = torch.ops.deadreckon.stick_breaking_packed(*half, bounds, 0.25)
+    inputs = (grad.half(), *half, bounds, out, rest, 0.25)
+    torch.library.opcheck(torch.ops.deadreckon.stick_breaking_packed_backward, inputs, test_utils=CHECKS)
 
 
 def test_second_derivatives_are_refused() -> None:

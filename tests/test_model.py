@@ -182,7 +182,7 @@ def test_weights_begin_as_asked() -> None:
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope", "learned-rotation", "prism"])
+@pytest.mark.parametrize("encoding", ["path-fox", "rope-path-fox", "selective-rope", "learned-rotation", "prism"])
 def test_what_a_checkpoint_lacks_is_drawn(encoding: str, tmp_path: Path) -> None:
     """From a RoPE checkpoint, the parameters of another encoding begin as in a new layer."""
     make_model("rope").save_pretrained(tmp_path)
@@ -191,6 +191,8 @@ def test_what_a_checkpoint_lacks_is_drawn(encoding: str, tmp_path: Path) -> None
         drawn = dict(make_model(encoding).model.layers[0].self_attn.encoding.named_parameters())[name]
         assert found.isfinite().all(), name
         assert 0.5 * drawn.std() <= found.std() <= 2 * drawn.std() or drawn.numel() < 8, name
+    for name, found in loaded.model.layers[0].self_attn.encoding.named_buffers():
+        assert found == 1, name  # the factor on RoPE's angles
     alone = dr.AttentionLayer(32, 4, encoding, n_kv_heads=2, vocab_size=VOCABULARY).encoding
     for name, parameter in alone.named_parameters():
         if name.endswith("bias"):

@@ -42,8 +42,11 @@ def test_streams_before_across_and_after_folding(name: str, p: int) -> None:
 
 def test_keys_are_kept_where_that_takes_less_room_and_where_it_is_asked_for() -> None:
     x = draw(1, 400, 32).float()
-    _, state = make_layer("sympow", p=4)(x, state=None)  # 330 · 9 · 8 bytes, as much as 372 tokens
+    fourth = make_layer("sympow", p=4)
+    _, state = fourth(x, state=None)  # 330 · 9 · 8 bytes, as much as 372 tokens
     assert state.past.folded is None
+    _, state = fourth(draw(1, 500, 32).float(), state=None)
+    assert state.past.folded is not None
     layer = make_layer("sympow")
     layer.encoding.score = dr.Power(2, "attention")
     _, state = layer(x, state=None)

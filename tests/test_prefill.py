@@ -41,12 +41,7 @@ def pieces(case: Case, *cuts: int) -> Iterator[Piece]:
     start = 0
     for end in (*cuts, case.length):
         some = {name: x[:, start:end] for name, x in leaves.items()}
-        transport: Any = None
-        if "w" in some:
-            transport = dr.Householder(some["w"], some["beta"])
-        elif "angles" in some:
-            transport = dr.Rotation(some["angles"], values=case.transport == "rotation of values")
-        yield some["q"], some["k"], some["v"], dr.Factors(transport, some.get("log_gate"), case.score)
+        yield some["q"], some["k"], some["v"], dr.Factors(case.steps(some), some.get("log_gate"), case.score)
         start = end
 
 

@@ -305,7 +305,7 @@ def test_near_signal() -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "stick-breaking", dr.Power(2)])
-@pytest.mark.parametrize("kind", ["none", "rotation", "values", "householder"])
+@pytest.mark.parametrize("kind", ["none", "rotation", "values", "householder", "both"])
 def test_attention_is_that_of_the_definition(kind: str, score: Any) -> None:
     q, k, v = normal(2, 40, 4, 6), normal(2, 40, 2, 6) + 0.1, normal(2, 40, 2, 6) - 0.2
     gate = -uniform(2, 40, 4).abs()
@@ -314,6 +314,8 @@ def test_attention_is_that_of_the_definition(kind: str, score: Any) -> None:
         transport = dr.Householder(torch.nn.functional.normalize(k * v, dim=-1), 1 + uniform(2, 40, 2))
     elif kind != "none":
         transport = dr.Rotation(uniform(2, 40, 1, 3, widest=2.0), values=kind == "values")
+    if kind == "both":
+        transport = transport, dr.Householder(torch.nn.functional.normalize(k * v, dim=-1), 1 + uniform(2, 40, 2))
     expected = dr.attend(q, k, v, transport=transport, log_gate=gate, score=score, impl="reference")
     places = torch.tensor([0, 1, 17, 39])
     k, v = (attention.per_head(x, 4) for x in (k, v))
@@ -323,6 +325,22 @@ def test_attention_is_that_of_the_definition(kind: str, score: Any) -> None:
     weights = attention.weights_of(logits, sums, score, distance)
     output = attention.carried_sum(weights, v, transport, places) if kind == "values" else weights @ v.transpose(1, 2)
     torch.testing.assert_close(output.transpose(1, 2), expected[:, places], rtol=1e-9, atol=1e-9)
+
+
+def test_routes_that_turn_and_reflect() -> None:
+    """Their mean transport and what they carry, by products of matrices."""
+    angles = uniform(2, 40, 1, 2, widest=2.0)
+    w, beta = torch.nn.functional.normalize(normal(2, 40, 2, 4), dim=-1), 1 + uniform(2, 40, 2)
+    both = dr.Rotation(angles), dr.Householder(w, beta)
+    turns = attention.turn(torch.eye(4, dtype=torch.float64), angles.unsqueeze(3)).mT  # rows are turned unit vectors
+    steps = turns @ (torch.eye(4, dtype=torch.float64) - beta[..., None, None] * w.unsqueeze(-1) * w.unsqueeze(-2))
+    found, expected = mean_transport(both, [1, 3, 8], routes=10**6), mean_transport(steps, [1, 3, 8], routes=10**6)
+    torch.testing.assert_close(found.norm, expected.norm)
+    v, places, weights = normal(2, 40, 2, 4), torch.tensor([12]), torch.zeros(2, 2, 1, 40, dtype=torch.float64)
+    weights[..., 9] = 1
+    route = steps[:, 10] @ steps[:, 11] @ steps[:, 12]  # (B, H, D, D)
+    carried = (route.mT @ v[:, 9].unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(attention.carried_sum(weights, v, both, places)[:, :, 0], carried)
 
 
 def test_reflections_carry_values_as_they_carry_keys() -> None:

@@ -153,24 +153,24 @@ def test_ended_anywhere_in_a_checkpoint_it_goes_on(
 
 @pytest.mark.slow
 def test_killed_it_goes_on(tmp_path: Path) -> None:
-    """kill -9 of the very command, twice, at random."""
-    changes = [*SMALL, "steps=300", "evaluate_every=20"]
+    """kill -9 of the very command, at random."""
+    changes = [*SMALL, "steps=60", "evaluate_every=20"]
     words = ["flipflop", "--encoding", "path", "--out", str(tmp_path / "killed"), "--change", *changes]
     command = [sys.executable, "-m", "deadreckon", "train", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     chance, metrics = random.Random(5), tmp_path / "killed" / "metrics.jsonl"
-    for reached in (chance.randrange(10, 60), chance.randrange(100, 200)):
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while not metrics.exists() or metrics.read_text().count("\n") < reached:
-            assert process.poll() is None, "it ended by itself"
-            time.sleep(0.002)
-        time.sleep(chance.random() / 50)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert Run(tmp_path / "killed").progress().step < 300
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    reached = chance.randrange(10, 40)
+    while not metrics.exists() or metrics.read_text().count("\n") < reached:
+        assert process.poll() is None, "it ended by itself"
+        time.sleep(0.002)
+    time.sleep(chance.random() / 50)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert Run(tmp_path / "killed").progress().step < 60
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=100)
     killed = Run(tmp_path / "killed")
-    assert killed.finished and len(killed.starts()) == 3
+    assert killed.finished and len(killed.starts()) == 2
     whole = train_run(killed.recipe, tmp_path / "whole", console=quiet())
     assert_equal(contents(whole), contents(killed))
 

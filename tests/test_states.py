@@ -189,7 +189,7 @@ def test_interrupted_pieces_leave_no_trace(name: str) -> None:
         undisturbed = deepcopy(state)
         with Interrupt(None) as whole:
             layer(**some, state=undisturbed)
-        for at in {0, whole.count - 1, *range(start % 7, whole.count, max(1, whole.count // 6))}:
+        for at in {0, whole.count - 1, *range(start % 7, whole.count, max(1, whole.count // 4))}:
             disturbed = deepcopy(state)
             with pytest.raises(KeyboardInterrupt), Interrupt(at):
                 layer(**some, state=disturbed)
@@ -266,7 +266,7 @@ def test_crop_keeps_its_word(name: str) -> None:
     """After any history: back to any of the last 64 tokens of the sequence at its longest, and right from there."""
     layer, history = make_layer(name), random.Random(0)
     pool = torch.randn(1, 4000, 16, dtype=torch.float64)
-    for _ in range(3):
+    for _ in range(2):
         state, tokens, longest, drawn = dr.LayerState(), pool[:, :0], 0, 0
         for _ in range(30):
             added = history.choice([1, 1, 1, 2, 5, 30, 64, 90])

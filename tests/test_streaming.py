@@ -35,68 +35,75 @@ def test_any_split_gives_the_same(transport: str | None, gate: str | None, score
         past, outputs, start = Past(), [], 0
         for length in split:
             piece = {name: x[:, start : start + length] for name, x in leaves.items()}
-            steps: Any = None
-            if "w" in piece:
-                steps = dr.Householder(piece["w"], piece["beta"])
-            elif "angles" in piece:
-                steps = dr.Rotation(piece["angles"], values=transport == "rotation of values")
             outputs.append(
                 attend_next(
                     piece["q"], piece["k"], piece["v"],
-                    transport=steps, log_gate=piece.get("log_gate"), score=score, past=past,
+                    transport=case.steps(piece), log_gate=piece.get("log_gate"), score=score, past=past,
                 )
             )  # fmt: skip
             start += length
         torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-11)
-        if transport == "householder":  # the digits of a binary counter
+        if "w" in leaves:  # the digits of a binary counter
             lengths = [segment.length for segment in past.segments]
             assert all(older > younger for older, younger in itertools.pairwise(lengths))
 
 
-@pytest.mark.parametrize("gate", [None, "learned"])
+@pytest.mark.parametrize(
+    ("transport", "gate"),
+    [("householder", None), ("rotation of values and householder", "learned")],
+)
 @pytest.mark.usefixtures("short_walks")
-def test_long_pieces_climb_by_kernels(gate: str | None) -> None:
-    case = Case("householder", gate, length=600, batch=1)
+def test_long_pieces_climb_by_kernels(transport: str, gate: str | None) -> None:
+    case = Case(transport, gate, length=600, batch=1, heads=1)
     leaves = {name: x.float() for name, x in case.inputs().items()}
     expected = case.attend({name: x.double() for name, x in leaves.items()})
     past, outputs = Past(), []
     for start, end in ((0, 330), (330, 331), (331, 600)):
         piece = {name: x[:, start:end] for name, x in leaves.items()}
-        factors = dr.Factors(dr.Householder(piece["w"], piece["beta"]), piece.get("log_gate"))
+        factors = dr.Factors(case.steps(piece), piece.get("log_gate"))
         q, k, v = piece["q"], piece["k"], piece["v"]
         outputs.append(attend_stream(q, k, v, factors, case.width**-0.5, past, STREAM))
     torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernels", [PYTORCH, STREAM], ids=["pytorch", "triton"])
-@pytest.mark.parametrize("gate", [None, "learned", "learned per key head"])
-def test_single_tokens(gate: str | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("transport", "gate"),
+    [
+        ("householder", None),
+        ("householder", "learned per key head"),
+        ("rotation of values and householder", "learned"),
+    ],
+)
+def test_single_tokens(transport: str, gate: str | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Across closings of segments, between longer pieces, after going back, and twice from one place."""
     monkeypatch.setattr("deadreckon.ops.streaming.decode.ROOM", 128)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 64)
-    case = Case("householder", gate, length=212, batch=2, heads=1, group=3)
+    case = Case(transport, gate, length=276, batch=2, heads=1, group=3)
     leaves = {name: x.float() for name, x in case.inputs().items()}
+    if gate:
+        leaves["log_gate"] *= 0.05  # something is left of the oldest segment
     expected = case.attend({name: x.double() for name, x in leaves.items()})
     past = Past()
 
     def attend(start: int, end: int, past: Past) -> None:
         piece = {name: x[:, start:end] for name, x in leaves.items()}
-        factors = dr.Factors(dr.Householder(piece["w"], piece["beta"]), piece.get("log_gate"))
+        factors = dr.Factors(case.steps(piece), piece.get("log_gate"))
         q, k, v = piece["q"], piece["k"], piece["v"]
         found = attend_stream(q, k, v, factors, case.width**-0.5, past, PYTORCH if end - start > 1 else kernels)
         torch.testing.assert_close(found.double(), expected[:, start:end], rtol=0, atol=1e-5)
 
-    singles = [(i, i + 1) for i in range(212)]
-    for start, end in [(0, 189), *singles[189:196], (196, 200), *singles[200:206]]:
+    singles = [(i, i + 1) for i in range(276)]
+    for start, end in [(0, 253), *singles[253:260], (260, 264), *singles[264:270]]:
         attend(start, end, past)
     past.crop(4)
-    for start, end in singles[202:206]:
+    for start, end in singles[266:270]:
         attend(start, end, past)
     other = past.fork()
-    for start, end in singles[206:209]:
+    for start, end in singles[270:273]:
         attend(start, end, past)
         attend(start, end, other)
-    assert [segment.length for segment in past.segments] == [128]
+    assert [segment.length for segment in past.segments] == [128, 64]
 
 
 def make_layer(name: str) -> dr.AttentionLayer:

@@ -14,6 +14,9 @@ from deadreckon.encodings.prism import Prism
 from deadreckon.encodings.random_rotation import RandomRotation, RandomRotationValues
 from deadreckon.encodings.randomized import Randomized
 from deadreckon.encodings.rope import RoPE
+from deadreckon.encodings.rope_fox import RoPEFoX
+from deadreckon.encodings.rope_path import RoPEPaTH
+from deadreckon.encodings.rope_path_fox import RoPEPaTHFoX
 from deadreckon.encodings.rope_values import RoPEValues
 from deadreckon.encodings.selective_rope import SelectiveRoPE
 from deadreckon.encodings.sinusoidal import Sinusoidal
@@ -32,6 +35,9 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "stickbreaking": StickBreaking,
     "path": PaTH,
     "path-fox": PaTHFoX,
+    "rope-fox": RoPEFoX,
+    "rope-path": RoPEPaTH,
+    "rope-path-fox": RoPEPaTHFoX,
     "random-rotation": RandomRotation,
     "random-rotation-values": RandomRotationValues,
     "learned-rotation": LearnedRotation,

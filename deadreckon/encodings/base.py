@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from math import log
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid
 
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
-from deadreckon.ops.factors import Factors, Householder
+from deadreckon.ops.factors import Factors, Householder, Rotation
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,41 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     return [{**group, "initial_lr": group["lr"]} for group in groups]
 
 
-def rope_angles(width: int, base: float, device: torch.device) -> Tensor:
-    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,)."""
+def rope_angles(width: int, base: float, device: torch.device, scaling: dict[str, float] | None = None) -> Tensor:
+    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,), to the last bit those of Llama.
+
+    Args:
+        scaling: ``{"factor": s}`` divides all angles by s (position interpolation). With ``low_freq_factor``,
+            ``high_freq_factor`` and ``original_max_position_embeddings`` beside it, as Llama 3.1 has it, angles that
+            turn less than `low` times in the original length are divided by s, those that turn more than `high` times
+            stay, and those in between are interpolated by their number of turns.
+    """
     steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-    return base ** (-steps / width)
+    angles = 1.0 / base ** (steps / width)
+    if scaling is None:
+        return angles
+    if "low_freq_factor" not in scaling:
+        return angles / scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * angles / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * angles / scaling["factor"] + kept * angles
+
+
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def check_scaling(scaling: dict[str, float] | None) -> None:
+    """Raises a ValueError unless `rope_angles` knows the scaling."""
+    if scaling is None:
+        return
+    known = set(scaling) in ({"factor"}, set(LLAMA3_SCALING))
+    if not known or not all(isinstance(value, int | float) and value > 0 for value in scaling.values()):
+        raise ValueError(
+            f"scaling: expected positive numbers for factor, or for {', '.join(LLAMA3_SCALING)}, got {scaling!r}"
+        )
+    if len(scaling) > 1 and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise ValueError(f"scaling: expected high_freq_factor above low_freq_factor, got {scaling!r}")
 
 
 def every_token(angles: Tensor, x: Tensor) -> Tensor:
@@ -138,6 +169,34 @@ def every_token(angles: Tensor, x: Tensor) -> Tensor:
 def at_least_single(x: Tensor) -> Tensor:
     """x in float32 if it is in half precision: gates and angles add up over long routes."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class RopeSteps(SelfInitialised, nn.Module):
+    """RoPE's rotation with a factor on its angles, 1 to begin with, which a schedule may change or training learn.
+
+    At 0 nothing turns. The factor is saved with the weights.
+
+    Args:
+        base, scaling: of the angles, see :func:`rope_angles`.
+        learn_factor: whether the factor is a parameter, one for the layer.
+    """
+
+    def __init__(self, sizes: Sizes, base: float, scaling: dict[str, float] | None, learn_factor: bool) -> None:
+        super().__init__()
+        check_scaling(scaling)
+        self.head_dim, self.base, self.scaling = sizes.even_head_dim, base, scaling
+        if learn_factor:
+            self.angle_factor = nn.Parameter(torch.empty(()))
+        else:
+            self.register_buffer("angle_factor", torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.angle_factor)
+
+    def forward(self, x: Tensor) -> Rotation:
+        angles = rope_angles(self.head_dim, self.base, x.device, self.scaling)
+        return Rotation(every_token(angles * self.angle_factor.float(), x))
 
 
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
@@ -191,27 +250,57 @@ class Projection(SelfInitialised, nn.Linear):
             nn.init.constant_(self.bias, self.start)
 
 
-class ForgetGate(Projection):
-    """log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+IDLE = 17.0  # a logit whose sigmoid is 1 − 4e-8: ten thousand tokens add up to 1e-3, and gradients are not zero
+
+
+class StartsIdle(ABC):
+    """A part of an encoding that can begin with next to no effect, so that a trained model takes it on unchanged."""
+
+    @abstractmethod
+    def start_idle(self) -> None:
+        """Sets parameters so that it does next to nothing, and gradients flow."""
+
+
+class ForgetGate(StartsIdle, Projection):
+    """scale · log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+
+    def __init__(
+        self, d_model: int, heads: int, bias: bool = True, *, initial: float = 0.0, scale: float = 1.0
+    ) -> None:
+        super().__init__(d_model, heads, bias, initial=initial)
+        self.scale = scale
+
+    def start_idle(self) -> None:
+        """Sets log f = log σ(17) = −4e-8 at every token."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, IDLE)
 
     def forward(self, x: Tensor) -> Tensor:
-        return logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
+        log_gate = logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
+        return log_gate if self.scale == 1 else self.scale * log_gate
 
 
-class HouseholderSteps(nn.Module):
+class HouseholderSteps(StartsIdle, nn.Module):
     """A direction and a strength for each token and key head, as PaTH computes them.
 
     w = normalise(activate(convolve(low-rank linear of x))), width 3; β = 2σ(u · x + b).
 
     Args:
         rank: of the linear map.
-        activation: behind the convolution, "none" or "silu".
         initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
         beta: β of a zero input before training, between 0 and 2: it sets b.
+        activation: behind the convolution, "none" or "silu".
+        norm_eps: added to ‖w‖² where w is divided by its norm.
     """
 
     def __init__(
-        self, sizes: Sizes, rank: int, activation: str = "none", initial: float = 0.0, beta: float = 1.0
+        self,
+        sizes: Sizes,
+        rank: int,
+        initial: float = 0.0,
+        beta: float = 1.0,
+        activation: str = "none",
+        norm_eps: float = 0.0,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -221,17 +310,22 @@ class HouseholderSteps(nn.Module):
         if initial < 0:
             raise ValueError(f"initial: expected 0 or more, got {initial}")
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
-        self.activation = activation
+        self.activation, self.norm_eps = activation, norm_eps
         self.down = Projection(sizes.d_model, rank, bias=False, initial=initial)
         self.up = Projection(rank, self.heads * self.head_dim, bias=False, initial=initial)
         self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
-        self.strength = Projection(sizes.d_model, self.heads, initial=initial, start=log(beta / (2 - beta)))
+        self.strength = Projection(sizes.d_model, self.heads, initial=initial, start=math.log(beta / (2 - beta)))
 
     def reset_parameters(self) -> None:
         for part in (self.down, self.up, self.convolution, self.strength):
             part.reset_parameters()
 
+    def start_idle(self) -> None:
+        """Sets β = 2σ(−17) = 8e-8 at every token; directions are as they are drawn."""
+        nn.init.zeros_(self.strength.weight)
+        nn.init.constant_(self.strength.bias, -IDLE)
+
     def forward(self, x: Tensor, context: Context) -> Householder:
         rows = self.convolution.rows(self.up(self.down(x)), context)
-        w = directions(rows, self.convolution.weight, context.positions, self.heads, self.activation)
+        w = directions(rows, self.convolution.weight, context.positions, self.heads, self.activation, self.norm_eps)
         return Householder(w, 2 * at_least_single(self.strength(x)).sigmoid())

@@ -18,16 +18,24 @@ class PaTH(Encoding):
 
     Args:
         rank: of the linear map that w is computed by.
-        activation: behind the convolution, "none" or "silu".
         initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
         beta: β of a zero input before training.
+        activation: behind the convolution, "none" or "silu".
+        norm_eps: added to ‖w‖² where w is divided by its norm.
+            (flash-linear-attention has SiLU and 1e-6.)
     """
 
     def __init__(
-        self, sizes: Sizes, rank: int = 32, activation: str = "none", initial: float = 0.0, beta: float = 1.0
+        self,
+        sizes: Sizes,
+        rank: int = 32,
+        initial: float = 0.0,
+        beta: float = 1.0,
+        activation: str = "none",
+        norm_eps: float = 0.0,
     ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank, activation, initial, beta)
+        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.steps(x, context))

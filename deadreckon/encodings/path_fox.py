@@ -18,17 +18,26 @@ class PaTHFoX(Encoding):
 
     Args:
         rank: of the linear map that w is computed by.
-        activation: behind the convolution, "none" or "silu".
         initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
         beta: β of a zero input before training.
+        activation: behind the convolution, "none" or "silu".
+        norm_eps: added to ‖w‖² where w is divided by its norm.
+        gate_scale: factor on log f. (flash-linear-attention has SiLU, 1e-6 and D^(−1/2).)
     """
 
     def __init__(
-        self, sizes: Sizes, rank: int = 32, activation: str = "none", initial: float = 0.0, beta: float = 1.0
+        self,
+        sizes: Sizes,
+        rank: int = 32,
+        initial: float = 0.0,
+        beta: float = 1.0,
+        activation: str = "none",
+        norm_eps: float = 0.0,
+        gate_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank, activation, initial, beta)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, initial=initial)
+        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, initial=initial, scale=gate_scale)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.steps(x, context), self.gate(x))

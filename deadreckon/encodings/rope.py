@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, Sizes, every_token, rope_angles
+from deadreckon.encodings.base import Context, Encoding, Sizes, check_scaling, every_token, rope_angles
 from deadreckon.ops.factors import Factors, Rotation
 
 
 class RoPE(Encoding):
-    """Su et al. 2024, in the pairing (m, m + D/2) of Hugging Face's Llama."""
+    """Su et al. 2024, in the pairing (m, m + D/2) of Hugging Face's Llama.
 
-    def __init__(self, sizes: Sizes, base: float = 10000.0) -> None:
+    Args:
+        base, scaling: of the angles, see :func:`rope_angles`.
+    """
+
+    def __init__(self, sizes: Sizes, base: float = 10000.0, scaling: dict[str, float] | None = None) -> None:
         super().__init__()
-        self.head_dim, self.base = sizes.even_head_dim, base
+        check_scaling(scaling)
+        self.head_dim, self.base, self.scaling = sizes.even_head_dim, base, scaling
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(Rotation(every_token(rope_angles(self.head_dim, self.base, x.device), x)))
+        return Factors(Rotation(every_token(rope_angles(self.head_dim, self.base, x.device, self.scaling), x)))

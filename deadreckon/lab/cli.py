@@ -1,4 +1,4 @@
-"""The command line: `deadreckon demo | list | train | eval | compare | report | probe | bench | generate`.
+"""The command line: `deadreckon demo | list | train | eval | compare | report | probe | convert | bench | generate`.
 
 A command is a dataclass: fields are its arguments, `run` carries it out, and imports what is heavy.
 """
@@ -235,6 +235,43 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Convert:
+    """Turn a RoPE checkpoint (Llama, Mistral, Qwen2, Qwen3) into a model with another encoding, and train it to match.
+
+    It begins with the same logits; stages then teach the new parts. If killed, run the same command again: it resumes.
+    """
+
+    source: Annotated[Positional[str], arg(name="src")]  # folder of the model and its tokenizer
+    data: str  # text to learn from: a file, a folder, a folder of tokens or hf:NAME
+    out: Path  # folder for the new model, its stages and the report
+    held_out: str = ""  # text to test on; not needed beside a folder of tokens
+    encoding: str = "rope-path-fox"  # of the new model (see `deadreckon list`)
+    drop_rope: bool = False  # let RoPE's angles fade to nothing in the first stage, to end with path-fox, path or fox
+    cold: bool = False  # begin with an encoding that changes the logits
+    # Some of align, distil and extend (longer contexts), or none. By default align,distil with --drop-rope or --cold,
+    # else extend: an exact start has nothing to learn from its teacher.
+    stages: str = ""
+    freeze: tuple[str, ...] = ()  # parts of parameters' names that stay as they are, such as mlp
+    length: int = 1024  # tokens of a training sequence
+    change: tuple[str, ...] = ()  # fields of the stages' recipes, such as batch_size=8 align.steps=500
+    seed: int = 0  # of new weights and data
+    device: str = "cpu"  # cpu, cuda, …; on CUDA it computes in bfloat16
+
+    def run(self) -> None:
+        from deadreckon.lab.pages.conversion import convert
+        from deadreckon.lab.recipes.conversion import Conversion
+
+        stages = None
+        if self.stages:
+            stages = () if self.stages == "none" else tuple(stage.strip() for stage in self.stages.split(","))
+        conversion = Conversion(
+            self.source, self.encoding, self.data, self.held_out, self.drop_rope, self.cold, stages, self.freeze,
+            self.length, self.seed, self.change,
+        )  # fmt: skip
+        convert(conversion, self.out, self.device, Console())
+
+
+@dataclass(frozen=True)
 class Bench:
     """Time ours beside what else there is, after checking it: attention unless another is named."""
 
@@ -265,7 +302,7 @@ class Generate:
 
 def main() -> None:
     """The console command."""
-    commands = (Demo, List, Train, Eval, Compare, Report, Probe, Bench, Generate)
+    commands = (Demo, List, Train, Eval, Compare, Report, Probe, Convert, Bench, Generate)
     try:
         command: Any = tyro.extras.subcommand_cli_from_dict(
             {command.__name__.lower(): command for command in commands}, prog="deadreckon",

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -37,8 +37,12 @@ class DeadReckonConfig(PreTrainedConfig):
         encoding: a name in :data:`deadreckon.ENCODINGS`, for every layer.
         layer_encodings: one name a layer, instead.
         encoding_options: keywords of the encodings, by name: ``{"path": {"rank": 16}}``.
-        qk_norm: RMS-normalise queries and keys.
-        intermediate_size: of the SwiGLU; 8/3 of hidden_size, rounded up to a multiple of 32, by default.
+        qk_norm: RMS-normalise queries and keys, with `qk_norm_eps`.
+        attention_bias: whether queries, keys and values are projected with biases.
+        attention_output_bias: whether attention's output is.
+        intermediate_size: of the gated MLP; 8/3 of hidden_size, rounded up to a multiple of 32, by default.
+        hidden_act: of the gated MLP, as transformers names it.
+        mlp_bias: whether its projections have biases.
         max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
     """
 
@@ -55,6 +59,11 @@ class DeadReckonConfig(PreTrainedConfig):
     layer_encodings: list[str] | None = None
     encoding_options: dict[str, Any] | None = None
     qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
@@ -81,6 +90,8 @@ class DeadReckonConfig(PreTrainedConfig):
                 f"layer_encodings: expected a name for each of {self.num_hidden_layers} layers, "
                 f"got {len(self.layer_encodings)}"
             )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act: expected one of {', '.join(ACT2FN)}; got {self.hidden_act!r}")
         for name in self.encodings():
             if name not in ENCODINGS:
                 raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
@@ -121,33 +132,36 @@ class DeadReckonConfig(PreTrainedConfig):
         """Nothing to do: `save_pretrained` names the installed package, instead of copying this file beside weights."""
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate x) ⊙ up x)."""
+class GatedMLP(nn.Module):
+    """down(act(gate x) ⊙ up x), a SwiGLU if act is SiLU."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        assert config.intermediate_size is not None
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(GradientCheckpointingLayer):
-    """Attention and a SwiGLU, each behind a norm and beside a residual."""
+    """Attention and a gated MLP, each behind a norm and beside a residual."""
 
     def __init__(self, config: DeadReckonConfig, encoding: str, number: int) -> None:
         super().__init__()
-        assert config.intermediate_size is not None
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = AttentionLayer(
             config.hidden_size, config.num_attention_heads, encoding, config.num_key_value_heads, config.qk_norm,
             head_dim=config.head_dim, vocab_size=config.vocab_size, max_length=config.max_position_embeddings,
+            qk_norm_eps=config.qk_norm_eps, bias=config.attention_bias, output_bias=config.attention_output_bias,
             encoding_options=(config.encoding_options or {}).get(encoding), place=(number, config.num_hidden_layers),
         )  # fmt: skip
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = GatedMLP(config)
 
     def forward(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
         x = x + self.self_attn.attend(self.input_layernorm(x), context, state)

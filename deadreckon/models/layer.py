@@ -35,6 +35,9 @@ class AttentionLayer(nn.Module):
             "randomized") do nothing here: call ``layer.encoding.embed`` once, before the first layer.
         n_kv_heads: key and value heads, n_heads by default; must divide n_heads.
         qk_norm: RMS-normalise queries and keys, each head with the same learned gain.
+        qk_norm_eps: of these norms.
+        bias: whether the projections to queries, keys and values have biases.
+        output_bias: whether the projection of the output has one.
         head_dim: d_model / n_heads by default.
         vocab_size: for encodings that look tokens up.
         max_length: the longest document, for encodings that scale their angles by it.
@@ -52,6 +55,9 @@ class AttentionLayer(nn.Module):
         qk_norm: bool = False,
         *,
         head_dim: int | None = None,
+        qk_norm_eps: float = 1e-6,
+        bias: bool = False,
+        output_bias: bool = False,
         vocab_size: int | None = None,
         max_length: int = 2048,
         encoding_options: dict[str, Any] | None = None,
@@ -72,12 +78,12 @@ class AttentionLayer(nn.Module):
         head_dim = head_dim or d_model // n_heads
         self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim, vocab_size, max_length, *place)
         self.impl: Implementation = impl
-        self.q_proj = nn.Linear(d_model, n_heads * self.sizes.head_dim, bias=False)
-        self.k_proj = nn.Linear(d_model, n_kv_heads * self.sizes.head_dim, bias=False)
-        self.v_proj = nn.Linear(d_model, n_kv_heads * self.sizes.head_dim, bias=False)
-        self.o_proj = nn.Linear(n_heads * self.sizes.head_dim, d_model, bias=False)
-        self.q_norm = nn.RMSNorm(self.sizes.head_dim, eps=1e-6) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.sizes.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.q_proj = nn.Linear(d_model, n_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(n_heads * head_dim, d_model, bias=output_bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm else nn.Identity()
         self.encoding = make_encoding(encoding, self.sizes, encoding_options)
 
     @overload

@@ -51,8 +51,9 @@ def attend(
         q: (B, T, Hq, D) queries; Hq a multiple of H (query head h reads key head h // (Hq / H)).
         k: (B, T, H, D) keys.
         v: (B, T, H, E) values; E may differ from D.
-        transport: T, what a route does to a key: ``None``, :class:`Rotation` (and U, with ``values=True``) or
-            :class:`Householder`.
+        transport: T, what a route does to a key: ``None``, :class:`Rotation` (and U, with ``values=True``),
+            :class:`Householder`, or both, ``(Rotation(…), Householder(…))``: T_ji = Π_{s=j+1..i} R_s H_s, with angles
+            of 1 or H heads; U is the rotation alone.
         log_gate: log f ≤ 0, added after scaling: (B, T, Hq) or (B, T, H) per token, or (Hq,) or (H,) constants.
             With stick-breaking the gate multiplies the finished weight. Below −1e4, −inf included, it counts as −1e4.
         score: κ and Z: ``"softmax"``, ``"stick-breaking"`` (σ, no Z, a token does not see itself) or :class:`Power`.
@@ -76,11 +77,11 @@ def attend(
     """
     _check_inputs(q, k, v)
     _check_transport(transport, q, k, v)
-    _check_score(score, transport)
     gates = _check_gate(log_gate, q, k)
     documents = check_documents(cu_seqlens, q)
     scale = _check_scale(scale, q)
     factors = Factors(transport, gates, score)
+    _check_score(factors)
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
     # Autocast would run the sums of phases, gates and frames in half precision.
@@ -167,8 +168,8 @@ def attend_next(
     """
     _check_inputs(q, k, v)
     _check_transport(transport, q, k, v)
-    _check_score(score, transport)
     factors = Factors(transport, _check_gate(log_gate, q, k), score)
+    _check_score(factors)
     scale = _check_scale(scale, q)
     _check_no_gradients(q, k, v, factors)
     if not isinstance(past, Past):
@@ -200,8 +201,8 @@ def _check_no_gradients(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> No
     if not torch.is_grad_enabled():
         return
     inputs = {"q": q, "k": k, "v": v, "log_gate": factors.log_gate}
-    if factors.transport is not None:
-        inputs.update({f"transport.{name}": x for name, x in vars(factors.transport).items()})
+    for part in factors.parts():
+        inputs.update({} if part is None else {f"transport.{name}": x for name, x in vars(part).items()})
     for name, x in inputs.items():
         if isinstance(x, Tensor) and x.requires_grad:
             raise ValueError(f"{name}: expected no gradients to be required (or torch.no_grad()), got requires_grad")
@@ -236,35 +237,50 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_transport(transport: object, q: Tensor, k: Tensor, v: Tensor) -> None:
-    batch, length, query_heads, width = q.shape
-    heads = k.shape[2]
-    if isinstance(transport, Rotation):
-        angles = check_tensor("transport.angles", transport.angles, q, "q")
-        if width % 2:
-            raise ValueError(f"transport: Rotation turns pairs of channels and needs an even D, got D = {width}")
-        allowed = sorted({1, heads, query_heads})
-        if (
-            angles.dim() != 4
-            or angles.shape[2] not in allowed
-            or angles.shape != (batch, length, angles.shape[2], width // 2)
-        ):
+    match transport:
+        case None:
+            pass
+        case Rotation():
+            _check_rotation(transport, q, v, {1, k.shape[2], q.shape[2]})
+        case Householder():
+            _check_householder(transport, q, k)
+        case (Rotation() as rotation, Householder() as steps) if isinstance(transport, tuple):
+            # Angles for each query head would turn the one direction of a key head in several ways.
+            _check_rotation(rotation, q, v, {1, k.shape[2]})
+            _check_householder(steps, q, k)
+        case _:
+            kinds = [type(part).__name__ for part in transport] if isinstance(transport, tuple | list) else []
+            came = f"a {type(transport).__name__}" + (f" of {', '.join(kinds)}" if kinds else "")
             raise ValueError(
-                f"transport.angles: expected (B, T, Hr, D/2) = ({batch}, {length}, Hr, {width // 2}) "
-                f"with Hr in {allowed}, got {shape_of(angles)}"
+                f"transport: expected None, Rotation, Householder or a tuple (Rotation, Householder), got {came}"
             )
-        if transport.values and v.shape[3] != width:
-            raise ValueError(f"transport.values: turning values needs E = D = {width}, got v with E = {v.shape[3]}")
-    elif isinstance(transport, Householder):
-        w, beta = (
-            check_tensor("transport.w", transport.w, q, "q"),
-            check_tensor("transport.beta", transport.beta, q, "q"),
+
+
+def _check_rotation(rotation: Rotation, q: Tensor, v: Tensor, heads: set[int]) -> None:
+    """Of angles that may have so many heads."""
+    batch, length, _, width = q.shape
+    angles = check_tensor("transport.angles", rotation.angles, q, "q")
+    if width % 2:
+        raise ValueError(f"transport: Rotation turns pairs of channels and needs an even D, got D = {width}")
+    if (
+        angles.dim() != 4
+        or angles.shape[2] not in heads
+        or angles.shape != (batch, length, angles.shape[2], width // 2)
+    ):
+        raise ValueError(
+            f"transport.angles: expected (B, T, Hr, D/2) = ({batch}, {length}, Hr, {width // 2}) "
+            f"with Hr in {sorted(heads)}, got {shape_of(angles)}"
         )
-        if w.shape != k.shape:
-            raise ValueError(f"transport.w: expected (B, T, H, D) = {shape_of(k)} to match k, got {shape_of(w)}")
-        if beta.shape != k.shape[:3]:
-            raise ValueError(f"transport.beta: expected (B, T, H) = ({batch}, {length}, {heads}), got {shape_of(beta)}")
-    elif transport is not None:
-        raise ValueError(f"transport: expected None, Rotation or Householder, got {type(transport).__name__}")
+    if rotation.values and v.shape[3] != width:
+        raise ValueError(f"transport.values: turning values needs E = D = {width}, got v with E = {v.shape[3]}")
+
+
+def _check_householder(steps: Householder, q: Tensor, k: Tensor) -> None:
+    w, beta = check_tensor("transport.w", steps.w, q, "q"), check_tensor("transport.beta", steps.beta, q, "q")
+    if w.shape != k.shape:
+        raise ValueError(f"transport.w: expected (B, T, H, D) = {shape_of(k)} to match k, got {shape_of(w)}")
+    if beta.shape != k.shape[:3]:
+        raise ValueError(f"transport.beta: expected (B, T, H) = {shape_of(k[..., 0])}, got {shape_of(beta)}")
 
 
 def _check_gate(log_gate: object, q: Tensor, k: Tensor) -> Tensor | None:
@@ -284,9 +300,10 @@ def _check_gate(log_gate: object, q: Tensor, k: Tensor) -> Tensor | None:
     )
 
 
-def _check_score(score: object, transport: Transport | None) -> None:
+def _check_score(factors: Factors) -> None:
+    score, (_, steps) = factors.score, factors.parts()
     if isinstance(score, Power):
-        if score.form in ("chunked", "recurrent") and isinstance(transport, Householder):
+        if score.form in ("chunked", "recurrent") and steps is not None:
             raise ValueError(f"score.form: Householder steps allow 'attention' and 'auto' only, got {score.form!r}")
     elif not isinstance(score, str) or score not in ("softmax", "stick-breaking"):
         raise ValueError(f"score: expected 'softmax', 'stick-breaking' or Power(p), got {score!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -23,6 +24,10 @@ class Rotation:
     angles: Tensor
     values: bool = False
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Rotation:
+        """The rotation whose angles are changed."""
+        return Rotation(change(self.angles), self.values)
+
 
 @dataclass(frozen=True, eq=False)
 class Householder:
@@ -35,6 +40,10 @@ class Householder:
 
     w: Tensor
     beta: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Householder:
+        """The steps whose directions and strengths are changed."""
+        return Householder(change(self.w), change(self.beta))
 
 
 Form = Literal["auto", "attention", "chunked", "recurrent"]
@@ -71,7 +80,8 @@ class Power:
             raise ValueError(f"Power.form: expected 'auto', 'attention', 'chunked' or 'recurrent', got {self.form!r}")
 
 
-Transport = Rotation | Householder
+Transport = Rotation | Householder | tuple[Rotation, Householder]
+"""What a token does to all that lies behind it. Of a pair, (R, H), a step is R_s H_s: T_ji = Π_{s=j+1..i} R_s H_s."""
 Score = Literal["softmax", "stick-breaking"] | Power
 
 
@@ -81,3 +91,25 @@ class Factors(NamedTuple):
     transport: Transport | None = None
     log_gate: Tensor | None = None
     score: Score = "softmax"
+
+    def parts(self) -> tuple[Rotation | None, Householder | None]:
+        """The transport's rotation and Householder steps, either of which may be missing."""
+        match self.transport:
+            case Rotation() as rotation:
+                return rotation, None
+            case Householder() as steps:
+                return None, steps
+            case (rotation, steps):
+                return rotation, steps
+            case _:
+                return None, None
+
+    def map_transport(self, change: Callable[[Tensor], Tensor]) -> Transport | None:
+        """The transport, each of its tensors changed."""
+        match self.transport:
+            case (rotation, steps):
+                return rotation.map(change), steps.map(change)
+            case None:
+                return None
+            case transport:
+                return transport.map(change)

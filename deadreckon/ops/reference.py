@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+from deadreckon.ops.factors import Factors, Power
 
 
 def turn(x: Tensor, angle: Tensor) -> Tensor:
@@ -40,7 +40,8 @@ def attend_reference(
     q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: list[int] | None
 ) -> Tensor:
     """See :func:`deadreckon.attend`; the arguments are already checked."""
-    transport, log_gate, score = factors
+    _, log_gate, score = factors
+    rotation, steps = factors.parts()
     batch, length, heads, _ = q.shape
 
     def per_query_head(x: Tensor) -> Tensor:  # (B, T, 1 | H | Hq, ...) -> (B, T, Hq, ...)
@@ -49,10 +50,10 @@ def attend_reference(
     starts = set(cu_seqlens or [0])
     keys_in, values_in = per_query_head(k), per_query_head(v)
     gates = q.new_zeros(batch, length, heads) if log_gate is None else per_query_head(log_gate).to(q.dtype)
-    if isinstance(transport, Rotation):
-        angles = per_query_head(transport.angles).to(q.dtype)
-    elif isinstance(transport, Householder):
-        w, beta = per_query_head(transport.w).to(q.dtype), per_query_head(transport.beta).to(q.dtype)
+    if rotation is not None:
+        angles = per_query_head(rotation.angles).to(q.dtype)
+    if steps is not None:
+        w, beta = per_query_head(steps.w).to(q.dtype), per_query_head(steps.beta).to(q.dtype)
 
     outputs = []
     keys = values = gate_sum = q.new_empty(0)
@@ -60,11 +61,11 @@ def attend_reference(
         if i in starts:  # a new document: nothing lies behind
             keys, values = keys_in[:, i].unsqueeze(2)[:, :, :0], values_in[:, i].unsqueeze(2)[:, :, :0]
             gate_sum = gates[:, i].unsqueeze(2)[:, :, :0]
-        if isinstance(transport, Rotation):
+        if rotation is not None:
             step = -angles[:, i].unsqueeze(2)  # k^T R(a) is R(-a) k
             keys = turn(keys, step)
-            values = turn(values, step) if transport.values else values
-        elif isinstance(transport, Householder):
+            values = turn(values, step) if rotation.values else values
+        if steps is not None:  # after the rotation: k^T R H is H (R(-a) k)
             step = w[:, i].unsqueeze(2)
             keys = keys - beta[:, i, :, None, None] * (keys * step).sum(-1, keepdim=True) * step
         gate_sum = gate_sum + gates[:, i].unsqueeze(2)

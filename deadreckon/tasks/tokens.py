@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from deadreckon.tasks.text import fingerprint, read_documents
 
 END = "<|end|>"  # stands behind every document
+ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what it is called in tokenizers of others
 BYTES = 256
 VERSION = 1  # of what is cached: raise it where the same data would give other files
 PIECE = 1 << 20  # characters that a thread encodes at once
@@ -101,15 +102,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def end_of(tokenizer: Tokenizer) -> int:
     """The token behind every document."""
-    end = tokenizer.token_to_id(END)
-    if end is None:
-        raise ValueError(f"tokenizer: expected one with {END} in its vocabulary, got one without")
-    return end
+    for name in ENDS:
+        if (end := tokenizer.token_to_id(name)) is not None:
+            return int(end)
+    raise ValueError(f"tokenizer: expected one with {' or '.join(ENDS)} in its vocabulary, got one without")
 
 
 def for_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """The same for Hugging Face's tools; `save_pretrained` puts it beside a model."""
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END)
+    end = tokenizer.id_to_token(end_of(tokenizer))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end)
 
 
 def tokenize(data: str | Path, tokenizer: Tokenizer, *, field: str = "text", cache: Path | None = None) -> NDArray[Any]:

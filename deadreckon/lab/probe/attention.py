@@ -11,6 +11,9 @@ from torch.nn.functional import logsigmoid
 
 import deadreckon as dr
 
+Both = tuple[dr.Rotation, dr.Householder]
+Transport = dr.Rotation | dr.Householder | Both
+
 
 def per_head(x: Tensor, heads: int) -> Tensor:
     """(B, T, 1 | H | Hq, …) to (B, T, Hq, …)."""
@@ -29,16 +32,24 @@ def phases_of(transport: dr.Rotation, heads: int) -> Tensor:
     return per_head(transport.angles.double().cumsum(1), heads)
 
 
-def logits_of(
-    q: Tensor, k: Tensor, transport: dr.Rotation | dr.Householder | None, scale: float, places: Tensor
-) -> Tensor:
+def unrolled(transport: Both, heads: int) -> tuple[Tensor, dr.Householder]:
+    """The phases (B, T, Hq, D/2), and Householder steps in the frame of the beginning, whose directions they turn."""
+    rotation, steps = transport
+    phases = phases_of(rotation, heads)
+    return phases, dr.Householder(turn(per_head(steps.w, heads), phases), steps.beta)
+
+
+def logits_of(q: Tensor, k: Tensor, transport: Transport | None, scale: float, places: Tensor) -> Tensor:
     """scale · k_jᵀ T_ji q_i for the queries i at `places`, (B, H, Q, T); what comes after a query is not defined.
 
     Args:
         q, k: (B, T, H, D), keys repeated to the heads of queries.
     """
     heads = q.shape[2]
-    if isinstance(transport, dr.Rotation):
+    if isinstance(transport, tuple):  # turned by their phases, routes reflect along turned directions alone
+        phases, transport = unrolled(transport, heads)
+        q, k = turn(q, phases), turn(k, phases)
+    elif isinstance(transport, dr.Rotation):
         phases = phases_of(transport, heads)
         q, k = turn(q, phases), turn(k, phases)
     queries = q[:, places].transpose(1, 2)  # (B, H, Q, D)
@@ -85,13 +96,16 @@ def weights_of(logits: Tensor, gates: Tensor | None, score: object, distance: Te
     return torch.where(behind, logits + gate, -torch.inf).softmax(-1)
 
 
-def carried_sum(weights: Tensor, v: Tensor, transport: dr.Rotation | dr.Householder, places: Tensor) -> Tensor:
+def carried_sum(weights: Tensor, v: Tensor, transport: Transport, places: Tensor) -> Tensor:
     """Σ_j a_j U_ji v_j for each query (B, H, Q, E), values carried along their routes.
 
     Rotations turn them back by the route's angle. For reflections, whose values no published encoding carries, it is
     what happens to keys: H_i ⋯ H_{j+1} v_j.
     """
     heads = v.shape[2]
+    if isinstance(transport, tuple):
+        phases, steps = unrolled(transport, heads)
+        return turn(carried_sum(weights, turn(v, phases), steps, places), -phases[:, places].transpose(1, 2))
     if isinstance(transport, dr.Rotation):
         phases = phases_of(transport, heads)
         summed = weights @ turn(v, phases).transpose(1, 2)

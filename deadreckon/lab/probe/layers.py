@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.probe import attention, theory
+from deadreckon.lab.probe.attention import Transport
 from deadreckon.lab.probe.findings import Head, Mass, Mixing, Reach, Scores, Values
 from deadreckon.lab.probe.reach import FarTokens, predict
 from deadreckon.lab.probe.transport import mean_gates, mean_transport, route_lengths
@@ -58,11 +59,14 @@ def probe_layer(
     windows = [_window(one, x.shape[1], options) for one in mixing]
     split = torch.tensor([window for window, _ in windows], device=x.device).view(-1, 1, 1)
     at_once = max(AT_ONCE // (x.shape[1] * heads * len(options.places)), 1)  # rows of the batch
-    parts = [
-        _look(q[rows], k[rows], v[rows], _rows_of(transport, rows), None if gates is None else gates[rows],
-              factors.score, output[rows], split, width**-0.5, options)
-        for rows in (slice(start, start + at_once) for start in range(0, len(x), at_once))
-    ]  # fmt: skip
+
+    def look(rows: slice) -> dict[str, Tensor]:
+        return _look(
+            q[rows], k[rows], v[rows], factors.map_transport(lambda x: x[rows]), None if gates is None else gates[rows],
+            factors.score, output[rows], split, width**-0.5, options,
+        )  # fmt: skip
+
+    parts = [look(slice(start, start + at_once)) for start in range(0, len(x), at_once)]
     stats = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}  # (B, H, Q, …)
     off = float((stats["off"].square().sum() / stats["output"].square().sum()).sqrt())
     if not off <= AGREE:
@@ -81,13 +85,7 @@ def distance_bins(tokens: int) -> list[int]:
     return [0, *route_lengths(tokens - 1)]
 
 
-def _rows_of(transport: dr.Rotation | dr.Householder | None, rows: slice) -> dr.Rotation | dr.Householder | None:
-    if isinstance(transport, dr.Rotation):
-        return replace(transport, angles=transport.angles[rows])
-    return transport and dr.Householder(transport.w[rows], transport.beta[rows])
-
-
-def _mixing(transport: dr.Rotation | dr.Householder | None, heads: int, options: Options) -> list[Mixing | None]:
+def _mixing(transport: Transport | None, heads: int, options: Options) -> list[Mixing | None]:
     """How routes mix, for each query head."""
     if transport is None:
         return [None] * heads
@@ -119,7 +117,7 @@ def _window(mixing: Mixing | None, tokens: int, options: Options) -> tuple[int, 
 
 
 def _look(
-    q: Tensor, k: Tensor, v: Tensor, transport: dr.Rotation | dr.Householder | None, gates: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, transport: Transport | None, gates: Tensor | None,
     score: object, output: Tensor, split: Tensor, scale: float, options: Options,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Statistics of each sampled query, (B, H, Q, …), far being `split` (H, 1, 1) tokens and more away."""
@@ -132,10 +130,11 @@ def _look(
     sums = None if gates is None else attention.gate_sums(gates, places)
     weights = attention.weights_of(logits, sums, score, distance)
     gated = logits if sums is None else logits + sums.to(logits.dtype)
-    carries = isinstance(transport, dr.Rotation) and transport.values
+    rotation, _ = dr.Factors(transport).parts()
     truth = output[:, places].unflatten(-1, (q.shape[2], -1)).transpose(1, 2).to(v.dtype)
     by_head = v.transpose(1, 2)
-    whole = attention.carried_sum(weights, v, transport, places) if carries and transport else weights @ by_head
+    carries = rotation is not None and rotation.values
+    whole = attention.carried_sum(weights, v, rotation, places) if carries and rotation else weights @ by_head
     far_weights = torch.where(far, weights, 0)
     far_length = (far_weights * by_head.norm(dim=-1).unsqueeze(-2)).sum(-1).clamp(min=1e-30)
     starts = torch.tensor(distance_bins(tokens), device=q.device)
@@ -173,7 +172,8 @@ def _head(
 ) -> Head:  # fmt: skip
     """The averages over queries, (B, Q, …), and what follows from them."""
     transport, softmax = factors.transport, factors.score == "softmax"
-    stretches = isinstance(transport, dr.Householder) and not _contracts(transport)
+    _, steps = factors.parts()
+    stretches = steps is not None and not _contracts(steps)
     far, tokens = stats["far"], FarTokens(window, lengths, gates)
     # What a context of the trained length shows of far tokens has to do for those of longer ones.
     last = options.trained - 1 if window < options.trained else math.inf
@@ -210,7 +210,7 @@ def _head(
     if gates is None and factors.score != "stick-breaking":
         plain = 1 / (each * values.plain)
         carried = None if values.carried is None else 1 / (each * values.carried)
-    kind = {dr.Rotation: "rotation", dr.Householder: "householder"}.get(type(transport), "none")
+    kind = {dr.Rotation: "rotation", dr.Householder: "householder", tuple: "both"}.get(type(transport), "none")
     return Head(
         number, head, name, kind, window, window_from, mixing, gates, scores, mass, values, reach, plain, carried
     )

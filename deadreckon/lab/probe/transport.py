@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.lab.probe.attention import Both, Transport, turn
 
 GROUPS = 4  # of routes, at least: the spread of their means says how noisy the mean of all is
 DRAWS = 8  # of that noise
@@ -72,7 +73,7 @@ def route_lengths(longest: int) -> list[int]:
 
 
 def mean_transport(
-    steps: dr.Rotation | dr.Householder | Tensor, lengths: Sequence[int] | None = None, routes: int = 1024
+    steps: Transport | Tensor, lengths: Sequence[int] | None = None, routes: int = 1024
 ) -> MeanTransport:
     """Averages the routes of each length that begin anywhere in a sequence.
 
@@ -80,12 +81,14 @@ def mean_transport(
     begin on a grid, longer ones from shorter ones: one product for each doubling.
 
     Args:
-        steps: of T tokens: a Rotation or Householder as `attend` takes it, or matrices (B, T, H, D, D). The first
+        steps: of T tokens: a transport as `attend` takes it, or matrices (B, T, H, D, D). The first
             token's step is on no route.
         lengths: up to T / 2; powers of two by default.
         routes: about how many to average for steps that do not commute; more cost more.
     """
-    first = steps if isinstance(steps, Tensor) else steps.angles if isinstance(steps, dr.Rotation) else steps.w
+    reflections = steps[1] if isinstance(steps, tuple) else steps
+    first = reflections.angles if isinstance(reflections, dr.Rotation) else reflections
+    first = first.w if isinstance(first, dr.Householder) else first
     rows, tokens, *_ = first.shape
     if tokens < SHORTEST:
         raise ValueError(f"steps: expected {SHORTEST} tokens or more, got {tokens}")
@@ -116,7 +119,7 @@ def _rotations(angles: Tensor, lengths: list[int], segments: int) -> MeanTranspo
 
 
 def _products(
-    steps: dr.Householder | Tensor, first: Tensor, lengths: list[int], segments: int, routes: int
+    steps: dr.Householder | Both | Tensor, first: Tensor, lengths: list[int], segments: int, routes: int
 ) -> MeanTransport:
     (rows, tokens), dim = first.shape[:2], first.shape[-1]
     grid = 1 << max((rows * (tokens - 1) // routes).bit_length() - 1, 0)
@@ -141,7 +144,7 @@ def _products(
 
 
 def _row_products(
-    steps: dr.Householder | Tensor, first: Tensor, row: int, grid: int, lengths: list[int]
+    steps: dr.Householder | Both | Tensor, first: Tensor, row: int, grid: int, lengths: list[int]
 ) -> list[tuple[int, Tensor]]:
     """The routes (count, H, D, D) of each length that begin on the grid."""
     advance = _stepper(steps, row)
@@ -168,11 +171,15 @@ def _row_products(
     return by_length
 
 
-def _stepper(steps: dr.Householder | Tensor, row: int) -> Callable[[Tensor, slice], Tensor]:
+def _stepper(steps: dr.Householder | Both | Tensor, row: int) -> Callable[[Tensor, slice], Tensor]:
     """How products (count, H, D, D) take the steps of some tokens."""
     if isinstance(steps, Tensor):
         matrices = steps[row].double()
         return lambda product, which: product @ matrices[which]
+    if isinstance(steps, tuple):
+        angles, reflected = steps[0].angles[row].double(), _stepper(steps[1], row)
+        # P R is Rᵀ applied to the rows of P.
+        return lambda product, which: reflected(turn(product, -angles[which].unsqueeze(2)), which)
     w, beta = steps.w[row].double(), steps.beta[row].double()
 
     def reflect(product: Tensor, which: slice) -> Tensor:

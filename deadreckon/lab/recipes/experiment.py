@@ -16,7 +16,7 @@ from deadreckon.tasks.curriculum import Curriculum
 SIZES = ("tiny", "small", "paper")
 TITLES = {
     "rope": "RoPE", "fox": "FoX", "path": "PaTH", "path-fox": "PaTH-FoX", "alibi": "ALiBi", "nope": "NoPE",
-    "prism": "PRISM",
+    "prism": "PRISM", "rope-fox": "RoPE-FoX", "rope-path": "RoPE-PaTH", "rope-path-fox": "RoPE-PaTH-FoX",
 }  # fmt: skip
 Sweep = dict[str, tuple[Any, ...]]  # values by name: a field of the recipe, or an option of encodings that have it
 

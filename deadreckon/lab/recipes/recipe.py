@@ -24,7 +24,9 @@ MEASURES = {
     "loss-by-position": "loss", "training-loss": "loss", "long": "score",
 }  # fmt: skip
 REPORTING = ("last", "best-three")
-SCHEDULABLE = {"prism": ("noise",)}  # numbers of an encoding that a schedule may change, read in each forward pass
+OBJECTIVES = ("next-token", "align", "distil")
+# Numbers of an encoding that a schedule may change, read in each forward pass.
+SCHEDULABLE = {"prism": ("noise",)} | dict.fromkeys(("rope-fox", "rope-path", "rope-path-fox"), ("angle_factor",))
 SCHEDULABLE_ALWAYS = ("learning_rate", "length")
 TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_language}
 AT_LEAST_ONE = (
@@ -50,6 +52,7 @@ class Recipe:
     encoding_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     train_positions: int = 0
     test_positions: int = 0
+    start: str = ""  # folder of the model to begin with; without one, it is drawn, of these sizes:
     layers: int = 1  # of the transformer
     width: int = 64
     heads: int = 2
@@ -68,6 +71,11 @@ class Recipe:
     # outside, such as {"noise": [[0.3, 0.3], [0.6, 2.0]]}. Numbers of the encoding (`SCHEDULABLE`), "length" in place
     # of `length`, and "learning_rate" as a factor in place of `warmup` and `schedule`.
     schedules: dict[str, list[list[float]]] = field(default_factory=dict)
+    # What is learnt: "next-token"; or to be like a teacher, the model in the folder `teacher`: "align", the output of
+    # each layer's attention on the teacher's inputs, or "distil", the distribution of the next token.
+    objective: str = "next-token"
+    teacher: str = ""
+    freeze: tuple[str, ...] = ()  # parts of names, such as "mlp": parameters with such names stay as they are
     clip: float = 1.0  # the greatest norm of a step's gradients
     seed: int = 0  # of weights and data
     # Names in `MEASURES`. The measure of the first is followed while training and decides what is best.
@@ -101,11 +109,14 @@ class Recipe:
             )
         for name, chosen, known in (
             ("schedule", [self.schedule], SCHEDULES), ("reporting", [self.reporting], REPORTING),
+            ("objective", [self.objective], OBJECTIVES),
             ("evaluators", self.evaluators or [""], MEASURES),
         ):  # fmt: skip
             for word in chosen:
                 if word not in known:
                     raise ValueError(f"{name}: expected one of {', '.join(known)}; got {word!r}")
+        if bool(self.teacher) != (self.objective != "next-token"):
+            raise ValueError(f"teacher: expected a folder to align or distil, else none, got {self.teacher!r}")
         if not self.conditions:
             raise ValueError("conditions: expected one or more, got none")
         for name, options in self.encoding_options.items():
@@ -256,7 +267,7 @@ def parse(text: str) -> Any:
 
 
 def _check_schedule(name: str, points: Any) -> None:
-    known = [*SCHEDULABLE_ALWAYS, *(name for names in SCHEDULABLE.values() for name in names)]
+    known = dict.fromkeys([*SCHEDULABLE_ALWAYS, *(name for names in SCHEDULABLE.values() for name in names)])
     if name not in known:
         raise ValueError(f"schedules: expected numbers among {', '.join(known)}, got {name!r}")
     try:

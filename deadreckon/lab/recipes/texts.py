@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
 from deadreckon.tasks.language import TOKENIZER_FILE, Corpus, Language, load_corpus, open_corpus
 from deadreckon.tasks.long import make_long_tasks
 from deadreckon.tasks.long.question import LongTask
@@ -27,6 +30,7 @@ def read_language(
     tasks: Sequence[str] = (),
     babi: str = "",
     books: str = "",
+    tokenizer: str = "",
 ) -> Language | Mixture:
     """Language modelling on any text, and questions of the long-context suite among it.
 
@@ -41,6 +45,7 @@ def read_language(
         tasks: that these are of; see :func:`deadreckon.tasks.long.make_long_tasks`.
         babi: for BABILong.
         books: likewise.
+        tokenizer: folder of a tokenizer, as save_pretrained writes it, to use in place of one that is trained.
     """
     if part not in PARTS:
         raise ValueError(f"part: expected one of {', '.join(PARTS)}; got {part!r}")
@@ -48,7 +53,7 @@ def read_language(
         raise ValueError(
             "options.data: expected a text to learn from; --change options.data=FILE options.held_out=FILE"
         )
-    text = Language(_read(data, held_out, part, vocabulary), packed)
+    text = Language(_read(data, held_out, part, vocabulary, tokenizer), packed)
     if not questions:
         return text
     asked = read_long_tasks(tasks, babi, books, "train" if part == "train" else "test")
@@ -68,13 +73,26 @@ def _read_long_tasks(tasks: tuple[str, ...], babi: str, books: str, part: str) -
 
 
 @lru_cache(maxsize=4)
-def _read(data: str, held_out: str, part: str, vocabulary: int) -> Corpus:
+def _read(data: str, held_out: str, part: str, vocabulary: int, tokenizer: str) -> Corpus:
     if (Path(data) / TOKENIZER_FILE).exists():
         return open_corpus(data, part)
     if not held_out:
         raise ValueError("options.held_out: expected a text to test on, got none")
+    if tokenizer:
+        return load_corpus(data if part == "train" else held_out, tokenizer=tokenizer_of(tokenizer))
     corpus = load_corpus(data, vocabulary=vocabulary)
     return corpus if part == "train" else load_corpus(held_out, tokenizer=corpus.tokenizer)
+
+
+def tokenizer_of(folder: str) -> Tokenizer:
+    """The tokenizer beside a model."""
+    try:
+        found = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer: expected one beside the model in {folder!r}, got none") from error
+    if not getattr(found, "is_fast", False):
+        raise ValueError(f"tokenizer: expected a fast one, with tokenizer.json, got {type(found).__name__}")
+    return found.backend_tokenizer
 
 
 def save_tokenizer(task: Task, folder: Path) -> None:

@@ -16,6 +16,7 @@ from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.engine import Step
 
 RECENT = 100  # steps that speed is measured over
+LOSSES = {"next-token": "loss", "align": "error of attention", "distil": "KL to the teacher"}  # by objective
 QUIET = 10.0  # seconds between lines where there is no terminal
 
 
@@ -79,7 +80,7 @@ class Display:
     def _words(self) -> str:
         words = [f"step {self.done}/{self.recipe.steps}"]
         if self.loss is not None:
-            words.append(f"loss {self.loss:.3f}")
+            words.append(f"{LOSSES[self.recipe.objective]} {self.loss:.4g}")
         if self.score is not None:
             metric = self.recipe.metric
             words.append(f"{metric} {format_value(metric, self.score.value(metric))}")

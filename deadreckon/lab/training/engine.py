@@ -18,6 +18,7 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, is_wrong
 from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.distillation import OBJECTIVES, freeze
 from deadreckon.lab.training.graphs import Graphs, captured_on
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
@@ -100,14 +101,23 @@ class Training:
         task: where its data come from.
         recipe: equal recipes see equal data.
         graphs: whether steps are captured as CUDA graphs (`graphs.py`); by default they are on a GPU.
+        teacher: what the recipe's objective compares with, if it does.
 
     With DEADRECKON_COMPILE=1 in the environment the model is compiled: it takes a minute or so, and pays in long runs.
     """
 
-    def __init__(self, model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe, graphs: bool | None = None) -> None:
-        self.model, self.task, self.recipe = model, task, recipe
+    def __init__(
+        self,
+        model: dr.DeadReckonForCausalLM,
+        task: Task,
+        recipe: Recipe,
+        graphs: bool | None = None,
+        teacher: dr.DeadReckonForCausalLM | None = None,
+    ) -> None:
+        self.model, self.task, self.recipe, self.teacher = model, task, recipe, teacher
         self.forward = torch.compile(model) if os.environ.get(COMPILE, "0") != "0" else model
         self.device = next(model.parameters()).device
+        freeze(model, recipe.freeze)
         self.optimizer = make_optimizer(model, recipe)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.done = 0  # steps
@@ -122,7 +132,8 @@ class Training:
         self.model.train()
         self._set_rates()
         for name, value in recipe.scheduled_at(self.done).items():
-            self.scheduled[name].fill_(value)
+            for place in self.scheduled[name]:
+                place.fill_(value)
         drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, recipe.accumulate)
         parts = [part.to(self.device) for part in drawn]
         if self.graphs is not None and parts[0].cu_seqlens is None:
@@ -133,14 +144,24 @@ class Training:
         tokens = sum(part.tokens.numel() for part in parts)
         return Step(self.done, tokens, losses, counted[0] if counted else None, scored)
 
-    def _place_scheduled(self) -> dict[str, Tensor]:
-        """Tensors in place of scheduled numbers, so that a captured CUDA graph sees the current values."""
+    def _place_scheduled(self) -> dict[str, list[Tensor]]:
+        """Tensors in place of scheduled numbers, so that a captured CUDA graph sees the current values.
+
+        Numbers that are saved with the weights are tensors already: buffers.
+        """
         values = {name: torch.tensor(value, device=self.device) for name, value in self.recipe.scheduled_at(0).items()}
+        places: dict[str, list[Tensor]] = {name: [] for name in values}
         for encoding in (part for part in self.model.modules() if isinstance(part, dr.Encoding)):
             for part in encoding.modules():
-                for name in values.keys() & vars(part).keys():
-                    setattr(part, name, values[name])
-        return values
+                buffers = dict(part.named_buffers(recurse=False))
+                for name in values.keys() & {*vars(part), *buffers}:
+                    if name not in buffers:
+                        setattr(part, name, values[name])
+                    places[name].append(buffers.get(name, values[name]))
+        for name, found in places.items():
+            if not found:
+                raise ValueError(f"schedules.{name}: expected a number that is not learned, got a parameter")
+        return places
 
     def _set_rates(self) -> None:
         for group in self.optimizer.param_groups:
@@ -163,6 +184,12 @@ class Training:
 
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accumulates the gradients of a part of a batch: its share of the loss, and its errors."""
+        if self.teacher is not None:
+            share = (part.labels[:, 1:] != NOT_SCORED).sum() / scored
+            with autocast(part.tokens.device):
+                gap = OBJECTIVES[self.recipe.objective](self.model, self.teacher, part) * share
+            gap.backward()
+            return gap.detach(), None
         count = scored if self.recipe.accumulate > 1 else None
         language = self.recipe.task == "language"  # its logits take most of the memory, and counting errors takes time
         with autocast(part.tokens.device):

@@ -30,6 +30,7 @@ from deadreckon.lab.environment import check_model, describe_environment
 from deadreckon.lab.evaluation.scores import Place, Score, mean_of_best
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import save_tokenizer
+from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model
 
 KINDS = ("last", "best")
@@ -113,12 +114,14 @@ class Run:
         """The training as it stood at the last checkpoint, or as it begins."""
         for kind in KINDS:
             recover(self.path / kind)
-        task = self.recipe.make_task()
+        task, recipe = self.recipe.make_task(), self.recipe
+        teacher = load_teacher(recipe.teacher).to(device) if recipe.teacher else None
         folder = self.path / "last"
         if not folder.exists():
-            return Training(make_model(self.recipe, task.vocab_size).to(device), task, self.recipe), Progress(0)
+            begun = load_start(recipe.start) if recipe.start else make_model(recipe, task.vocab_size)
+            return Training(begun.to(device), task, recipe, teacher=teacher), Progress(0)
         model = dr.DeadReckonForCausalLM.from_pretrained(folder).to(device)
-        training, progress = Training(model, task, self.recipe), self.progress()
+        training, progress = Training(model, task, recipe, teacher=teacher), self.progress()
         training.remember(load_file(folder / "optimizer.safetensors"), progress.step)
         return training, progress
 

@@ -1,7 +1,7 @@
 """Attention in plain PyTorch: any device and dtype, memory linear in T, every transport, gate and score.
 
-Rotations are applied to q and k up front; plain softmax goes straight to PyTorch's own attention; everything else takes
-the route tree (`tree.py`), whose dense blocks run on stock kernels (`stock.py`).
+Rotations are applied up front, to q, k and Householder directions; plain softmax goes straight to PyTorch's own
+attention; everything else takes the route tree (`tree.py`), whose dense blocks run on stock kernels (`stock.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import turned
 from deadreckon.ops.blockwise.stock import backend_for
 from deadreckon.ops.blockwise.tree import attend_tree
-from deadreckon.ops.factors import Factors, Power, Rotation
+from deadreckon.ops.factors import Factors, Power
 
 
 def attend_blockwise(
@@ -24,16 +24,17 @@ def attend_blockwise(
     """See :func:`deadreckon.attend`; the arguments are already checked."""
     if cu_seqlens is not None and len(cu_seqlens) > 2:
         return unpacked(attend_blockwise, q, k, v, factors, scale, cu_seqlens)
-    transport, log_gate, score = factors
+    _, log_gate, score = factors
+    rotation, steps = factors.parts()
     q, scale = usual_scale(q, scale, score)
-    if isinstance(transport, Rotation):
-        turn = turned(q, k, v, log_gate, transport)
-        return turn.back(attend_blockwise(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, None))
-    if isinstance(score, Power) and transport is None:
+    if rotation is not None:
+        turn = turned(q, k, v, factors)
+        return turn.back(attend_blockwise(turn.q, turn.k, turn.v, turn.factors, scale, None))
+    if isinstance(score, Power) and steps is None:
         return attend_power_blockwise(q, k, v, log_gate, score)
-    if score == "softmax" and log_gate is None and transport is None and backend_for(q):
+    if score == "softmax" and log_gate is None and steps is None and backend_for(q):
         return plain(q, k, v, scale)
-    return attend_tree(q, k, v, transport, log_gate, score, scale)
+    return attend_tree(q, k, v, steps, log_gate, score, scale)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

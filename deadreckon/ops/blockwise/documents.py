@@ -5,13 +5,14 @@ attention never looks from. Under a tracer, which cannot know the lengths, gates
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deadreckon.ops.factors import Factors, Householder, Rotation
+from deadreckon.ops.factors import Factors
 from deadreckon.ops.tracing import operator
 
 CLOSED = -1e4  # a log gate that nothing passes
@@ -59,6 +60,26 @@ def buckets(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
     return [groups[size] for size in sorted(groups)]
 
 
+class Batch(NamedTuple):
+    """Documents of similar length side by side."""
+
+    place: Tensor  # (N, longest): where in the row each token is
+    real: Tensor  # (N, longest): whether it is one, or padding
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(1, T, ...) -> (N, longest, ...), zeros for padding."""
+        picked = x[0][self.place.clamp(max=x.shape[1] - 1)]
+        return torch.where(self.real.view(*self.real.shape, *(1,) * (x.dim() - 2)), picked, 0)
+
+
+def batches(cu_seqlens: list[int], device: torch.device) -> Iterator[Batch]:
+    """The documents of a row, a few batches of them."""
+    for group in buckets(cu_seqlens):
+        starts, ends = torch.tensor(group, device=device).unsqueeze(2).unbind(1)  # (N, 1)
+        place = starts + torch.arange(max(end - start for start, end in group), device=device)
+        yield Batch(place, place < ends)
+
+
 def unpacked(
     attend: Callable[[Tensor, Tensor, Tensor, Factors, float, None], Tensor],
     q: Tensor,
@@ -69,25 +90,13 @@ def unpacked(
     cu_seqlens: list[int],
 ) -> Tensor:
     """Runs attend over each group of documents as a batch, and packs the outputs again."""
-    transport, log_gate, score = factors
+    _, log_gate, score = factors
     outputs, order = [], []
-    for group in buckets(cu_seqlens):
-        longest = max(end - start for start, end in group)
-        starts, ends = torch.tensor(group, device=q.device).unsqueeze(2).unbind(1)  # (N, 1)
-        index = starts + torch.arange(longest, device=q.device)
-        real = index < ends
-
-        def rows(x: Tensor, index: Tensor = index, real: Tensor = real) -> Tensor:  # (1, T, ...) -> (N, longest, ...)
-            picked = x[0][index.clamp(max=x.shape[1] - 1)]
-            return torch.where(real.view(*real.shape, *(1,) * (x.dim() - 2)), picked, 0)
-
-        moved = transport
-        if isinstance(transport, Rotation):
-            moved = Rotation(rows(transport.angles), transport.values)
-        elif isinstance(transport, Householder):
-            moved = Householder(rows(transport.w), rows(transport.beta))
+    for batch in batches(cu_seqlens, q.device):
+        rows = batch.rows
         gates = None if log_gate is None else rows(log_gate)
-        output = attend(rows(q), rows(k), rows(v), Factors(moved, gates, score), scale, None)
-        outputs.append(output[real])
-        order.append(index[real])
+        moved = Factors(factors.map_transport(rows), gates, score)
+        output = attend(rows(q), rows(k), rows(v), moved, scale, None)
+        outputs.append(output[batch.real])
+        order.append(batch.place[batch.real])
     return torch.cat(outputs)[torch.cat(order).argsort()].unsqueeze(0)

@@ -1,4 +1,9 @@
-"""Rotations: add up the step angles, turn queries and keys once, and the route's angle is a difference of phases."""
+"""Rotations: add up the step angles, turn queries and keys once, and the route's angle is a difference of phases.
+
+Directions of Householder steps turn with them: with Θ_t the phase of token t, and R its rotation,
+R_{j+1} H_{j+1} ⋯ R_i H_i = R(Θ_j)ᵀ · Π_s (R(Θ_s) H_s R(Θ_s)ᵀ) · R(Θ_i), and R(Θ_s) H_s R(Θ_s)ᵀ is the Householder
+step of R(Θ_s) w_s. So what is left on the route are Householder steps alone, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.precision import exact, work
-from deadreckon.ops.factors import Rotation
+from deadreckon.ops.factors import Factors, Householder, Rotation
 
 
 def _without_broadcast(x: Tensor) -> Tensor:
@@ -33,28 +38,42 @@ def phases(angles: Tensor, start: Tensor | None = None) -> Tensor:
 
 
 class Turned(NamedTuple):
-    """Attention's inputs in the frame of the sequence's beginning, where rotations have left nothing on the route."""
+    """Attention's inputs in the frame of the sequence's beginning, where no rotation is left on the route."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    log_gate: Tensor | None
-    phase: Tensor  # (B or 1, T, Hr, D/2) float64, or of the last tokens alone
+    factors: Factors  # the others
+    phase: Tensor  # (B or 1, T, Hr, D/2) running sums of step angles, in units
     back: Callable[[Tensor], Tensor]  # takes an output to its own token's frame, if values are turned
+    unit: float = 1.0  # of phases, in radians
+
+    def last_phases(self, tokens: int) -> Tensor:
+        """Those of the last tokens, in radians, as :func:`phases` gives them."""
+        last = self.phase[:, -tokens:]
+        return last if self.unit == 1 else last.to(exact(last.device)) * self.unit
 
 
-def turned(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, rotation: Rotation, start: Tensor | None = None
-) -> Turned:
-    """Turns queries, keys and, if they travel, values by their phases, which go on from start."""
+def unchanged(output: Tensor) -> Tensor:
+    """What takes an output back where values are not turned."""
+    return output
+
+
+def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor | None = None) -> Turned:
+    """Turns queries, keys, Householder directions and, if they travel, values by phases, which go on from start."""
+    rotation, steps = factors.parts()
+    assert rotation is not None
     phase = phases(rotation.angles, start)
-    k, v, log_gate = for_each_query_head(q, k, v, log_gate, rotation)
+    k, v, log_gate = for_each_query_head(q, k, v, factors.log_gate, rotation)
     angle = phase.to(work(q.dtype))
     cos, sin = angle.cos(), angle.sin()
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if steps is not None:
+        steps = Householder(_rotate(steps.w, cos, sin), steps.beta)
+    factors = Factors(steps, log_gate, factors.score)
     if not rotation.values:
-        return Turned(q, k, v, log_gate, phase, lambda output: output)
-    return Turned(q, k, _rotate(v, cos, sin), log_gate, phase, lambda output: _rotate(output, cos, -sin))
+        return Turned(q, k, v, factors, phase, unchanged)
+    return Turned(q, k, _rotate(v, cos, sin), factors, phase, lambda output: _rotate(output, cos, -sin))
 
 
 def for_each_query_head(

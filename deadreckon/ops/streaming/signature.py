@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deadreckon.ops.factors import Factors, Power, Rotation
+from deadreckon.ops.factors import Factors, Power
 
 
 class Signature(NamedTuple):
@@ -20,7 +20,8 @@ class Signature(NamedTuple):
     value_width: int
     dtype: torch.dtype
     device: torch.device
-    transport: tuple[str, int, bool] | None  # its kind and, of rotations, their heads and whether values turn
+    rotation: tuple[int, bool] | None  # how many heads have angles of their own, and whether values turn
+    householder: bool
     gate_heads: int | None
     score: str | int  # its name, or the power
     scale: float
@@ -29,14 +30,11 @@ class Signature(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float) -> Signature:
         """Of arguments that are checked, with gates as (B, T, heads)."""
         batch, _, query_heads, width = q.shape
-        transport, log_gate, score = factors
-        kind: tuple[str, int, bool] | None = None
-        if isinstance(transport, Rotation):
-            kind = ("Rotation", transport.angles.shape[2], transport.values)
-        elif transport is not None:
-            kind = ("Householder", 0, False)
+        _, log_gate, score = factors
+        rotation, steps = factors.parts()
+        turns = None if rotation is None else (rotation.angles.shape[2], rotation.values)
         return cls(
-            batch, query_heads, k.shape[2], width, v.shape[3], q.dtype, q.device, kind,
+            batch, query_heads, k.shape[2], width, v.shape[3], q.dtype, q.device, turns, steps is not None,
             None if log_gate is None else log_gate.shape[2], score.p if isinstance(score, Power) else score, scale,
         )  # fmt: skip
 
@@ -45,7 +43,7 @@ class Signature(NamedTuple):
         if self == piece:
             return
         for field, argument in _ARGUMENTS.items():
-            expected, came = (_said(field, getattr(signature, field)) for signature in (self, piece))
+            expected, came = (_said(field, signature) for signature in (self, piece))
             if expected != came:
                 raise ValueError(f"{argument} {expected}, like the pieces before it in `past`, got {came}")
 
@@ -58,7 +56,8 @@ _ARGUMENTS = {
     "value_width": "v: expected E =",
     "dtype": "q: expected dtype",
     "device": "q: expected device",
-    "transport": "transport: expected",
+    "rotation": "transport: expected",
+    "householder": "transport: expected",
     "gate_heads": "log_gate: expected",
     "score": "score: expected",
     "scale": "scale: expected",
@@ -66,12 +65,13 @@ _ARGUMENTS = {
 """Field -> the argument of `attend_next` that it is about, and how a message about it begins."""
 
 
-def _said(field: str, value: object) -> str:
-    """A field's value, for messages."""
-    if field == "transport" and isinstance(value, tuple) and value[0] == "Rotation":
-        return f"Rotation of {value[1]} heads, values={value[2]}"
-    if field == "transport" and isinstance(value, tuple):
-        return "Householder"
+def _said(field: str, signature: Signature) -> str:
+    """What a signature says of a field, for messages."""
+    if field in ("rotation", "householder"):
+        turns = signature.rotation
+        kinds = [f"Rotation of {turns[0]} heads, values={turns[1]}"] if turns else []
+        return " and ".join(kinds + ["Householder"] * signature.householder) or "None"
+    value = getattr(signature, field)
     if field == "gate_heads" and value is not None:
         return f"gates of {value} heads"
     return f"Power({value})" if field == "score" and isinstance(value, int) else str(value)

@@ -1,7 +1,7 @@
 """Attention while a sequence comes in pieces, any pieces: prefill, chunks, single tokens. What lies behind is `Past`.
 
     transport     score     piece                          how
-    Rotation      any       any                            turned by its phase, then as without transport
+    Rotation      any       any                            turned by its phase, then as without it
     Householder   softmax   one token, some waiting        `decode_token`: two kernels, or a few products
                   softmax   long, or first, with kernels   `attend_routes_fused`: the tree of `attend`, and the segments
                   any       any other                      `attend_routes`: the same in PyTorch
@@ -28,7 +28,7 @@ from deadreckon.ops.blockwise.power import chunk_tokens
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, turned
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score
+from deadreckon.ops.factors import Factors, Power, Score
 from deadreckon.ops.layout import dense
 from deadreckon.ops.streaming.decode import TokenDecoder, decode_token
 from deadreckon.ops.streaming.past import Decoder, Past
@@ -42,7 +42,7 @@ class Kernels(NamedTuple):
     """The operations that an implementation brings."""
 
     attend: Callable[[Tensor, Tensor, Tensor, Factors, float, None], Tensor]
-    turned: Callable[[Tensor, Tensor, Tensor, Tensor | None, Rotation], Turned]
+    turned: Callable[[Tensor, Tensor, Tensor, Factors], Turned]
     ascend: Ascend | None
     decoder: type[Decoder]
 
@@ -70,18 +70,19 @@ def attend_stream(
 
 def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels) -> Tensor:
     """Picks the way; see the table above."""
-    transport, log_gate, score = factors
+    _, log_gate, score = factors
+    rotation, steps = factors.parts()
     q, scale = usual_scale(q, scale, score)
-    if isinstance(transport, Rotation):
-        return attend_turned(q, k, v, transport, log_gate, score, scale, past, kernels)
+    if rotation is not None:
+        return attend_turned(q, k, v, factors, scale, past, kernels)
     q, k, v = (dense(x) for x in (q, k, v))  # as kernels take them
-    if isinstance(transport, Householder):
+    if steps is not None:
         length, waiting = q.shape[1], 0 if past.waiting is None else past.waiting.length
         if score == "softmax" and length == 1 and waiting:
-            return decode_token(q, k, v, transport, log_gate, scale, past, kernels.decoder)
+            return decode_token(q, k, v, steps, log_gate, scale, past, kernels.decoder)
         if score == "softmax" and kernels.ascend and (not past.segments or waiting + length > LEAF):
-            return attend_routes_fused(q, k, v, transport, log_gate, scale, past, kernels.ascend)
-        return attend_routes(q, k, v, transport, log_gate, score, scale, past)
+            return attend_routes_fused(q, k, v, steps, log_gate, scale, past, kernels.ascend)
+        return attend_routes(q, k, v, steps, log_gate, score, scale, past)
     if isinstance(score, Power):
         return attend_powers(q, k, v, log_gate, score, past)
     if not past.segments:
@@ -90,19 +91,18 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
 
 
 def attend_turned(
-    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, log_gate: Tensor | None, score: Score, scale: float,
-    past: Past, kernels: Kernels,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels
+) -> Tensor:
     """Turns the piece by phases that go on from those of the past. The KV cache holds keys as they are turned."""
     if past.phases is None:
-        turn = kernels.turned(q, k, v, log_gate, rotation)
-        phases = turn.phase[:, -LEAF - 1 :].clone()  # a view would hold the whole prefill
+        turn = kernels.turned(q, k, v, factors)
+        phases = turn.last_phases(LEAF + 1).clone()  # a view would hold the whole prefill
     else:
-        turn = turned(q, k, v, log_gate, rotation, past.phases[:, -1:])
+        turn = turned(q, k, v, factors, past.phases[:, -1:])
         before = past.phases.expand(turn.phase.shape[0], -1, *turn.phase.shape[2:])
-        phases = torch.cat([before, turn.phase[:, -LEAF - 1 :]], dim=1)
+        phases = torch.cat([before, turn.last_phases(LEAF + 1)], dim=1)
     past.phases = phases[:, -LEAF - 1 :]
-    output = _advance(turn.q, turn.k, turn.v, Factors(None, turn.log_gate, score), scale, past, kernels)
+    output = _advance(turn.q, turn.k, turn.v, turn.factors, scale, past, kernels)
     return turn.back(output)
 
 

@@ -10,23 +10,23 @@ is mostly PyTorch's kernels: wide products are what they are good at.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from deadreckon.ops.blockwise.attend import attend_blockwise, plain
+from deadreckon.ops.blockwise.attend import plain
 from deadreckon.ops.blockwise.documents import separated, unpacked
 from deadreckon.ops.blockwise.power import form_for
 from deadreckon.ops.blockwise.precision import usual_scale
-from deadreckon.ops.blockwise.rotation import Turned, for_each_query_head
-from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+from deadreckon.ops.blockwise.rotation import Turned, for_each_query_head, unchanged
+from deadreckon.ops.factors import Factors, Householder, Power
 from deadreckon.ops.layout import dense
 from deadreckon.ops.tracing import traced
 from deadreckon.ops.triton.gated.operator import attend_gated
 from deadreckon.ops.triton.householder.operator import attend_householder
 from deadreckon.ops.triton.power.operator import WIDEST, attend_power
-from deadreckon.ops.triton.rotation import turn, turn_back
+from deadreckon.ops.triton.rotation import turn_by, turn_by_steps
 from deadreckon.ops.triton.stick.operator import stick_breaking
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,64 +34,69 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
     """What a kernel for these inputs would need and does not have, if there is none."""
-    transport, log_gate, score = factors
+    _, log_gate, score = factors
+    _, steps = factors.parts()
     if q.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {q.dtype}"
     limits, among = dict.fromkeys("DE", _widest_head(q.dtype, factors, packed)), ""
     if isinstance(score, Power):
         form = form_for(score, q)
-        if isinstance(transport, Householder) or score.p not in WIDEST.get(form, {}):
+        if steps is not None or score.p not in WIDEST.get(form, {}):
             return f"score Power(2) or Power(4), not recurrent and without Householder steps, got {score!r}"
         limits = {"D": WIDEST[form][score.p], "E": 128}
     elif limits["D"] < 256:
         what = "gates" if log_gate is not None else "packed sequences"
-        what = "Householder steps" if isinstance(transport, Householder) else what
+        what = "Householder steps" if steps is not None else what
         among = f" with {what} in {q.dtype}"
     for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
         if width % 8 or width > limit:
             return f"{name} a multiple of 8 up to {limit}{among}, got {width}"
-    if score == "stick-breaking" and (isinstance(transport, Householder) or log_gate is not None):
+    if score == "stick-breaking" and (steps is not None or log_gate is not None):
         return "neither Householder steps nor gates with score 'stick-breaking'"
     return None
 
 
 def _widest_head(dtype: torch.dtype, factors: Factors, packed: bool) -> int:
     """Up to what D and E the tiles of softmax and sticks are in a multiprocessor's shared memory."""
-    widest = 128 if isinstance(factors.transport, Householder) else 256
-    has_tiles_of_ours = isinstance(factors.transport, Householder) or factors.log_gate is not None or packed
+    _, steps = factors.parts()
+    widest = 128 if steps is not None else 256
+    has_tiles_of_ours = steps is not None or factors.log_gate is not None or packed
     return widest // 2 if dtype == torch.float32 and has_tiles_of_ours else widest
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None) -> Tensor:
     """See :func:`deadreckon.attend`; the arguments are already checked, and there is no reason against."""
-    transport, log_gate, score = factors
+    _, log_gate, score = factors
+    rotation, steps = factors.parts()
     q, scale = usual_scale(q, scale, score)
-    if isinstance(transport, Rotation):  # phases go on from document to document: only differences matter
-        k, v, log_gate = for_each_query_head(q, k, v, log_gate, transport)
-        q, k, v, phase = turn(q, k, v, transport.angles, transport.values)
-        output = attend_fused(q, k, v, Factors(None, log_gate, score), scale, cu_seqlens)
-        return turn_back(output, phase) if transport.values else output
-    if cu_seqlens is not None and score != "softmax":
-        if traced(cu_seqlens):  # documents are kept apart by gates, which sticks have in PyTorch alone
+    if rotation is not None:  # phases go on from document to document: only differences matter
+        turn = turned(q, k, v, factors)
+        return turn.back(attend_fused(turn.q, turn.k, turn.v, turn.factors, scale, cu_seqlens))
+    if isinstance(score, Power) and cu_seqlens is not None:
+        if traced(cu_seqlens):  # documents are kept apart by gates
             factors = factors._replace(log_gate=separated(log_gate, cu_seqlens, k))
-            attend = attend_fused if isinstance(score, Power) else attend_blockwise
-            return attend(q, k, v, factors, scale, None)
+            return attend_fused(q, k, v, factors, scale, None)
         return unpacked(attend_fused, q, k, v, factors, scale, cu_seqlens.tolist())
     q, k, v = (dense(x) for x in (q, k, v))
     if score == "stick-breaking":
-        return stick_breaking(q, k, v, scale)
+        return stick_breaking(q, k, v, scale, cu_seqlens)
     if isinstance(score, Power):
         return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q))[0]
-    if isinstance(transport, Householder):
-        return attend_householder(q, k, v, transport.w, transport.beta, log_gate, cu_seqlens, scale)
+    if steps is not None:
+        return attend_householder(q, k, v, steps.w, steps.beta, log_gate, cu_seqlens, scale)
     if log_gate is not None or cu_seqlens is not None:
         return attend_gated(q, k, v, log_gate, cu_seqlens, scale)
     return plain(q, k, v, scale)
 
 
-def turned(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, rotation: Rotation) -> Turned:
-    """As :func:`deadreckon.ops.blockwise.rotation.turned`, from the beginning; phases of the last tokens alone."""
-    k, v, log_gate = for_each_query_head(q, k, v, log_gate, rotation)
-    q, k, v, phase = turn(q, k, v, rotation.angles, rotation.values)
-    last = phase[:, -LEAF - 1 :].double() * (2 * math.pi)
-    return Turned(q, k, v, log_gate, last, lambda output: turn_back(output, phase) if rotation.values else output)
+def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> Turned:
+    """As :func:`deadreckon.ops.blockwise.rotation.turned`, from the beginning; phases are in turns."""
+    rotation, steps = factors.parts()
+    assert rotation is not None
+    k, v, log_gate = for_each_query_head(q, k, v, factors.log_gate, rotation)
+    q, k, v, phase = turn_by_steps(q, k, v, rotation.angles, rotation.values)
+    if steps is not None:
+        steps = Householder(turn_by(steps.w, phase, 1), steps.beta)
+    factors = Factors(steps, log_gate, factors.score)
+    back = partial(turn_by, phase=phase, sign=-1) if rotation.values else unchanged
+    return Turned(q, k, v, factors, phase, back, unit=2 * math.pi)

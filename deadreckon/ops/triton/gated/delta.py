@@ -1,4 +1,4 @@
-"""What a backward pass needs of each row: δ = o · do, and the shift −lse with the row's gates."""
+"""What a backward pass needs of each row: δ = o · do, and the shift −lse with gates since the row's block began."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.launch import Sums
+from deadreckon.ops.triton.gated.launch import Sums, edge_before, gates_since
 from deadreckon.ops.triton.tiles import padded, place_of, strides
 
 
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS", "GATES"])
 def _prepare(
-    p_out, p_grad, p_lse, p_left, p_out_to, p_grad_to, p_delta, p_row_shift,
+    p_out, p_grad, p_lse, p_left, p_rest, p_edge, p_out_to, p_grad_to, p_delta, p_row_shift,
     s_o, s_g, s_x, s_l, first, T, TILES, HEADS, GROUP, GATES,
     E: tl.constexpr, BE: tl.constexpr, GATED: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """Output and its gradient, (B, T, Hq, E) -> (N, T, G, E); δ = o · do; −lse (base 2) with the row's gates."""
+    """Output and its gradient, (B, T, Hq, E) -> (N, T, G, E); δ = o · do; −lse (base 2) and gates."""
     s_ob, s_ot, s_oh = s_o
     s_gb, s_gt, s_gh = s_g
     i_g, i_tile, i_n = place_of(GROUP, TILES)
@@ -38,8 +38,12 @@ def _prepare(
     tl.store(p_delta + at, tl.sum(b_o.to(tl.float32) * b_g.to(tl.float32), 1))
     b_row_shift = -tl.load(p_lse + at) * 1.4426950408889634
     if GATED:
-        p_left += (i_b * GATES + i_hq // (HEADS * GROUP // GATES)) * TILES * 64
-        b_row_shift -= tl.load(p_left + token)
+        i_c = i_b * GATES + i_hq // (HEADS * GROUP // GATES)
+        reference = edge_before(p_edge + i_c * TILES, i_tile * 64)
+        b_gate = gates_since(
+            p_left + i_c * TILES * 64, p_rest + i_c * TILES * 64, p_edge + i_c * TILES, token, row >= 0, reference
+        )
+        b_row_shift += b_gate.to(tl.float32)
     tl.store(p_row_shift + at, b_row_shift)
 
 
@@ -61,7 +65,7 @@ def prepare(
     width = out.shape[3]
     gates = 1 if sums is None else sums.left.shape[1] * heads
     _prepare[(count * tokens // 64 * group,)](
-        out, grad, lse, lse if sums is None else sums.left, *(copies or (out, out)), delta, row_shift,
+        out, grad, lse, *(sums or (lse, lse, lse)), *(copies or (out, out)), delta, row_shift,
         *strides(out, grad), 0 if copies is None else copies[0].stride(0), lse.stride(0), first,
         out.shape[1], tokens // 64, heads, group, gates,
         E=width, BE=padded(width), GATED=sums is not None, COPY=copies is not None,

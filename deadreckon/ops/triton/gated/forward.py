@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.launch import Documents, Launch, Pairs, Reach, Sums
+from deadreckon.ops.triton.gated.launch import (
+    Documents,
+    Launch,
+    Pairs,
+    Reach,
+    Sums,
+    difference,
+    edge_before,
+    gates_since,
+)
 from deadreckon.ops.triton.tiles import LOG2E, load_columns, load_rows, poison_of, store_rows, strides, zeroed
 
 
@@ -58,8 +67,8 @@ def first_keys(
 
 @triton.jit
 def _forward_along(
-    b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, begin, end, origin, row,
-    b_start, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
+    b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_rest, p_edge, b_gate, reference, scale2, s_kr, s_vr, begin, end,
+    origin, row, b_start, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     channel, value_channel = tl.arange(0, BD), tl.arange(0, BE)
@@ -69,8 +78,11 @@ def _forward_along(
         b_k = load_columns(p_k, key, s_kr, channel, m_key, D, BD)
         b_s = tl.dot(b_q, b_k, input_precision=PRECISION) * scale2
         if GATED:
-            shift = (reference - tl.load(p_edge + (origin + j) // 64)).to(tl.float32)
-            b_s += (tl.load(p_left + origin + key, mask=m_key, other=0.0) + shift)[None, :]
+            if CAUSAL and MASKED:
+                b_s += difference(b_gate, gates_since(p_left, p_rest, p_edge, origin + key, m_key, reference))
+            else:
+                shift = (reference - tl.load(p_edge + (origin + j) // 64)).to(tl.float32)
+                b_s += (tl.load(p_left + origin + key, mask=m_key, other=0.0) + shift)[None, :]
         if MASKED:
             visible = m_key[None, :]
             if CAUSAL:
@@ -98,7 +110,7 @@ def _forward_along(
 
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _forward(
-    p_q, p_k, p_v, p_o, p_lse, p_left, p_edge, p_first, p_start, scale2,
+    p_q, p_k, p_v, p_o, p_lse, p_left, p_rest, p_edge, p_first, p_start, scale2,
     s_q, s_k, s_v, s_o, s_l, ROWS, KEYS, TILES, HEADS, GROUP, GATES, BLOCKS, start, left, right,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -118,8 +130,9 @@ def _forward(
     p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
     b_q = load_rows(p_q, row, s_qr, tl.arange(0, BD), m_row, D, BD)
     p_left += i_c * BLOCKS * 64
+    p_rest += i_c * BLOCKS * 64
     p_edge += i_c * BLOCKS
-    reference = tl.load(p_edge + (origin_q + first_row) // 64) if GATED else 0.0
+    reference = edge_before(p_edge, origin_q + first_row) if GATED else 0.0
     b_start, begin, inner = first_keys(
         p_first + i_c * BLOCKS, p_start, origin_q, origin_k, first_row, row, ROWS, whole, BN, PRUNED, PACKED
     )
@@ -132,24 +145,27 @@ def _forward(
     b_sum = tl.zeros([BM], tl.float32)
     if PACKED:
         b_acc, b_max, b_sum = _forward_along(
-            b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, begin, inner, origin_k,
-            row, b_start, D, E, BD, BE, BN, False, GATED, True, True, PRECISION,
+            b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_rest, p_edge, row, reference, scale2, s_kr, s_vr, begin,
+            inner, origin_k, row, b_start, D, E, BD, BE, BN, False, GATED, True, True, PRECISION,
         )  # fmt: skip
     b_acc, b_max, b_sum = _forward_along(
-        b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, inner, whole, origin_k, row,
-        b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, False, PRECISION,
+        b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_rest, p_edge, row, reference, scale2, s_kr, s_vr, inner, whole,
+        origin_k, row, b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, False, PRECISION,
     )  # fmt: skip
+    b_gate = row
+    if GATED:
+        b_gate = gates_since(p_left, p_rest, p_edge, origin_q + row, m_row, reference)
+        if CAUSAL:
+            b_max += b_gate.to(tl.float32)  # from here on logits have all their gates
     b_acc, b_max, b_sum = _forward_along(
-        b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_edge, reference, scale2, s_kr, s_vr, whole, keys, origin_k, row,
-        b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, True, PRECISION,
+        b_acc, b_max, b_sum, b_q, p_k, p_v, p_left, p_rest, p_edge, b_gate, reference, scale2, s_kr, s_vr, whole, keys,
+        origin_k, row, b_start, D, E, BD, BE, BN, CAUSAL, GATED, PACKED, True, PRECISION,
     )  # fmt: skip
     seen = b_sum > 0  # gates may have left a row no key at all
     b_sum = tl.where(seen, b_sum, 1.0)
     b_lse = tl.where(seen, b_max + tl.log2(b_sum), float("-inf"))
-    if GATED:
-        token = origin_q + row
-        edge = tl.load(p_edge + token // 64, mask=m_row, other=0.0)
-        b_lse += (edge - reference).to(tl.float32) - tl.load(p_left + token, mask=m_row, other=0.0)
+    if GATED and not CAUSAL:
+        b_lse += b_gate.to(tl.float32)
     p_o += i_b * s_ob + i_h * s_oh + i_g * s_og + i_pair * s_op
     store_rows(p_o, row, s_or, tl.arange(0, BE), m_row, b_acc / b_sum[:, None], E)
     p_lse += i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair * s_lp

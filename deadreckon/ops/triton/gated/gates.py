@@ -2,8 +2,14 @@
 
 c_i − c_j is added to the logit of query i and key j, c the running sum of log gates. As one number c would lose the
 digits of near pairs to far ones. So it is kept as its value at the end of each 64 tokens (`edge`, float64) and what is
-left from each token to there (`left`, float32): a tile of attention needs one scalar and one vector of these. A logit
-is then off by up to 2⁻²⁴ times what the log gates of its 64 tokens add up to: 1e-5 for gates of e⁻³ at every token.
+left from each token to there (`left`, float32, and what rounding took from it, `rest`).
+
+    key j ──── left_j ────▸│ edge ──────── edges ────────▸ edge │──── since its start ────▸ query i
+
+Keys of an earlier tile than their query's: three sums on the way from j to i, none of which goes beyond i, so that
+nothing cancels. A tile needs one scalar and one vector of them. In the query's own tile it is a difference of two sums
+that may be long, where a gate that forgets all is before or behind both: of pairs (left, rest), rounded once. So a
+logit is off by 2⁻²⁴ times the log gates between its key and its query, whatever others there are.
 """
 
 from __future__ import annotations
@@ -27,11 +33,11 @@ def _gates(p_gate, token, s_t, mask, floor):
     b_gate = tl.load(p_gate + token * s_t, mask=mask, other=0.0).to(tl.float32)
     b_gate = tl.where(b_gate < floor, floor, b_gate)
     b_poison = b_gate * 0
-    return tl.where(b_poison == 0, b_gate, 0.0) * 1.4426950408889634, b_poison
+    return tl.where(b_poison == 0, b_gate, 0.0).to(tl.float64) * 1.4426950408889634, b_poison
 
 
 @triton.jit(do_not_specialize=["s_b", "s_t", "s_h", "T", "BLOCKS", "GATES"])
-def _block_sums(p_gate, p_left, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
+def _block_sums(p_gate, p_left, p_rest, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
     i_block, i_c = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
     row = tl.arange(0, 64)
     token = i_block.to(tl.int64) * 64 + row
@@ -39,7 +45,10 @@ def _block_sums(p_gate, p_left, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor)
     b_gate, b_poison = _gates(p_gate, token, s_t, token < T, floor)
     b_next, _ = _gates(p_gate, token + 1, s_t, (row < 63) & (token + 1 < T), floor)
     # What is poisoned is the token's own key, which all later queries of its document see, and no others.
-    tl.store(p_left + i_c * BLOCKS * 64 + token, tl.cumsum(b_next, 0, reverse=True) + b_poison)
+    b_sum = tl.cumsum(b_next, 0, reverse=True)
+    b_left = b_sum.to(tl.float32)
+    tl.store(p_left + i_c * BLOCKS * 64 + token, b_left + b_poison)
+    tl.store(p_rest + i_c * BLOCKS * 64 + token, (b_sum - b_left.to(tl.float64)).to(tl.float32))
     tl.store(p_total + i_c * BLOCKS + i_block, tl.sum(b_gate, 0))
 
 
@@ -51,11 +60,11 @@ def gate_sums(log_gate: Tensor, heads: int) -> Sums:
     batch, length, gates = log_gate.shape
     blocks = ceil_div(length, EDGE)
     left = log_gate.new_empty(batch * gates, blocks * EDGE, dtype=torch.float32)
-    total = log_gate.new_empty(batch * gates, blocks, dtype=torch.float32)
-    _block_sums[(batch * gates * blocks,)](log_gate, left, total, *log_gate.stride(), length, blocks, gates, -1e4)
-    edge = total.cumsum(1, dtype=torch.float64)
+    rest = torch.empty_like(left)
+    total = log_gate.new_empty(batch * gates, blocks, dtype=torch.float64)
+    _block_sums[(batch * gates * blocks,)](log_gate, left, rest, total, *log_gate.stride(), length, blocks, gates, -1e4)
     shape = (batch * heads, gates // heads, -1)
-    return Sums(left.view(shape), edge.view(shape))
+    return Sums(left.view(shape), rest.view(shape), total.cumsum(1).view(shape))
 
 
 @triton.jit(do_not_specialize=["T", "TILES", "HEADS"])

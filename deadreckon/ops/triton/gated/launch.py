@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.tiles import Tiling, ceil_div, padded, power_of_two
@@ -34,10 +36,34 @@ TILINGS = {
 
 
 class Sums(NamedTuple):
-    """Running sums of log gates, divided by log 2, in two parts: c_j = edge[block of j] − left[j]."""
+    """Running sums of log gates, divided by log 2: c_j = edge[block of j] − left[j] − rest[j]. See `gates.py`."""
 
     left: Tensor  # (B·H, 1 | G, T padded) float32
+    rest: Tensor  # (B·H, 1 | G, T padded) float32: what rounding took from left
     edge: Tensor  # (B·H, 1 | G, blocks) float64
+
+
+@triton.jit
+def edge_before(p_edge, token):
+    """The running sum of log gates up to the block of 64 tokens that one is in."""
+    return tl.load(p_edge + token // 64 - 1, mask=token >= 64, other=0.0)
+
+
+@triton.jit
+def gates_since(p_left, p_rest, p_edge, token, mask, reference):
+    """Sums of log gates from a reference to each token, float64."""
+    b_edge = tl.load(p_edge + token // 64, mask=mask, other=reference)
+    b_left = tl.load(p_left + token, mask=mask, other=0.0).to(tl.float64)
+    return (b_edge - reference) - b_left - tl.load(p_rest + token, mask=mask, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def difference(b_row, b_column):
+    """Of two float64 vectors, (rows, columns), float32 and as if rounded once: each number is a pair of float32."""
+    b_high, b_high_column = b_row.to(tl.float32), b_column.to(tl.float32)
+    b_rest = (b_row - b_high.to(tl.float64)).to(tl.float32)
+    b_rest_column = (b_column - b_high_column.to(tl.float64)).to(tl.float32)
+    return (b_high[:, None] - b_high_column[None, :]) + (b_rest[:, None] - b_rest_column[None, :])
 
 
 class Reach(NamedTuple):
@@ -96,7 +122,7 @@ class Launch:
         self.batch, self.heads, self.group, self.count, self.rows, _ = q.shape
         self.keys = k.shape[3]
         self.q, self.v = q, v
-        self.gates = (q, q) if sums is None else (sums.left, sums.edge)
+        self.gates = (q, q, q) if sums is None else sums
         gate_heads, blocks = (1, 1) if sums is None else (sums.left.shape[1], sums.edge.shape[2])
         start, _, left, right = pairs or (0, 1, 0, 0)
         self.sizes = (self.heads, self.group, gate_heads, blocks, start, left, right)

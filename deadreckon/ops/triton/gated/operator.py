@@ -2,7 +2,7 @@
 
     o_i = Σ_j softmax_j(scale · q_i·k_j + c_i − c_j) v_j,   j ≤ i,   c the running sum of log gates
 
-Forward: (1) sums of log gates, in two parts that keep the digits of near pairs; (2) from these and the longest q and k,
+Forward: (1) sums of log gates, in parts that keep the digits of near pairs; (2) from these and the longest q and k,
 the keys that gates leave in reach, exactly to the output's precision (`gates.py`); (3) flash attention over the keys in
 reach (`forward.py`). Packed documents are masks: tiles that lie in one document take none.
 
@@ -103,7 +103,7 @@ def gated_backward(
         delta, row_shift = prepare(out, grad, lse, sums, heads, 0, None)  # 2
         flash_backward(  # 3
             _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
-            _statistic(row_shift, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v),
+            _statistic(lse, k), _statistic(row_shift, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v),
             _statistic(by_query, k), by_key, reach=reach_in(reach, k, log_gate),
             documents=_documents(cu_seqlens, q),
         )  # fmt: skip

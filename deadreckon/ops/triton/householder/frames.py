@@ -75,7 +75,8 @@ class Back(NamedTuple):
 
     grad: Tensor  # (n, T, G, E): of the output
     delta: Tensor  # (n, T, G): output · its gradient
-    row_shift: Tensor  # (n, T, G): −lse in base 2, with the row's gates
+    lse: Tensor  # (n, T, G)
+    row_shift: Tensor  # (n, T, G): −lse in base 2, with gates since the start of the row's leaf
     by_query: Tensor  # (n, T, G)
     by_key: Tensor  # (n, T, G)
 

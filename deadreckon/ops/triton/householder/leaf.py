@@ -69,6 +69,12 @@ def unit_lower_inverse(b_l, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _between(b_left, b_rest):
+    """Sums of log gates from each token of a leaf (columns) to each (rows)."""
+    return (b_left[None, :] - b_left[:, None]) + (b_rest[None, :] - b_rest[:, None])
+
+
+@triton.jit
 def _leaf(p_start, first, LEAVES, HEADS, PACKED: tl.constexpr):
     """This program's leaf, head (of those taken; row of the batch, key head), rows and tokens; three (64, 64) masks.
 
@@ -88,7 +94,7 @@ def _leaf(p_start, first, LEAVES, HEADS, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_forward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_frame_q, p_frame_k, p_values, p_products, p_inverse,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_rest, p_start, p_end, p_frame_q, p_frame_k, p_values, p_products, p_inverse,
     p_out, p_lse, scale2, s_q, s_k, s_v, s_w, s_bb, s_bt, s_bh, s_fq, s_fk, s_fv, s_fo, s_fl,
     first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
@@ -138,9 +144,8 @@ def _leaf_forward(
             store_tile(p_frame_q + i_n * s_fq + g * D, token, GROUP * D, b_frame, D, BD)
         b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_a, b_y, DTYPE)) * scale2 + b_poison[None, :]
         if GATED:
-            p_gate = p_left + (i_b * GATES + i_hq // (HEADS * GROUP // GATES)) * LEAVES * 64
-            b_left = tl.load(p_gate + token)
-            b_s += tl.where(lower, b_left[None, :] - b_left[:, None], 0.0)
+            at = (i_b * GATES + i_hq // (HEADS * GROUP // GATES)) * LEAVES * 64 + token
+            b_s += tl.where(lower, _between(tl.load(p_left + at), tl.load(p_rest + at)), 0.0)
         at = i_n * s_fl + token * GROUP + g
         b_s = tl.where(visible, b_s, float("-inf"))
         b_max = tl.max(b_s, 1)
@@ -176,8 +181,8 @@ def sum_runs(
 
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_backward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_start, p_end, p_inverse, p_do, p_delta, p_row_shift, p_by_query, p_by_key,
-    p_frame_dq, p_frame_dk, p_dp, runs, places, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_rest, p_start, p_end, p_inverse, p_do, p_delta, p_lse, p_row_shift,
+    p_by_query, p_by_key, p_frame_dq, p_frame_dk, p_dp, runs, places, p_dq, p_dk, p_dv, p_dw, p_dbeta, scale, scale2,
     s_q, s_k, s_v, s_w, s_bb, s_bt, s_bh, s_fq, s_fk, s_fo, s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, RUNS: tl.constexpr,
@@ -212,11 +217,11 @@ def _leaf_backward(
             b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
         b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_aj, b_c, DTYPE)) * scale2
         at = i_n * s_fl + token * GROUP + g
-        b_row_shift = tl.load(p_row_shift + at)
         if GATED:
-            p_gate = p_left + (i_b * GATES + (i_h * GROUP + g) // (HEADS * GROUP // GATES)) * LEAVES * 64
-            b_s += tl.load(p_gate + token)[None, :]  # those of the row are in its shift
-        b_e = tl.where(visible, tl.exp2(b_s + b_row_shift[:, None]), 0.0)
+            at_gate = (i_b * GATES + (i_h * GROUP + g) // (HEADS * GROUP // GATES)) * LEAVES * 64 + token
+            b_s += _between(tl.load(p_left + at_gate), tl.load(p_rest + at_gate))
+        b_lse = tl.load(p_lse + at) * 1.4426950408889634
+        b_e = tl.where(visible, tl.exp2(b_s - b_lse[:, None]), 0.0)
         b_do = load_rows(p_do + i_n * s_fo + g * E, token, GROUP * E, value_channel, m_token, E, BE)
         b_dv += mul(tl.trans(b_e.to(DTYPE)), b_do, DTYPE)
         b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, token, s_vt, value_channel, m_token, E, BE)
@@ -309,8 +314,9 @@ class Leaves(NamedTuple):
         return self.q.shape[2] // self.k.shape[2]
 
     def _inputs(self) -> tuple[Any, ...]:
-        left = self.beta if self.sums is None else self.sums.left
-        return self.q, self.k, self.v, self.w, self.beta, left, *(self.documents or (left, left))
+        unused = self.beta, self.beta
+        sums = unused if self.sums is None else self.sums[:2]
+        return self.q, self.k, self.v, self.w, self.beta, *sums, *(self.documents or unused)
 
     def _strides(self) -> tuple[Any, ...]:
         """Those of β are numbers, not a tuple: kernels are not to be compiled anew for each length."""

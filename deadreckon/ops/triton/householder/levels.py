@@ -27,7 +27,6 @@ class Rows(NamedTuple):
     """What going back through dense blocks needs of each query, head by head."""
 
     out: Tensor  # (n, T, G, E)
-    lse: Tensor  # (n, T, G)
     back: Back
 
 
@@ -69,10 +68,10 @@ class Levels:
         return parts
 
     def backward(
-        self, back: Back, out: Tensor, lse: Tensor, parts: list[tuple[Tensor, Place]]
+        self, back: Back, out: Tensor, parts: list[tuple[Tensor, Place]]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradients of the blocks' queries, keys and (unless there is one level) products; dv is added to parts."""
-        rows, documents = Rows(out, lse, back), self.routes.documents
+        rows, documents = Rows(out, back), self.routes.documents
         products, kept = [self.frames.products], []
         for runs in self.runs[:-1]:
             old, above = self._rise(runs, products[-1], keep=True)
@@ -144,7 +143,7 @@ class Levels:
         """Gradients of q (n, pairs, right, G, D), k and v (n, pairs, left, ·); q and k are in the run's frames."""
         v = run.halves(self.frames.values)[0]
         if self.stock and not torch.are_deterministic_algorithms_enabled():  # cuDNN adds up dq in any order
-            grad, out, lse = (run.halves(x)[1].flatten(2, 3) for x in (rows.back.grad, rows.out, rows.lse))
+            grad, out, lse = (run.halves(x)[1].flatten(2, 3) for x in (rows.back.grad, rows.out, rows.back.lse))
             gradients = dense_backward(
                 self.stock, grad, q.flatten(2, 3), k, v, out, lse, self.routes.scale, steady=True
             )
@@ -152,14 +151,14 @@ class Levels:
             return grad_q.view(q.shape), grad_k, grad_v
         sums, reach, documents, scale = self.routes
         back = rows.back
-        grad, delta, row_shift, by_query = (
-            run.halves(x)[1] for x in (back.grad, back.delta, back.row_shift, back.by_query)
+        grad, delta, lse, row_shift, by_query = (
+            run.halves(x)[1] for x in (back.grad, back.delta, back.lse, back.row_shift, back.by_query)
         )
         grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         flash_backward(
             _grouped(q), k.unsqueeze(1), v.unsqueeze(1), sums, scale, _grouped(grad), _grouped(delta),
-            _grouped(row_shift), _grouped(grad_q), grad_k.unsqueeze(1), grad_v.unsqueeze(1), _grouped(by_query),
-            back.by_key, Pairs(*run), reach, documents,
+            _grouped(lse), _grouped(row_shift), _grouped(grad_q), grad_k.unsqueeze(1), grad_v.unsqueeze(1),
+            _grouped(by_query), back.by_key, Pairs(*run), reach, documents,
         )  # fmt: skip
         return grad_q, grad_k, grad_v
 

@@ -115,7 +115,7 @@ def _backward(
     by_head = heads.buffer(leaves.group, out.shape[3]), heads.buffer(leaves.group, out.shape[3])
     delta, row_shift = prepare(out, grad, lse, leaves.sums, leaves.k.shape[2], leaves.first, by_head)
     room = torch.empty_like if leaves.sums is None else torch.zeros_like  # kernels add to it
-    back = Back(by_head[1], delta, row_shift, room(lse), room(lse))
+    back = Back(by_head[1], delta, lse, row_shift, room(lse), room(lse))
     values: list[tuple[Tensor, Place]] = []  # parts of dv, by where their keys are
     grad_q = grad_k = grad_products = None
     if frames is not None:
@@ -125,7 +125,7 @@ def _backward(
             suffixes, products = walk.suffixes(keys, keep=True)
             passing = walk.again(queries)
             blocks = Levels(heads.runs, Frames(queries, keys, frames.values, products), heads.routes)
-            grad_q, grad_k, grad_blocks = blocks.backward(back, by_head[0], lse, values)  # 3
+            grad_q, grad_k, grad_blocks = blocks.backward(back, by_head[0], values)  # 3
             del blocks, queries, keys, by_head  # what follows takes the most memory
             grad_v, grad_products, grad_suffixes = walk.backward(back, passing, grad_q, grad_k, suffixes)  # 2
             assert suffixes is not None
@@ -279,8 +279,8 @@ def ascend(
             products += [] if first_tokens is None else [first_tokens.product]
             queries += [] if top is None else [top]
     if routes.sums is not None and (closed or to_top):
-        left, edge = routes.sums
-        running = (edge.unsqueeze(-1) - left.unflatten(2, (-1, LEAF))).flatten(2) * math.log(2)
+        left, rest, edge = (x.double() for x in routes.sums)
+        running = (edge.unsqueeze(-1) - (left + rest).unflatten(2, (-1, LEAF))).flatten(2) * math.log(2)
     return Ascended(out, lse, _together(queries), keys, _together(products), running)
 
 

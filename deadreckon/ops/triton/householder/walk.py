@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.triton.gated.launch import Documents, Sums
+from deadreckon.ops.triton.gated.launch import Documents, Sums, edge_before, gates_since
 from deadreckon.ops.triton.householder.frames import Back, Frames
 from deadreckon.ops.triton.tiles import (
     DTYPES,
@@ -64,7 +64,7 @@ def _within(p_start, i_leaf, walked):
 
 @triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _walk_forward(
-    p_q, p_k, p_v, p_products, p_left, p_edge, p_start, p_out, p_lse, p_to, p_passing, scale2,
+    p_q, p_k, p_v, p_products, p_left, p_rest, p_edge, p_start, p_out, p_lse, p_to, p_passing, scale2,
     s_q, s_k, s_v, s_out, s_lse, s_to, LEAVES, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, ONWARD: tl.constexpr, BACK: tl.constexpr,
@@ -85,8 +85,10 @@ def _walk_forward(
         b_acc = load_tile(p_out, token, GROUP * E, E, BE).to(tl.float32)
         if GATED:
             i_c = i_n * GATES + i_g % GATES
-            edge = tl.load(p_edge + i_c * LEAVES + i_leaf)
-            b_row_gate = tl.load(p_left + i_c * LEAVES * 64 + token)
+            p_left += i_c * LEAVES * 64
+            p_edge += i_c * LEAVES
+            edge = edge_before(p_edge, i_leaf * 64)
+            b_row_gate = gates_since(p_left, p_rest + i_c * LEAVES * 64, p_edge, token, row >= 0, edge).to(tl.float32)
     if PACKED:
         b_start = tl.load(p_start + token)
         walked = _within(p_start, i_leaf, walked)
@@ -98,8 +100,8 @@ def _walk_forward(
         else:
             b_s = mul(b_q, tl.trans(load_tile(p_k, key, D, D, BD)), DTYPE) * scale2
             if GATED:
-                shift = (edge - tl.load(p_edge + i_c * LEAVES + j)).to(tl.float32)
-                b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[None, :] - b_row_gate[:, None]
+                shift = (edge - tl.load(p_edge + j)).to(tl.float32)
+                b_s += (tl.load(p_left + key) + shift)[None, :] + b_row_gate[:, None]
             if PACKED:
                 b_s = tl.where(b_start[:, None] <= key[None, :], b_s, float("-inf"))
             b_new = tl.maximum(b_max, tl.max(b_s, 1))
@@ -138,7 +140,7 @@ def _walk_back(
     b_row_shift = tl.load(p_row_shift + p_at)
     if GATED:
         i_c = i_n * GATES + i_g % GATES
-        edge = tl.load(p_edge + i_c * LEAVES + i_leaf)
+        edge = edge_before(p_edge + i_c * LEAVES, i_leaf * 64)
     b_sums = tl.zeros([64], tl.float32)
     p_grad += i_n * s_grad + i_g * D
     b_grad = tl.zeros([64, BD], tl.float32)
@@ -212,7 +214,7 @@ def _gather(
             if GATED:
                 i_c = i_n * GATES + g % GATES
                 p_gate = p_edge + i_c * LEAVES
-                shift = (tl.load(p_gate + i) - tl.load(p_gate + j)).to(tl.float32)
+                shift = (tl.load(p_gate + i - 1) - tl.load(p_gate + j)).to(tl.float32)
                 b_s += (tl.load(p_left + i_c * LEAVES * 64 + key) + shift)[:, None]
             b_e = tl.exp2(b_s + b_row_shift[None, :])
             if PACKED:
@@ -292,7 +294,7 @@ class Walk:
         q, k, v, products = frames
         self.count, self.leaves, width, _ = products.shape
         self.group = q.shape[2]
-        self.gates = (products, products) if sums is None else sums
+        self.gates = (products, products, products) if sums is None else sums
         self.documents = Documents(products, products) if documents is None else documents
         self.sizes = (self.leaves, self.group, 1 if sums is None else sums.left.shape[1])
         self.narrow = {"D": width, "BD": padded(width), "DTYPE": DTYPES[q.dtype], "WALK": WALK, "num_warps": 4}
@@ -335,12 +337,12 @@ class Walk:
         steps = (*self.steps[1:], back.grad.stride(0), back.delta.stride(0))
         flags = {**self.flags, "ONWARD": suffixes is not None}
         _walk_back[(self.count * self.leaves * self.group,)](
-            k, v, products, *self.gates, self.documents.start, back.grad, back.delta, back.row_shift, grad_q,
+            k, v, products, *self.gates[::2], self.documents.start, back.grad, back.delta, back.row_shift, grad_q,
             passing, passing_grad, back.by_query,
             self.scale, self.scale * LOG2E, *steps, grad_q.stride(0), *self.sizes, **flags, num_stages=1,
         )  # fmt: skip
         _gather[(self.count * self.leaves,)](
-            k, v, k if suffixes is None else suffixes, *self.gates, *self.documents, back.grad, back.delta,
+            k, v, k if suffixes is None else suffixes, *self.gates[::2], *self.documents, back.grad, back.delta,
             back.row_shift, passing, passing_grad, grad_k, grad_v, grad_products,
             k if grad_suffixes is None else grad_suffixes, back.by_key, self.scale, self.scale * LOG2E,
             *steps, grad_k.stride(0), grad_v.stride(0), *self.sizes,

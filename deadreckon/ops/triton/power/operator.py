@@ -67,11 +67,6 @@ class PowerState(NamedTuple):
     moments: Tensor  # (B, H, U, U) float32
 
 
-def _gate_sums(log_gate: Tensor | None, chunks: Chunks) -> Sums | None:
-    """Below −150 a gate leaves nothing in float32; smaller ones would only cost the sums that they are in digits."""
-    return None if log_gate is None else gate_sums(log_gate.clamp(min=-150.0), chunks.heads)
-
-
 def _per_query(x: Tensor, chunks: Chunks) -> Tensor:
     """(N, T) -> (N G, T)."""
     return x.repeat_interleave(chunks.group, 0) if chunks.group > 1 else x
@@ -141,7 +136,7 @@ def power_forward(
     final_values, final_moments = _state_like(q, None, 0, 0)
     saved = [q.new_empty(0, dtype=dtype), q.new_empty(0, dtype=torch.float32)]
     with torch.cuda.device_of(q):
-        sums = _gate_sums(log_gate, chunks)
+        sums = None if log_gate is None else gate_sums(log_gate, chunks.heads)
         unit = key_unit(k, moments, p, chunk)
         scaled_q, _ = normalise(q, None, dtype)  # 1
         scaled_k, _ = normalise(k, unit, dtype)
@@ -226,7 +221,7 @@ def power_backward(
     grad = dense(grad)
     grad_q, grad_k, grad_v, grad_gate, *grad_initial = _gradients_for(q, k, v, log_gate, p, stateful)
     with torch.cuda.device_of(q):
-        sums = _gate_sums(log_gate, chunks)
+        sums = None if log_gate is None else gate_sums(log_gate, chunks.heads)
         scaled_q, query_unit = normalise(q, None, dtype)  # 1
         scaled_k, _ = normalise(k, unit, dtype)
         delta = minus_delta(out, grad)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.launch import Sums
+from deadreckon.ops.triton.gated.launch import Sums, gates_since
 from deadreckon.ops.triton.power.chunks import PADDING, Chunks
 from deadreckon.ops.triton.tiles import ceil_div, load_rows, padded, store_rows, strides
 
@@ -88,7 +88,7 @@ def rescaled(values: Tensor, moments: Tensor, unit: Tensor, p: int) -> tuple[Ten
 
 
 @triton.jit
-def _decays(p_left, p_edge, p_rise, p_fall, p_whole, T, CHUNK, CHUNKS, BLOCKS):
+def _decays(p_left, p_rest, p_edge, p_rise, p_fall, p_whole, T, CHUNK, CHUNKS, BLOCKS):
     i_block, i_n = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
     i_chunk = i_block * 64 // CHUNK
     first = i_chunk * (CHUNK // 64)
@@ -96,10 +96,9 @@ def _decays(p_left, p_edge, p_rise, p_fall, p_whole, T, CHUNK, CHUNKS, BLOCKS):
     p_edge += i_n * BLOCKS
     start = tl.load(p_edge + first - 1, mask=first > 0, other=0.0)
     end = tl.load(p_edge + tl.minimum(first + CHUNK // 64, BLOCKS) - 1)
-    edge = tl.load(p_edge + i_block)
-    b_left = tl.load(p_left + i_n * BLOCKS * 64 + token)
-    tl.store(p_rise + i_n * T + token, tl.exp2((edge - start).to(tl.float32) - b_left), mask=token < T)
-    tl.store(p_fall + i_n * T + token, tl.exp2((end - edge).to(tl.float32) + b_left), mask=token < T)
+    b_gate = gates_since(p_left + i_n * BLOCKS * 64, p_rest + i_n * BLOCKS * 64, p_edge, token, token >= 0, start)
+    tl.store(p_rise + i_n * T + token, tl.exp2(b_gate.to(tl.float32)), mask=token < T)
+    tl.store(p_fall + i_n * T + token, tl.exp2(((end - start) - b_gate).to(tl.float32)), mask=token < T)
     if i_block == first:
         tl.store(p_whole + i_n * CHUNKS + i_chunk, tl.exp2((end - start).to(tl.float32)))
 
@@ -119,9 +118,7 @@ def decays_of(chunks: Chunks, sums: Sums | None, device: torch.device) -> Decays
     rise = torch.empty(chunks.key_heads, chunks.length, device=device)
     decays = Decays(rise, torch.empty_like(rise), rise.new_empty(chunks.key_heads, chunks.count))
     blocks = sums.edge.shape[-1]
-    _decays[(blocks * chunks.key_heads,)](
-        sums.left, sums.edge, *decays, chunks.length, chunks.size, chunks.count, blocks, num_warps=2
-    )
+    _decays[(blocks * chunks.key_heads,)](*sums, *decays, chunks.length, chunks.size, chunks.count, blocks, num_warps=2)
     return decays
 
 

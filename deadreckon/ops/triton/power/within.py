@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.launch import Sums
+from deadreckon.ops.triton.gated.launch import Sums, difference, edge_before, gates_since
 from deadreckon.ops.triton.power.chunks import Chunks, plus, tiling_for
 from deadreckon.ops.triton.tiles import DTYPES, load_columns, load_rows, mul, padded, store_rows, strides
 
@@ -23,13 +23,6 @@ from deadreckon.ops.triton.tiles import DTYPES, load_columns, load_rows, mul, pa
 @triton.jit
 def _power(b_s, POWER: tl.constexpr):
     return b_s * b_s if POWER == 2 else (b_s * b_s) * (b_s * b_s)
-
-
-@triton.jit
-def _tile_gates(p_left, p_edge, row, m_row, reference):
-    """Sums of log gates (base 2) from a reference to each row of the program's tile."""
-    b_edge = tl.load(p_edge + row // 64, mask=m_row, other=reference)
-    return (b_edge - reference).to(tl.float32) - tl.load(p_left + row, mask=m_row, other=0.0)
 
 
 @triton.jit
@@ -44,36 +37,35 @@ def _query_tile(TILES, HEADS, GROUP, BM: tl.constexpr):
 
 
 @triton.jit
-def _query_gates(p_left, p_edge, first_row, row, m_row, BM: tl.constexpr, GATED: tl.constexpr):
+def _query_gates(p_left, p_rest, p_edge, first_row, row, m_row, BM: tl.constexpr, GATED: tl.constexpr):
     """Before a tile of queries, the sum of gates that is a reference to all; and from there to each row."""
-    b_tile_gate = tl.zeros([BM], tl.float32)
+    b_tile_gate = tl.zeros([BM], tl.float64)
     reference = 0.0
     if GATED:
-        reference = tl.load(p_edge + first_row // 64 - 1, mask=first_row > 0, other=0.0)
-        b_tile_gate = _tile_gates(p_left, p_edge, row, m_row, reference)
+        reference = edge_before(p_edge, first_row)
+        b_tile_gate = gates_since(p_left, p_rest, p_edge, row, m_row, reference)
     return reference, b_tile_gate
 
 
 @triton.jit
-def _step_gates(p_left, p_edge, first, row, m_row, reference):
-    """The same for the rows of one step of the loop: they lie in one block of 64 tokens, and share its edge."""
-    return (tl.load(p_edge + first // 64) - reference).to(tl.float32) - tl.load(p_left + row, mask=m_row, other=0.0)
+def _faded(b_tile_gate, b_step_gate, SIGN: tl.constexpr, MASKED: tl.constexpr):
+    """What gates leave from keys to queries; without a mask, to a reference between them.
 
-
-@triton.jit
-def _faded(b_tile_gate, b_step_gate, MASKED: tl.constexpr):
-    """What gates leave from keys to queries; without a mask, to a reference between them."""
+    From sums of log gates (base 2) since the reference: of the program's tile, which is of queries if SIGN is 1, of
+    keys if it is -1, and of a step of its loop.
+    """
     if MASKED:
         # Where the mask is off, sums of gates run the other way and would overflow.
-        b_sum = b_tile_gate[:, None] + b_step_gate[None, :]
+        b_sum = SIGN * difference(b_tile_gate, b_step_gate)
         return tl.exp2(tl.minimum(b_sum, 64.0, propagate_nan=tl.PropagateNan.ALL))
     else:
-        return tl.exp2(b_step_gate)[None, :]
+        return tl.exp2(-SIGN * b_step_gate.to(tl.float32))[None, :]
 
 
 @triton.jit
 def _forward(
-    p_q, p_k, p_v, p_left, p_edge, p_read, p_read_sum, p_o, p_inverse, s_v, s_o, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
+    p_q, p_k, p_v, p_left, p_rest, p_edge, p_read, p_read_sum, p_o, p_inverse, s_v, s_o, T, CHUNK, TILES, HEADS,
+    GROUP, BLOCKS,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     POWER: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -86,8 +78,9 @@ def _forward(
     p_k += i_n * T * D
     p_v += i_b * s_vb + (i_n % HEADS) * s_vh
     p_left += i_n * BLOCKS * 64
+    p_rest += i_n * BLOCKS * 64
     p_edge += i_n * BLOCKS
-    reference, b_tile_gate = _query_gates(p_left, p_edge, first_row, row, m_row, BM, GATED)
+    reference, b_tile_gate = _query_gates(p_left, p_rest, p_edge, first_row, row, m_row, BM, GATED)
     b_acc = tl.zeros([BM, BE], tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     for MASKED in tl.static_range(2):  # keys before the tile, then those in it
@@ -100,16 +93,17 @@ def _forward(
             b_w = _power(mul(b_q, b_k, DTYPE), POWER)
             b_v = load_rows(p_v, key, s_vt, value, m_key, E, BE)
             if GATED:
-                b_step_gate = _step_gates(p_left, p_edge, j, key, m_key, reference)
-                b_w *= _faded(b_tile_gate, -b_step_gate, MASKED)
+                b_step_gate = gates_since(p_left, p_rest, p_edge, key, m_key, reference)
+                b_w *= _faded(b_tile_gate, b_step_gate, 1, MASKED)
             if MASKED:
                 b_w = tl.where(m_key[None, :] & (key[None, :] <= row[:, None]), b_w, 0.0)
             b_w = b_w.to(DTYPE)  # the sum is of what values are multiplied by: a key that is alone has all the weight
             b_sum += tl.sum(b_w.to(tl.float32), 1)
             b_acc = plus(b_acc, b_w, b_v, DTYPE)
         if GATED and not MASKED:
-            b_acc *= tl.exp2(b_tile_gate)[:, None]
-            b_sum *= tl.exp2(b_tile_gate)
+            b_fade = tl.exp2(b_tile_gate.to(tl.float32))
+            b_acc *= b_fade[:, None]
+            b_sum *= b_fade
     if STATE:
         b_acc += load_rows(p_read + i_head * T * E, row, E, value, m_row, E, BE)
         b_sum += tl.load(p_read_sum + i_head * T + row, mask=m_row, other=0.0)
@@ -121,7 +115,7 @@ def _forward(
 
 @triton.jit
 def _query_gradients(
-    p_q, p_k, p_v, p_do, p_left, p_edge, p_delta, p_inverse, p_unit, p_state_dq, p_dq, p_by_query,
+    p_q, p_k, p_v, p_do, p_left, p_rest, p_edge, p_delta, p_inverse, p_unit, p_state_dq, p_dq, p_by_query,
     s_v, s_o, s_dq, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     POWER: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
@@ -139,8 +133,9 @@ def _query_gradients(
     p_k += i_n * T * D
     p_v += i_b * s_vb + (i_n % HEADS) * s_vh
     p_left += i_n * BLOCKS * 64
+    p_rest += i_n * BLOCKS * 64
     p_edge += i_n * BLOCKS
-    reference, b_tile_gate = _query_gates(p_left, p_edge, first_row, row, m_row, BM, GATED)
+    reference, b_tile_gate = _query_gates(p_left, p_rest, p_edge, first_row, row, m_row, BM, GATED)
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_by_query = tl.zeros([BM], tl.float32)
     for MASKED in tl.static_range(2):
@@ -154,16 +149,17 @@ def _query_gradients(
             b_s = mul(b_q, b_k, DTYPE)
             b_ds = (mul(b_do, b_v, DTYPE) + b_delta[:, None]) * (b_s if POWER == 2 else b_s * b_s * b_s)
             if GATED:
-                b_step_gate = _step_gates(p_left, p_edge, j, key, m_key, reference)
-                b_ds *= _faded(b_tile_gate, -b_step_gate, MASKED)
+                b_step_gate = gates_since(p_left, p_rest, p_edge, key, m_key, reference)
+                b_ds *= _faded(b_tile_gate, b_step_gate, 1, MASKED)
             if MASKED:
                 b_ds = tl.where(m_key[None, :] & (key[None, :] <= row[:, None]), b_ds, 0.0)
             if GATED:
                 b_by_query += tl.sum(b_ds * b_s, 1)
             b_dq = plus(b_dq, b_ds, tl.trans(b_k), DTYPE)
         if GATED and not MASKED:
-            b_dq *= tl.exp2(b_tile_gate)[:, None]
-            b_by_query *= tl.exp2(b_tile_gate)
+            b_fade = tl.exp2(b_tile_gate.to(tl.float32))
+            b_dq *= b_fade[:, None]
+            b_by_query *= b_fade
     b_dq *= POWER * b_inverse[:, None]
     if STATE:
         b_dq += load_rows(p_state_dq + i_head * T * D, row, D, channel, m_row, D, BD)
@@ -175,7 +171,8 @@ def _query_gradients(
 
 @triton.jit
 def _key_gradients(
-    p_q, p_k, p_v, p_do, p_left, p_edge, p_delta, p_inverse, p_unit, p_state_dk, p_state_dv, p_dk, p_dv, p_by_key,
+    p_q, p_k, p_v, p_do, p_left, p_rest, p_edge, p_delta, p_inverse, p_unit, p_state_dk, p_state_dv, p_dk, p_dv,
+    p_by_key,
     s_v, s_o, s_dk, s_dv, T, CHUNK, TILES, HEADS, GROUP, BLOCKS,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     POWER: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr, DTYPE: tl.constexpr,
@@ -192,13 +189,14 @@ def _key_gradients(
     b_k = load_rows(p_k + i_n * T * D, key, D, channel, m_key, D, BD)
     b_v = load_rows(p_v + i_b * s_vb + i_h * s_vh, key, s_vt, value, m_key, E, BE).to(DTYPE)
     p_left += i_n * BLOCKS * 64
+    p_rest += i_n * BLOCKS * 64
     p_edge += i_n * BLOCKS
-    b_tile_gate = tl.zeros([BN], tl.float32)
+    b_tile_gate = tl.zeros([BN], tl.float64)
     reference = 0.0
     whole = tl.minimum(first_key + BN, T)
     if GATED:
         reference = tl.load(p_edge + (whole - 1) // 64)  # at the last key
-        b_tile_gate = -_tile_gates(p_left, p_edge, key, m_key, reference)
+        b_tile_gate = gates_since(p_left, p_rest, p_edge, key, m_key, reference)
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BE], tl.float32)
     b_by_key = tl.zeros([BN], tl.float32)
@@ -218,8 +216,8 @@ def _key_gradients(
                 b_s = mul(b_k, b_q, DTYPE)  # (keys, queries)
                 b_x = b_s if POWER == 2 else b_s * b_s * b_s
                 if GATED:
-                    b_step_gate = _step_gates(p_left, p_edge, i, row, m_row, reference)
-                    b_factor *= _faded(b_tile_gate, b_step_gate, MASKED)
+                    b_step_gate = gates_since(p_left, p_rest, p_edge, row, m_row, reference)
+                    b_factor *= _faded(b_tile_gate, b_step_gate, -1, MASKED)
                 b_x *= b_factor
                 if MASKED:
                     b_x = tl.where(key[:, None] <= row[None, :], b_x, 0.0)
@@ -229,9 +227,10 @@ def _key_gradients(
                     b_by_key += tl.sum(b_x * b_s, 1)
                 b_dk = plus(b_dk, b_x, tl.trans(b_q), DTYPE)
         if GATED and not MASKED:
-            b_dk *= tl.exp2(b_tile_gate)[:, None]
-            b_dv *= tl.exp2(b_tile_gate)[:, None]
-            b_by_key *= tl.exp2(b_tile_gate)
+            b_fade = tl.exp2(-b_tile_gate.to(tl.float32))
+            b_dk *= b_fade[:, None]
+            b_dv *= b_fade[:, None]
+            b_by_key *= b_fade
     b_dk *= POWER
     if STATE:
         b_dk += load_rows(p_state_dk + i_n * T * D, key, D, channel, m_key, D, BD)
@@ -260,8 +259,8 @@ def _launch(
     )  # fmt: skip
 
 
-def _gates(sums: Sums | None, q: Tensor) -> tuple[Tensor, Tensor]:
-    return (q, q) if sums is None else (sums.left, sums.edge)
+def _gates(sums: Sums | None, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (q, q, q) if sums is None else sums
 
 
 def attend_within(

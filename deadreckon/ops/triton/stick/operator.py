@@ -17,6 +17,9 @@ with Σ_j σ_ij, which is about 20 when a row is done, whatever T.
 dq runs along keys; dk and dv along queries, for each tile of keys from what is left of the rows, and what they still
 owe, at the tile's near edge. dq's kernel writes these two numbers. To keep memory linear in T it does so for one strip
 of keys, whose dk and dv follow at once, then for the next strip down, going on from where the rows were. No atomics.
+
+Packed documents are laid side by side by length (`blockwise/documents.py`), inside operators of their own: a graph need
+not know how many there are.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadreckon.ops.triton.operators import gradients_for
+from deadreckon.ops.blockwise.documents import batches, boundaries
+from deadreckon.ops.triton.operators import gradients_for, save
 from deadreckon.ops.triton.stick.backward import attend_backward
 from deadreckon.ops.triton.stick.forward import attend_forward
 from deadreckon.ops.triton.stick.launch import WIDEST, rest_scale
@@ -77,27 +81,67 @@ def _(
     return grad_q, grad_k, grad_v
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.scale = scale
-
-
 def _gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return None, None, None, None
     return *stick_breaking_backward(grad, *ctx.saved_tensors, ctx.scale), None
 
 
-stick_breaking_forward.register_autograd(_gradients, setup_context=_save)
+stick_breaking_forward.register_autograd(_gradients, setup_context=save)
 
 
-def stick_breaking(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+@torch.library.custom_op("deadreckon::stick_breaking_packed", mutates_args=())
+def packed_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `stick_breaking_forward`, of the documents of one row, whose boundaries (N + 1,) are checked when it runs."""
+    results = _forward_outputs(q, v)
+    for batch in batches(boundaries(cu_seqlens, q.shape[1]), q.device):
+        found = stick_breaking_forward(batch.rows(q), batch.rows(k), batch.rows(v), scale)
+        for result, x in zip(results, found, strict=True):
+            if x.numel():
+                result[0, batch.place[batch.real]] = x[batch.real]
+    return results
+
+
+@packed_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _forward_outputs(q, v)
+
+
+@torch.library.custom_op("deadreckon::stick_breaking_packed_backward", mutates_args=())
+def packed_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor, rest: Tensor, scale: float
+) -> list[Tensor]:
+    """dq, dk, dv."""
+    gradients = gradients_for(q, k, v)
+    for batch in batches(boundaries(cu_seqlens, q.shape[1]), q.device):
+        inputs = [batch.rows(x) if x.numel() else x for x in (grad, q, k, v, out, rest)]
+        for gradient, x in zip(gradients, stick_breaking_backward(*inputs, scale), strict=True):
+            gradient[0, batch.place[batch.real]] = x[batch.real]
+    return gradients
+
+
+@packed_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor, rest: Tensor, scale: float
+) -> list[Tensor]:
+    return gradients_for(q, k, v)
+
+
+def _packed_gradients(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None, None
+    return *packed_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+packed_forward.register_autograd(_packed_gradients, setup_context=save)
+
+
+def stick_breaking(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None = None) -> Tensor:
     """q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E) -> o (B, T, Hq, E), Hq a multiple of H; differentiable once."""
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v: expected one of float16, bfloat16, float32, got {q.dtype}, {k.dtype}, {v.dtype}")
     if max(q.shape[3], v.shape[3]) > WIDEST:
         raise ValueError(f"q, k, v: expected at most {WIDEST} channels, got {q.shape[3]} and {v.shape[3]}")
+    if cu_seqlens is not None:
+        return packed_forward(q, k, v, cu_seqlens, scale)[0]
     return stick_breaking_forward(q, k, v, scale)[0]

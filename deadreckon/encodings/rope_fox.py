@@ -1,0 +1,37 @@
+"""RoPE-FoX: RoPE's rotation and forget gates on the same route.
+
+    step angle of pair m: a · θ_m as in RoPE, a = 1 to begin with,   f_t = σ(u · x_t + b) as in FoX
+
+With f = 1 it is RoPE, so that a RoPE checkpoint can begin as it is.
+
+Cost: two rotations and a gate. State: keys, values and gates.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deadreckon.encodings.base import Context, Encoding, ForgetGate, RopeSteps, Sizes
+from deadreckon.ops.factors import Factors
+
+
+class RoPEFoX(Encoding):
+    """Ours.
+
+    Args:
+        base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        base: float = 10000.0,
+        scaling: dict[str, float] | None = None,
+        learn_factor: bool = False,
+    ) -> None:
+        super().__init__()
+        self.turns = RopeSteps(sizes, base, scaling, learn_factor)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        return Factors(self.turns(x), self.gate(x))

@@ -1,0 +1,39 @@
+"""RoPE-PaTH: every token turns what lies behind it by RoPE's angles and reflects it.
+
+    step R_t H_t,   R_t turns pair m by a · θ_m as in RoPE, a = 1 to begin with,   H_t = I − β_t w_t w_tᵀ as in PaTH
+
+With β = 0 it is RoPE, so that a RoPE checkpoint can begin as it is; with a = 0 it is PaTH.
+
+Cost: that of PaTH and three rotations. State: that of PaTH and the running angle.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deadreckon.encodings.base import Context, Encoding, HouseholderSteps, RopeSteps, Sizes
+from deadreckon.ops.factors import Factors
+
+
+class RoPEPaTH(Encoding):
+    """Ours.
+
+    Args:
+        rank: of the linear map that w is computed by.
+        base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        rank: int = 32,
+        base: float = 10000.0,
+        scaling: dict[str, float] | None = None,
+        learn_factor: bool = False,
+    ) -> None:
+        super().__init__()
+        self.turns = RopeSteps(sizes, base, scaling, learn_factor)
+        self.steps = HouseholderSteps(sizes, rank)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        return Factors((self.turns(x), self.steps(x, context)))

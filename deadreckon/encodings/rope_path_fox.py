@@ -1,0 +1,40 @@
+"""RoPE-PaTH-FoX: rotations, reflections and forget gates on the same route.
+
+    step R_t H_t as in RoPE-PaTH,   f_t = σ(u · x_t + b) as in FoX
+
+With β = 0 and f = 1 it is RoPE, so that a RoPE checkpoint can begin as it is; with angles of 0 it is PaTH-FoX.
+
+Cost: that of PaTH-FoX and three rotations. State: that of PaTH-FoX and the running angle.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deadreckon.encodings.base import Context, Encoding, ForgetGate, HouseholderSteps, RopeSteps, Sizes
+from deadreckon.ops.factors import Factors
+
+
+class RoPEPaTHFoX(Encoding):
+    """Ours.
+
+    Args:
+        rank: of the linear map that w is computed by.
+        base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        rank: int = 32,
+        base: float = 10000.0,
+        scaling: dict[str, float] | None = None,
+        learn_factor: bool = False,
+    ) -> None:
+        super().__init__()
+        self.turns = RopeSteps(sizes, base, scaling, learn_factor)
+        self.steps = HouseholderSteps(sizes, rank)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+
+    def forward(self, x: Tensor, context: Context) -> Factors:
+        return Factors((self.turns(x), self.steps(x, context)), self.gate(x))

@@ -1,0 +1,121 @@
+"""What a conversion came to: teacher and student by length, in generation and in speed, as a model card."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.lab.environment import describe_environment
+from deadreckon.lab.evaluation import evaluate, format_value
+from deadreckon.lab.pages.tables import markdown
+from deadreckon.lab.recipes.conversion import Conversion
+from deadreckon.lab.training.conversion import convert_run
+from deadreckon.lab.training.distillation import load_start, load_teacher
+from deadreckon.lab.training.runs import Run, write_text
+from deadreckon.lab.training.trainer import quiet_transformers
+
+PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt, tokens that are added
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One of the two models."""
+
+    perplexity: dict[int, float]  # by length
+    reading: float  # tokens per second of a text of the training length
+    writing: float  # tokens per second of generate()
+
+
+def convert(conversion: Conversion, out: Path, device: str, console: Console) -> None:
+    """Converts, measures teacher and student, and writes report.json and README.md beside the model."""
+    convert_run(conversion, out, device=device, console=console)
+    with quiet_transformers(), console.status(f"measuring {out} and its teacher"):
+        models = {
+            "teacher": load_teacher(conversion.source).to(device),
+            "student": load_start(str(out)).to(device).eval(),
+        }
+        prompts = draw_prompts(conversion).to(device)
+        written = {name: continue_greedily(model, prompts) for name, model in models.items()}
+        measured = {name: measure(model, conversion, written[name][1]) for name, model in models.items()}
+    agreement = match(written["teacher"][0], written["student"][0])
+    report = {name: asdict(one) for name, one in measured.items()} | {"same_tokens": agreement}
+    write_text(out / "report.json", json.dumps(report | {"environment": describe_environment(device)}, indent=2) + "\n")
+    table = tabulate(measured)
+    write_text(out / "README.md", model_card(conversion, out, table, agreement))
+    console.print(f"{table}\n\n{agreement:.0%} of greedily chosen tokens are the teacher's.", highlight=False)
+    console.print(f"Saved: {out}", highlight=False)
+
+
+def draw_prompts(conversion: Conversion) -> Tensor:
+    """Beginnings of texts (prompts, tokens), from the held-out ones."""
+    task = conversion.test_recipe().make_task("held out")
+    return task.sample(PROMPTS, PROMPT, torch.Generator().manual_seed(0))[0]
+
+
+def continue_greedily(model: dr.DeadReckonForCausalLM, prompts: Tensor) -> tuple[Tensor, float]:
+    """What a model adds to prompts (prompts, new), and tokens per second."""
+    began = time.perf_counter()
+    mask = torch.ones_like(prompts)
+    tokens = model.generate(
+        prompts, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
+    new = tokens[:, prompts.shape[1] :].cpu()  # which waits for the device
+    return new, new.numel() / (time.perf_counter() - began)
+
+
+def match(expected: Tensor, found: Tensor) -> float:
+    """The share of tokens up to and without the first that differs in each row."""
+    return float((expected == found).long().cumprod(1).double().mean())
+
+
+def measure(model: dr.DeadReckonForCausalLM, conversion: Conversion, writing: float) -> Measured:
+    recipe = conversion.test_recipe()
+    perplexity = {one.length: one.perplexity for one in evaluate(model, recipe)}
+    rows, _ = recipe.make_task("held out").sample(1, recipe.length, torch.Generator().manual_seed(0))
+    rows = rows.to(next(model.parameters()).device)
+    with torch.no_grad():
+        model(rows)  # kernels are compiled
+        began = time.perf_counter()
+        float(model(rows).logits[0, -1, 0])
+    return Measured(perplexity, rows.numel() / (time.perf_counter() - began), writing)
+
+
+def tabulate(measured: dict[str, Measured]) -> str:
+    """In Markdown: a row for each model."""
+    lengths = list(measured["teacher"].perplexity)
+    rows = [
+        [name, *(format_value("perplexity", one.perplexity[length]) for length in lengths), f"{one.reading:,.0f}",
+         f"{one.writing:,.0f}"]
+        for name, one in measured.items()
+    ]  # fmt: skip
+    return markdown(["", *(f"perplexity at {n}" for n in lengths), "tokens/s reading", "tokens/s writing"], rows)
+
+
+def model_card(conversion: Conversion, out: Path, table: str, agreement: float) -> str:
+    """README.md, as the Hugging Face Hub shows it."""
+    runs = [Run(out / stage) for stage, _ in conversion.recipes(out)]
+    stages = [
+        [run.path.name, run.recipe.steps, f"{run.progress().tokens:,}", f"{run.recipe.learning_rate:g}"] for run in runs
+    ]
+    start = "a cold swap" if conversion.cold else "an exact start"
+    environment = describe_environment("cpu")
+    return "\n".join([
+        "---", "library_name: transformers", f"base_model: {conversion.source}", "tags: [deadreckon]", "---", "",
+        f"# {Path(conversion.source).name} with {conversion.ended}", "",
+        f"Converted from `{conversion.source}` to the position encoding `{conversion.ended}` with deadreckon "
+        f"{environment['versions']['deadreckon']}, from {start}"
+        f"{', while the angles of RoPE faded to nothing' if conversion.drop_rope else ''}.", "",
+        "```python", "import deadreckon as dr", f'model = dr.DeadReckonForCausalLM.from_pretrained("{out}")', "```", "",
+        markdown(["stage", "steps", "tokens", "learning rate"], stages) if stages else "No training.", "",
+        f"Trained at {conversion.length} tokens; the same held-out text at every length:", "", table, "",
+        f"{agreement:.0%} of {PROMPTS} × {NEW} greedily chosen tokens are the teacher's, each row up to the first that "
+        "differs.", "",
+        f"Command: `{environment['command']}`. Date: {environment['date'][:10]}.", "",
+    ])  # fmt: skip

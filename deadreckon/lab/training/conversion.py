@@ -1,0 +1,109 @@
+"""Carries out a conversion: the start, its stages as runs, and the model that is left, in one folder.
+
+    OUT/start                  the model before training
+    OUT/align, OUT/distil, …   runs, as `deadreckon train` makes them
+    OUT                        the result for from_pretrained, and its tokenizer
+
+If killed, the same command resumes: finished stages are used as they are.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
+
+import deadreckon as dr
+from deadreckon.lab.environment import check_device, check_model
+from deadreckon.lab.recipes.conversion import Conversion
+from deadreckon.lab.recipes.texts import tokenizer_of
+from deadreckon.lab.training.distillation import load_source, load_start, load_teacher
+from deadreckon.lab.training.runs import recover, replacing
+from deadreckon.lab.training.trainer import quiet_transformers, train_run
+from deadreckon.tasks.language import Language
+
+ROPE_OPTIONS = ("base", "scaling", "learn_factor")
+
+
+def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", console: Console | None = None) -> Path:
+    """Converts a model, or resumes; returns the folder of the last checkpoint."""
+    console = console or Console()
+    check_device(device)
+    with quiet_transformers():
+        check_vocabulary(conversion)
+        recipes = list(conversion.recipes(out))  # so that bad ones fail before anything is written
+        make_start(conversion, out / "start", console)
+        if not conversion.departs and {"align", "distil"} & {stage for stage, _ in recipes}:
+            console.print("An exact start has nothing to learn from its teacher: align and distil add noise alone.")
+        latest = out / "start"
+        for stage, recipe in recipes:
+            train_run(recipe, out / stage, device=device, console=console)
+            latest = out / stage / "last"
+        save_result(conversion, latest, out)
+    return latest
+
+
+def check_vocabulary(conversion: Conversion) -> None:
+    """Raises a ValueError unless there is a tokenizer whose tokens the model all knows."""
+    check_model(Path(conversion.source))
+    tokenizer, known = tokenizer_of(conversion.source), AutoConfig.from_pretrained(conversion.source).vocab_size
+    if (tokens := tokenizer.get_vocab_size()) > known:
+        raise ValueError(f"tokenizer: expected at most {known} tokens, the model's vocabulary, got {tokens}")
+    for task in (conversion.test_recipe().make_task(), conversion.test_recipe().make_task("held out")):
+        assert isinstance(task, Language)
+        if task.corpus.tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"data: expected text, or tokens of the model's tokenizer, got others in {conversion.data}"
+            )
+
+
+def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
+    """Saves the model that training begins with, if it is not there, and says how far it is off the teacher."""
+    recover(folder)
+    if (folder / "config.json").exists():
+        found = dr.DeadReckonConfig.from_pretrained(folder).encoding
+        if found != conversion.begun:
+            raise ValueError(f"out: {folder.parent} holds a conversion to {found}, not {conversion.begun}")
+        return
+    torch.manual_seed(conversion.seed)
+    student = dr.convert_model(load_source(conversion.source), conversion.begun, exact=not conversion.cold)
+    with replacing(folder) as new:
+        student.save_pretrained(new)
+        AutoTokenizer.from_pretrained(conversion.source).save_pretrained(new)
+    rows, _ = conversion.test_recipe().make_task("held out").sample(1, 64, torch.Generator().manual_seed(0))
+    off = difference(student, load_teacher(conversion.source), rows)
+    console.print(f"{folder}: logits {off:.1e} of their range off the source's", highlight=False, soft_wrap=True)
+
+
+@torch.no_grad()
+def difference(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, rows: Tensor) -> float:
+    """The greatest difference of logits, in units of their range."""
+    found, expected = student.eval()(rows).logits, teacher.eval()(rows).logits
+    return float((found - expected).abs().max() / (expected.max() - expected.min()))
+
+
+def save_result(conversion: Conversion, folder: Path, out: Path) -> None:
+    """Saves a checkpoint as the result, without RoPE's rotation if that was dropped."""
+    model = load_start(str(folder))
+    if conversion.drop_rope:
+        model = without_rope(model, conversion.ended)
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(conversion.source).save_pretrained(out)
+
+
+def without_rope(model: dr.DeadReckonForCausalLM, encoding: str) -> dr.DeadReckonForCausalLM:
+    """The same model with the encoding that is left where RoPE's angles have faded to nothing."""
+    weights, config = model.state_dict(), deepcopy(model.config)
+    factors = [weights.pop(name) for name in list(weights) if name.endswith(".turns.angle_factor")]
+    if not factors or any(bool(factor) for factor in factors):
+        raise ValueError(f"drop_rope: expected factors of 0 on all angles, got {[float(one) for one in factors]}")
+    options = (config.encoding_options or {}).get(config.encoding, {})
+    left = {name: value for name, value in options.items() if name not in ROPE_OPTIONS}
+    config.encoding, config.encoding_options = encoding, {encoding: left} if left else None
+    bare = dr.DeadReckonForCausalLM(config)
+    bare.load_state_dict(weights)
+    return bare

@@ -1,0 +1,185 @@
+"""`deadreckon convert`, end to end, on a teacher of a few thousand weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import quiet, run_cli
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import deadreckon as dr
+from deadreckon.lab.recipes.conversion import Conversion
+from deadreckon.lab.training import Run, Training
+from deadreckon.lab.training.conversion import convert_run
+from deadreckon.lab.training.distillation import OBJECTIVES, load_start, load_teacher
+from deadreckon.tasks.task import Batch
+from deadreckon.tasks.tokens import for_transformers, train_tokenizer
+
+WORDS = "every where a bell rang and nobody came to see what it had to say"
+SMALL = ("batch_size=4", "evaluate_every=20", "validation_rows=2", "test_tokens=512", "warmup=2", "log_every=1")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Llama, drawn, with a tokenizer; two texts beside it."""
+    folder, chance = tmp_path_factory.mktemp("teacher"), random.Random(0)
+    for name, count in (("train", 20), ("valid", 10)):
+        documents = [{"text": " ".join(chance.choices(WORDS.split(), k=200))} for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEADRECKON_CACHE", str(folder / "cache"))
+        tokenizer = train_tokenizer(folder / "train.jsonl", 270)
+        for_transformers(tokenizer).save_pretrained(folder / "llama")
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=48,
+            vocab_size=tokenizer.get_vocab_size(), initializer_range=0.3, eos_token_id=0,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder / "llama")
+        yield folder
+
+
+def conversion(teacher: Path, **changes: Any) -> Conversion:
+    texts = str(teacher / "train.jsonl"), str(teacher / "valid.jsonl")
+    usual = Conversion(str(teacher / "llama"), "rope-path-fox", *texts, length=32, changes=SMALL)
+    return replace(usual, **changes)
+
+
+def test_the_whole_command(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("deadreckon.lab.pages.conversion.NEW", 4)
+    out = tmp_path / "converted"
+    words = [
+        "convert", str(teacher / "llama"), "--data", str(teacher / "train.jsonl"), "--held-out",
+        str(teacher / "valid.jsonl"), "--out", str(out), "--encoding", "path-fox", "--drop-rope", "--length", "32",
+        "--stages", "align,distil,extend", "--freeze", "mlp", "embed_tokens", "--change", *SMALL, "steps=6",
+        "align.steps=30", "align.learning_rate=0.003",
+    ]  # fmt: skip
+    assert run_cli(monkeypatch, *words) == 0
+    printed = capsys.readouterr().out
+    assert "error of attention" in printed and "KL to the teacher" in printed and "| student |" in printed
+    model, source = load_start(str(out)), LlamaForCausalLM.from_pretrained(teacher / "llama")
+    assert model.config.encoding == "path-fox"
+    assert not any("angle_factor" in name for name in model.state_dict())
+    for (name, found), (_, expected) in zip(
+        model.model.layers[0].mlp.named_parameters(), source.model.layers[0].mlp.named_parameters(), strict=True
+    ):
+        assert torch.equal(found, expected), name
+    assert not torch.equal(
+        model.model.layers[0].self_attn.q_proj.weight, source.model.layers[0].self_attn.q_proj.weight
+    )
+    assert AutoTokenizer.from_pretrained(out)("a bell rang").input_ids
+    report = json.loads((out / "report.json").read_text())
+    assert list(report["student"]["perplexity"]) == ["32", "64", "128", "256", "512"]
+    assert 0 <= report["same_tokens"] <= 1
+    card = (out / "README.md").read_text()
+    assert "| align | 30 |" in card and "base_model:" in card
+    faded = [load_start(str(out / stage / "last")).state_dict() for stage in ("align", "distil")]
+    assert all(weights["model.layers.1.self_attn.encoding.turns.angle_factor"] == 0 for weights in faded)
+    assert Run(out / "extend").recipe.length == 128
+    assert run_cli(monkeypatch, *words) == 0  # nothing is trained again
+    assert "step" not in capsys.readouterr().out
+    assert run_cli(monkeypatch, *words[:-2], "align.steps=31") == 2
+    assert "another recipe" in capsys.readouterr().err
+
+
+def test_the_start_is_exact_and_stages_close_the_gap(teacher: Path, tmp_path: Path) -> None:
+    exact = conversion(teacher, stages=())
+    convert_run(exact, tmp_path / "exact", console=quiet())
+    batch = Batch(*exact.test_recipe().make_task().sample(4, 64, torch.Generator().manual_seed(1)))
+    expected, source = load_teacher(exact.source), LlamaForCausalLM.from_pretrained(exact.source)
+    logits = source(batch.tokens).logits
+    assert (expected(batch.tokens).logits - logits).abs().max() < 1e-4 * (logits.max() - logits.min())
+    start = load_start(str(tmp_path / "exact"))
+    for objective in OBJECTIVES.values():
+        assert abs(objective(start, expected, batch)) < 1e-6
+    budget = (*SMALL, "align.steps=40", "distil.steps=40", "learning_rate=0.01")
+    cold = conversion(teacher, encoding="path-fox", cold=True, changes=budget)
+    convert_run(cold, tmp_path / "cold", console=quiet())
+    gaps = {}
+    for folder in ("start", "align/last", "distil/last"):
+        model = load_start(str(tmp_path / "cold" / folder))
+        gaps[folder.split("/")[0]] = [objective(model, expected, batch).item() for objective in OBJECTIVES.values()]
+    assert gaps["align"][0] < 0.8 * gaps["start"][0]
+    assert gaps["distil"][1] < 0.8 * gaps["align"][1] < gaps["start"][1]
+
+
+def test_divergences_are_those_of_the_definition(teacher: Path) -> None:
+    """Also where some tokens do not count, and logits come in several parts."""
+    expected = load_teacher(str(teacher / "llama"))
+    student = dr.convert_model(expected_source(teacher), "path", exact=False)
+    tokens = torch.randint(0, 260, (2, 20), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    labels[0, 5:9] = -100
+    log_p, log_q = (model(tokens).logits[:, :-1].log_softmax(-1) for model in (expected, student))
+    each = (log_p.exp() * (log_p - log_q)).sum(-1)[labels[:, 1:] != -100]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deadreckon.lab.training.distillation.HEAD_TOKENS", 7)
+        found = OBJECTIVES["distil"](student, expected, Batch(tokens, labels))
+    torch.testing.assert_close(found, each.mean())
+    found.backward()
+    assert all(p.grad is not None for p in student.parameters())
+    assert all(p.grad is None for p in expected.parameters())
+
+
+def expected_source(teacher: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(teacher / "llama")
+
+
+def test_accumulated_steps_and_resumed_ones_are_the_same(teacher: Path, tmp_path: Path) -> None:
+    cold = conversion(teacher, encoding="path-fox", cold=True, stages=(), changes=(*SMALL, "steps=4"))
+    convert_run(cold, tmp_path, console=quiet())
+    plan = replace(cold, stages=("distil",))
+    ((_, recipe),) = plan.recipes(tmp_path)
+    losses = []
+    for accumulate in (1, 2):
+        varied = replace(recipe, accumulate=accumulate)
+        training, _ = Run.create(tmp_path / str(accumulate), varied).restore("cpu")
+        losses.append([training.advance().loss for _ in range(4)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    run = Run.create(tmp_path / "halved", recipe)
+    training, progress = run.restore("cpu")
+    first = [training.advance().loss for _ in range(2)]
+    run.save(training, replace(progress, step=2))
+    again, _ = run.restore("cpu")
+    assert isinstance(again, Training)
+    assert first + [again.advance().loss for _ in range(2)] == losses[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"encoding": "path-fox", "stages": ()},
+            "encoding: 'path-fox' cannot begin with the model's logits: it has no r",
+        ),
+        ({"stages": ("heal",)}, "stages: expected some of align, distil, extend; got 'heal'"),
+        ({"drop_rope": True, "stages": ()}, "drop_rope: expected a stage"),
+        ({"drop_rope": True, "cold": True}, "drop_rope: expected it without cold"),
+        ({"drop_rope": True, "encoding": "alibi"}, "encoding: expected one of .* got 'rope-alibi'"),
+        ({"freeze": ("mpl",)}, "freeze: expected part of a parameter's name, such as mlp, got 'mpl'"),
+        ({"freeze": ("model", "lm_head")}, "freeze: expected to leave something to train"),
+        ({"held_out": ""}, "options.held_out: expected a text to test on"),
+        ({"source": "nowhere"}, "model: expected a folder with config.json"),
+    ],
+)
+def test_bad_conversions(changes: dict[str, Any], message: str, teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert_run(conversion(teacher, **changes), tmp_path, console=quiet())
+
+
+def test_tokenizers_are_checked(teacher: Path, tmp_path: Path) -> None:
+    expected_source(teacher).save_pretrained(tmp_path / "mute")
+    with pytest.raises(ValueError, match="tokenizer: expected one beside the model"):
+        convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())
+    for_transformers(train_tokenizer(teacher / "valid.jsonl", 300)).save_pretrained(tmp_path / "mute")
+    with pytest.raises(ValueError, match="tokenizer: expected at most 270 tokens, the model's vocabulary, got"):
+        convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())
