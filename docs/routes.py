@@ -73,7 +73,7 @@ def draw_left(axes: Axes, values: list[float], label: str) -> None:
 
 def main() -> None:
     """Writes the picture."""
-    figure, panels = plt.subplots(2, 3, figsize=(11, 6.2), height_ratios=[2.2, 1], layout="constrained")
+    figure, panels = plt.subplots(2, 3, figsize=(9.4, 5.6), height_ratios=[2.2, 1], layout="constrained")
     turned, mirrored = rotated(), reflected()
     draw_key(panels[0, 0], turned, "rotation", "each token turns the key: angles add up")
     draw_key(panels[0, 1], mirrored, "reflection", "3 and 5 reflect it (β = 2), 8 projects it (β = 1)")

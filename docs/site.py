@@ -30,3 +30,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if folder:
         return markdown
     return re.sub(r"\]\((?:\.\./|docs/)", "](", markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Docstrings name classes and functions by Sphinx's roles, which Markdown does not know."""
+    return re.sub(r":(?:class|func|meth|data):(?=<code)", "", html)
