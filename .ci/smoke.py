@@ -12,7 +12,8 @@ from deadreckon.tasks.long import LONG_TASKS
 
 assert "site-packages" in dr.__file__, dr.__file__
 folder = Path(dr.__file__).parent
-assert (folder / "py.typed").exists() and (folder / "filters/histogram.c").exists()
+for name in ("py.typed", "filters/histogram.c"):
+    assert (folder / name).exists(), name
 assert LONG_TASKS
 q, k, v, w = torch.randn(4, 1, 70, 2, 16).unbind()
 route = dr.Householder(torch.nn.functional.normalize(w, dim=-1), torch.rand(1, 70, 2))
