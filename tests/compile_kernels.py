@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import deadreckon.ops.triton.householder.levels
 from deadreckon.filters.triton import filter_fused, superpose_fused
-from deadreckon.ops.factors import Factors, Form, Householder, Rotation
+from deadreckon.ops.factors import Factors, Form, Householder, Power, Rotation, Score
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
@@ -107,12 +107,13 @@ def call(
     output.sum().backward()
 
 
-def decode(dtype: torch.dtype, width: int, gated: bool) -> None:
+def decode(dtype: torch.dtype, width: int, gated: bool, routes: bool, score: Score = "softmax") -> None:
     past = Past()
     for tokens in (192, 1):
         q, k, v, w = (torch.randn(1, tokens, heads, width).to(dtype) for heads in (4, 1, 1, 1))
         beta, gate = torch.rand(1, tokens, 1), -torch.rand(1, tokens, 4) if gated else None
-        attend_stream(q, k, v, Factors(Householder(w, beta), gate), 0.1, past, PYTORCH if tokens > 1 else STREAM)
+        factors = Factors(Householder(w, beta) if routes else None, gate, score)
+        attend_stream(q, k, v, factors, 0.1, past, PYTORCH if tokens > 1 else STREAM)
 
 
 def call_filter(dtype: torch.dtype, length: int, positions: int, copy: bool) -> None:
@@ -143,7 +144,8 @@ deadreckon.ops.triton.householder.levels.backend_for = lambda x: None  # type: i
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.float16, 100, 1, 64, "rotation", False)
 call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
-decode(torch.bfloat16, 64, gated=True)
+decode(torch.bfloat16, 64, gated=True, routes=True)
+decode(torch.bfloat16, 64, gated=True, routes=False, score=Power(2))
 call_directions(torch.bfloat16, 64)
 call_filter(torch.bfloat16, 20, 512, copy=True)
 call_power(torch.bfloat16, 1100, 2, 64, 2, True)
@@ -153,8 +155,10 @@ if "--quick" not in sys.argv:
     call(torch.float32, 100, 2, 64, "householder", False)
     call(torch.bfloat16, 100, 1, 256, None, True)
     call(torch.float32, 100, 1, 128, None, True)
-    decode(torch.bfloat16, 128, gated=False)
-    decode(torch.float32, 64, gated=True)
+    decode(torch.bfloat16, 128, gated=False, routes=True)
+    decode(torch.float16, 256, gated=False, routes=False)
+    decode(torch.float32, 64, gated=True, routes=True)
+    decode(torch.float32, 128, gated=True, routes=False)
     call_filter(torch.float32, 1, 99, copy=False)
     call_filter(torch.float32, 20, 4096, copy=False)
     call_power(torch.bfloat16, 2100, 1, 128, 2, False)

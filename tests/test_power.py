@@ -213,7 +213,7 @@ def test_auto_takes_chunks_where_they_are_faster() -> None:
 @pytest.mark.parametrize("gate", [None, "learned"])
 def test_memory_is_linear_and_holds_phi_of_little(gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward. φ of all queries and keys would take four times as much."""
-    monkeypatch.setattr(power, "HELD", 1 << 16)
+    monkeypatch.setitem(power.HELD, "cpu", 1 << 16)
 
     def peak(length: int) -> int:
         case = Case(None, gate, dr.Power(4, "chunked"), length, batch=1, heads=1, group=1, width=12, value_width=8)

@@ -118,7 +118,7 @@ def trained(transport: dr.Rotation | dr.Householder) -> dict[str, Any]:
         (piece(scale="1"), "scale: expected a finite number or None, got '1'"),
         (piece(impl="reference"), "impl: expected 'auto', 'blockwise' or 'triton' for a piece .* got 'reference'"),
         (piece(impl="fast"), "impl: expected 'auto', 'blockwise' or 'triton' for a piece of a sequence, got 'fast'"),
-        (piece(impl="triton", score="stick-breaking"), "impl: 'triton' needs score 'softmax' for a piece"),
+        (piece(impl="triton", score="stick-breaking"), "impl: 'triton' needs score 'softmax' or a power for a piece"),
         (piece(impl="triton", width=12), "impl: 'triton' needs D a multiple of 8 up to 256, got 12"),
         (piece(log_gate=gate().requires_grad_()), "log_gate: expected no gradients to be required"),
         (trained(rotation()), "transport.angles: expected no gradients to be required"),
@@ -387,9 +387,9 @@ def test_masks_go_on_as_they_began() -> None:
     padded, plain = DynamicCache(config=model.config), DynamicCache(config=model.config)
     model(ids[:, :6], attention_mask=mask[:, :6], past_key_values=padded)
     model(ids[:, :6], past_key_values=plain)
-    with refused("attention_mask: expected that of past and new tokens, some of them padding, got None"):
+    with refused("attention_mask: expected that of past and new tokens, some of them masked, got None"):
         model(ids[:, 6:], past_key_values=padded)
-    with refused("attention_mask: expected no padding, like the pieces in past_key_values, got some"):
+    with refused("attention_mask: expected as many masked tokens as in past_key_values, got others"):
         model(ids[:, 6:], attention_mask=mask, past_key_values=plain)
     expected = model(ids[1:]).logits[:, 6:]
     both = model(ids[:, 6:7], attention_mask=mask[:, :7], past_key_values=padded).logits

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, logsigmoid
+from torch.nn.functional import linear, logsigmoid, pad
 
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
@@ -221,7 +221,8 @@ class ShortConvolution(SelfInitialised, nn.Module):
         reach, length = self.weight.shape[0] - 1, x.shape[1]
         recent = context.recent.get("convolution")
         x = x if recent is None else torch.cat([recent, x], dim=1)
-        context.recent["convolution"] = x[:, -reach - CROPPABLE :].clone()  # a view would hold the whole prefill
+        kept = x[:, -reach - CROPPABLE :]  # always as many, zeros at first, and no view of a whole prefill
+        context.recent["convolution"] = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
         return x[:, -reach - length :]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

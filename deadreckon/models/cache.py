@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from deadreckon.models.rows import Rows
 from deadreckon.models.state import LayerState
 
 LAYER_TYPE = "deadreckon"
@@ -21,7 +22,7 @@ class StateLayer(DynamicLayer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.state = LayerState()
+        self.state: LayerState | Rows = LayerState()
         self.home: torch.device | None = None  # where the state belongs, while it is offloaded
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -44,6 +45,8 @@ class StateLayer(DynamicLayer):
         if tokens_to_remove > 0:
             raise ValueError(f"crop: expected a number of 0 or less, got {tokens_to_remove}")
         self.state.crop(-tokens_to_remove)
+        if not self.state.length:
+            self.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keeps these sequences, in this order."""

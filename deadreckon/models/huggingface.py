@@ -19,8 +19,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import LAYER_TYPE, StateLayer
+from deadreckon.models.graphs import Steps, wanted
 from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
+from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
 from deadreckon.ops.tracing import traced
 
@@ -199,6 +201,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.steps: Steps | None = None
         self.post_init()
 
     def forward(
@@ -213,12 +216,13 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if past_key_values is not None or use_cache:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected no cache beside it")
             cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
-            return self._continue(x, input_ids, attention_mask, cache)
+            x = self._continue(input_ids, inputs_embeds, attention_mask, cache)
+            return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         real = _padding(attention_mask, x)
         order: Tensor | None = None
         if real is not None and cu_seqlens is not None:
@@ -262,27 +266,68 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = encoding.embed(x, context)
         return x
 
-    def _continue(self, x: Tensor, ids: Tensor | None, mask: Tensor | None, cache: Cache) -> BaseModelOutputWithPast:
+    def _continue(self, ids: Tensor | None, x: Tensor | None, mask: Tensor | None, cache: Cache) -> Tensor:
         """Prefill or decode: new tokens of sequences whose past is in the KV cache."""
         caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
-        drafts = [layer.state.draft() for layer in caches]  # so that all layers move on, or none
-        seen = drafts[0].length
-        context = Context.of(x, ids).after(seen).remembering({})
-        padding = _left_padding(mask, x.shape[0], seen + x.shape[1])
-        if padding is not None:
-            context = replace(context, positions=context.positions - padding.unsqueeze(1))
-        if seen and padding is not None and not drafts[0].padded:
-            raise ValueError("attention_mask: expected no padding, like the pieces in past_key_values, got some")
-        if drafts[0].padded and mask is None:
-            raise ValueError("attention_mask: expected that of past and new tokens, some of them padding, got None")
-        x = self._embed(x, context)
-        for layer, draft in zip(self.layers, drafts, strict=True):
-            draft.padded = draft.padded or padding is not None
-            x = layer(x, context, draft)
-        x = self.norm(x)
+        tokens = x if ids is None else ids
+        assert tokens is not None
+        real = real_tokens(mask, caches[0].state, *tokens.shape[:2])
+        if ids is not None and ids.shape[1] == 1 and real is None and wanted(ids, self):
+            if self.steps is None:
+                self.steps = Steps(self, self._decode)
+            out = self.steps(ids, caches)
+            if out is not None:
+                return out
+        x = self.embed_tokens(ids) if x is None else x
+        if isinstance(caches[0].state, Rows) or (real is not None and not begins_later(real, caches[0].state)):
+            return self._continue_rows(x, ids, real, caches)
+        drafts = [_uniform(layer).draft() for layer in caches]  # so that all layers move on, or none
+        if real is None:
+            x = self._advance(x, ids, drafts)
+        else:  # what is masked is left out: it goes to the left of the row, where nothing looks back to
+            for draft in drafts:
+                masked = (~real).sum(1)
+                draft.left_out = masked if draft.left_out is None else draft.left_out + masked
+            order = masked_first(real)
+            x = x.gather(1, order.unsqueeze(-1).expand_as(x))
+            x = self._advance(x, None if ids is None else ids.gather(1, order), drafts)
+            x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
         for layer_cache, draft in zip(caches, drafts, strict=True):
             layer_cache.state = draft
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+        return x
+
+    def _decode(self, ids: Tensor, states: list[LayerState], places: Tensor) -> Tensor:
+        """A decoding step, with nothing in it that a CUDA graph could not repeat: ids (B, 1), places (1, 1)."""
+        return self._advance(self.embed_tokens(ids), ids, states, places)
+
+    def _advance(self, x: Tensor, ids: Tensor | None, states: list[LayerState], places: Tensor | None = None) -> Tensor:
+        """Hidden states of the next tokens x (B, T, hidden_size), with which each layer's state moves on.
+
+        `places` (1, T) counts them with all tokens before, masked or not.
+        """
+        left_out = states[0].left_out
+        context = Context.of(x, ids).after(states[0].length) if places is None else Context(places, ids)
+        if left_out is not None:
+            context = replace(context, positions=context.positions - left_out.unsqueeze(1))
+        context = context.remembering({})
+        x = self._embed(x, context)
+        for layer, state in zip(self.layers, states, strict=True):
+            x = layer(x, context, state)
+        return self.norm(x)
+
+    def _continue_rows(self, x: Tensor, ids: Tensor | None, real: Tensor | None, caches: list[StateLayer]) -> Tensor:
+        """New tokens of rows that differ in how many of them are real, each row for itself."""
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if real is None else real
+        drafts = [layer.state.draft() if isinstance(layer.state, Rows) else Rows.of(layer.state) for layer in caches]
+        out = torch.zeros_like(x)
+        for row, tokens in enumerate(real):
+            if bool(tokens.any()):
+                row_ids = None if ids is None else ids[row : row + 1, tokens]
+                out[row, tokens] = self._advance(x[row : row + 1, tokens], row_ids, [d.states[row] for d in drafts])[0]
+        for layer_cache, draft in zip(caches, drafts, strict=True):
+            draft.advance(real)
+            layer_cache.state = draft
+        return out
 
 
 def _cache_layer(cache: Cache, number: int) -> StateLayer:
@@ -294,19 +339,10 @@ def _cache_layer(cache: Cache, number: int) -> StateLayer:
     return layer
 
 
-def _left_padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """How many tokens of padding stand before each sequence, (B,), or None where there is none."""
-    if mask is None:
-        return None
-    if mask.shape != (batch, length):
-        raise ValueError(
-            f"attention_mask: expected (B, past and new tokens) = ({batch}, {length}), got {tuple(mask.shape)}"
-        )
-    real = mask.bool()
-    padding = (~real).sum(1)
-    if not torch.equal(real, torch.arange(length, device=real.device) >= padding.unsqueeze(1)):
-        raise ValueError("attention_mask: with a cache, expected padding on the left only")
-    return padding if bool(padding.any()) else None
+def _uniform(layer: StateLayer) -> LayerState:
+    """The state of a layer whose rows are equally long."""
+    assert isinstance(layer.state, LayerState)
+    return layer.state
 
 
 def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
@@ -358,8 +394,8 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B, T) tokens.
-            attention_mask: (B, T), 0 for padding on either side; padded places give zero hidden states. With a cache,
-                (B, past and new tokens), padding on the left only.
+            attention_mask: (B, T), 0 for tokens that are left out, wherever they are: their hidden states are zero, and
+                all others are as if they were not there. With a cache, (B, past and new tokens).
             past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
             inputs_embeds: (B, T, hidden_size), in place of input_ids.
             labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
@@ -409,6 +445,17 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         if items is not None:  # once for all parts of an accumulated batch
             penalty = penalty * ((labels[:, 1:] != IGNORED).sum() / items)
         return loss + penalty
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As in transformers. The new token's mask is a one, which nobody needs to read back from a GPU."""
+        before = model_kwargs.get("attention_mask")
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        mask = model_kwargs.get("attention_mask")
+        if before is not None and mask is not None:
+            mark_grown(mask, before.shape[1])
+        return model_kwargs
 
 
 def _offer_lora_targets() -> None:

@@ -160,7 +160,7 @@ class AttentionLayer(nn.Module):
         if state is None:
             output = attend(q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl)
         else:
-            if state.padded:  # nothing passes from padding to the first real token
+            if state.left_out is not None:  # nothing passes from masked tokens to the first real one
                 fresh = (context.positions == 0).unsqueeze(-1).expand(*x.shape[:2], self.sizes.n_heads)
                 gate = 0.0 if factors.log_gate is None else factors.log_gate
                 factors = factors._replace(log_gate=torch.where(fresh, RESET, gate))

@@ -39,14 +39,14 @@ class LayerState:
             powers, the state that all but the last tokens have become.
         recent: what the encoding needs of the last inputs, and of so many before them that `crop` can undo tokens.
         kept: how many tokens `crop` can undo, as far as recent inputs go back.
-        padded: whether any of these sequences begins with padding.
+        left_out: (B,) how many masked tokens each row counts before its first real one; None where there are none.
         origin: the layer and the inputs that it comes from; None before the first piece.
     """
 
     past: Past = field(default_factory=Past)
     recent: dict[str, Tensor] = field(default_factory=dict)
     kept: int = 0
-    padded: bool = False
+    left_out: Tensor | None = None
     origin: Origin | None = None
 
     @property
@@ -80,20 +80,29 @@ class LayerState:
 
     def fork(self) -> LayerState:
         """Another continuation of the same prefix, which is shared, not copied."""
-        return replace(self, past=self.past.fork(), recent=dict(self.recent))
+        recent = {name: x.clone() for name, x in self.recent.items()}  # a graph writes to its own
+        return replace(self, past=self.past.fork(), recent=recent)
+
+    def detach(self) -> None:
+        """Leaves what a graph writes to, to another state, in place."""
+        self.past.detach()
+        self.recent = {name: x.clone() for name, x in self.recent.items()}
 
     def select(self, rows: Tensor) -> LayerState:
         """The state of these sequences in this order, with repetitions: (new batch,) integers."""
         past = self.past.select(rows)
         recent = {name: x.index_select(0, rows.to(x.device)) for name, x in self.recent.items()}
         origin = None if self.origin is None else self.origin._replace(batch=len(rows))
-        return replace(self, past=past, recent=recent, origin=origin)
+        left_out = None if self.left_out is None else self.left_out.index_select(0, rows.to(self.left_out.device))
+        return replace(self, past=past, recent=recent, left_out=left_out, origin=origin)
 
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device."""
         past = self.past.to(device)
         origin = None if self.origin is None else self.origin._replace(device=torch.empty(0, device=device).device)
-        return replace(self, past=past, recent={n: x.to(device) for n, x in self.recent.items()}, origin=origin)
+        recent = {name: x.to(device, copy=True) for name, x in self.recent.items()}
+        left_out = None if self.left_out is None else self.left_out.to(device)
+        return replace(self, past=past, recent=recent, left_out=left_out, origin=origin)
 
     @property
     def croppable(self) -> int:
@@ -116,7 +125,7 @@ class LayerState:
         elif tokens:
             cropped = replace(self, past=replace(self.past), kept=max(0, self.kept - tokens))
             cropped.past.crop(tokens)
-            cropped.recent = {name: x[:, : x.shape[1] - tokens] for name, x in self.recent.items()}
+            cropped.recent = {name: x[:, : x.shape[1] - tokens].clone() for name, x in self.recent.items()}
             self.become(cropped)
 
     def bytes(self) -> int:

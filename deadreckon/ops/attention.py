@@ -155,9 +155,9 @@ def attend_next(
             must be as in the pieces before: sizes, dtype, device, the kind of transport and its heads, gates or none
             and their heads, score and scale.
         past: what the pieces before have left; ``Past()`` for the first.
-        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (score softmax, as for :func:`attend`: the first piece, and along
-            Householder steps long pieces and single tokens too; a KV cache without Householder steps is read by
-            PyTorch's attention in any case) or ``"auto"``: the kernels on CUDA devices where they serve, else
+        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (not stick-breaking, otherwise as for :func:`attend`: the first
+            piece, single tokens but for higher powers, and along Householder steps long pieces, too; other pieces are
+            read by PyTorch's attention in any case) or ``"auto"``: the kernels on CUDA devices where they serve, else
             ``"blockwise"``. ``"reference"`` does not stream.
 
     Returns:
@@ -185,8 +185,8 @@ def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementat
     if impl == "blockwise" or (impl == "auto" and not q.is_cuda):
         return PYTORCH
     reason = _reason_against_kernels(q, v, factors, packed=False)
-    if reason is None and impl == "triton" and factors.score != "softmax":
-        reason = f"score 'softmax' for a piece of a sequence, got {factors.score!r}"
+    if reason is None and impl == "triton" and factors.score == "stick-breaking":
+        reason = f"score 'softmax' or a power for a piece of a sequence, got {factors.score!r}"
     if reason is None:
         from deadreckon.ops.streaming.fused import STREAM
 

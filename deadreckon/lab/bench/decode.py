@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import deadreckon as dr
 from deadreckon.lab.bench.cases import Inputs, Shape, bytes_of, make_inputs, relative_error
 from deadreckon.lab.bench.flags import Decode
+from deadreckon.lab.bench.generation import run_models
 from deadreckon.lab.bench.page import Page, Row, microseconds, milliseconds, ratio
 from deadreckon.lab.bench.rivals import rotate
 from deadreckon.lab.bench.timing import repeated, seconds_per_step
@@ -98,7 +99,9 @@ def prefill(length: int, gated: bool, device: str) -> tuple[float, float]:
 
 
 def run(flags: Decode) -> None:
-    """Caches of all lengths, and prefill on a GPU."""
+    """Caches of all lengths, and prefill on a GPU; or whole models."""
+    if flags.encodings:
+        return run_models(flags)
     page = Page(flags, "One more token")
     page.note(f"{HEADS} heads of {WIDTH}, {KEY_HEADS} of keys")
 

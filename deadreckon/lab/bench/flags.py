@@ -60,11 +60,16 @@ class Decode(Flags):
     """Time one more token over a filled KV cache: PaTH beside RoPE through PyTorch's attention.
 
     Each token is an attention of its own, with its position and its entry into the cache. Up to 8192 tokens, the error
-    of what is decoded against one pass over everything is shown. On a GPU prefill is timed as well.
+    of what is decoded against one pass over everything is shown. On a GPU prefill is timed as well. With --encodings
+    whole models generate instead, greedily, beside Hugging Face's LlamaForCausalLM.
     """
 
     batches: tuple[int, ...] = (1, 32)  # sequences at a time
     caches: tuple[int, ...] = ()  # tokens in the cache; by default 1024 on a CPU, up to 131 072 on a GPU
+    encodings: str = ""  # names (see `deadreckon list`), separated by commas: time `generate()` of models with these
+    size: str = ""  # of these models, layers x width; by default 2x128 on a CPU, 16x2048 on a GPU
+    prompts: tuple[str, ...] = ()  # batch x tokens; by default 1x128 on a CPU, 1x512 1x16384 16x2048 on a GPU
+    tokens: int = 128  # that are generated
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import deadreckon as dr
 from deadreckon.lab.arguments import names_in, sizes_in
@@ -27,12 +27,15 @@ MODES: dict[str, tuple[Mode, ...]] = {"cpu": ("eager",), "cuda": ("eager", "comp
 HEADINGS = ["layers x width", "", "parameters", "first step", "step", "tokens/s", "×", "peak memory"]
 
 
-def make_model(name: str, layers: int, width: int, vocab: int, longest: int, device: str) -> torch.nn.Module:
-    """Llama, or ours with an encoding: the same sizes."""
+def make_model(
+    name: str, layers: int, width: int, vocab: int, longest: int, device: str, group: int = 1
+) -> PreTrainedModel:
+    """Llama, or ours with an encoding: the same sizes; `group` query heads share one of keys, if there are as many."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": max(width // HEAD_DIM, 1), "max_position_embeddings": longest,
+        "num_key_value_heads": max(width // HEAD_DIM // group, 1),
     }  # fmt: skip
     config = dr.DeadReckonConfig(encoding="rope" if name == LLAMA else name, **sizes, use_cache=False)
     with torch.device(device):

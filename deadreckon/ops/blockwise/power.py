@@ -35,7 +35,7 @@ from deadreckon.ops.factors import Form, Power
 from deadreckon.ops.tracing import operator, room_like, without_autocast
 
 RECENT = 8  # tokens that the recurrent form has not folded into its state
-HELD = 1 << 22  # numbers of φ that are held at a time
+HELD = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers of φ that are held at a time: few in a cache, many for few launches
 BREAK_EVEN = {("cpu", 2): 2.0, ("cuda", 2): 2.2, ("cuda", 4): 10.0}
 """From how many times the dimension of φ on the chunked form is faster, by device and p; 4 times where not measured.
 
@@ -85,9 +85,9 @@ def state_dtype(dtype: torch.dtype, p: int, device: torch.device) -> torch.dtype
 # States ---------------------------------------------------------------------------------------------------------------
 
 
-def _pieces(length: int, numbers: int) -> Iterator[slice]:
+def _pieces(length: int, numbers: int, device: torch.device) -> Iterator[slice]:
     """Tokens, so many at a time that φ of them is not too large; `numbers` is what φ takes of one."""
-    size = max(16, HELD // numbers)
+    size = max(16, HELD.get(device.type, HELD["cpu"]) // numbers)
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 
@@ -117,7 +117,7 @@ def without_noise(values: Tensor, q: Tensor, p: int, sums: Tensor) -> Tensor:
 def read(state: Tensor, q: Tensor, p: int) -> Tensor:
     """φ(q)ᵀ state: (N, T, G, D) -> (N, T, G, E + 1)."""
     values = q.new_empty(*q.shape[:3], state.shape[3])
-    for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1]):
+    for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1], q.device):
         for kind, heads in _kinds(q, state.shape[2]):
             rows = q[:, tokens, heads]
             features = monomials(rows.flatten(1, 2).mT.contiguous(), p)  # (N, F, tokens · heads)
@@ -128,7 +128,7 @@ def read(state: Tensor, q: Tensor, p: int) -> Tensor:
 def read_gradients(state: Tensor, q: Tensor, p: int, grad: Tensor, grad_state: Tensor) -> Tensor:
     """d q, from the gradient of what was read (N, T, G, E + 1); adds to that of the state."""
     grad_q = torch.empty_like(q)
-    for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1]):
+    for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1], q.device):
         for kind, heads in _kinds(q, state.shape[2]):
             rows, grad_rows = q[:, tokens, heads], grad[:, tokens, heads].flatten(1, 2)
             columns = rows.flatten(1, 2).mT.contiguous()
@@ -142,7 +142,7 @@ def written(k: Tensor, v: Tensor, fade: Tensor, p: int) -> Tensor:
     """The state of these tokens alone: k (N, T, D), v (N, T, E), and how far each has faded, (N, T, kinds)."""
     columns = (with_ones(v).unsqueeze(2) * fade.unsqueeze(3)).flatten(2)
     state = k.new_zeros(k.shape[0], dimension(k.shape[2], p), columns.shape[2])
-    for tokens in _pieces(k.shape[1], k.shape[0] * state.shape[1]):
+    for tokens in _pieces(k.shape[1], k.shape[0] * state.shape[1], k.device):
         state += monomials(k[:, tokens].mT.contiguous(), p) @ columns[:, tokens]
     state *= multiplicities(k.shape[2], p).to(state).unsqueeze(1)
     return state.unflatten(2, (fade.shape[2], -1))
@@ -154,7 +154,7 @@ def write_gradients(k: Tensor, v: Tensor, fade: Tensor, p: int, grad: Tensor) ->
     columns = (values * fade.unsqueeze(3)).flatten(2)
     grad = grad.flatten(2) * multiplicities(k.shape[2], p).to(grad).unsqueeze(1)
     grad_k, grad_columns = torch.empty_like(k), torch.empty_like(columns)
-    for tokens in _pieces(k.shape[1], k.shape[0] * grad.shape[1]):
+    for tokens in _pieces(k.shape[1], k.shape[0] * grad.shape[1], k.device):
         keys = k[:, tokens].mT.contiguous()
         grad_columns[:, tokens] = monomials(keys, p).mT @ grad
         grad_k[:, tokens] = monomial_gradients(keys, p, grad @ columns[:, tokens].mT).mT

@@ -74,11 +74,16 @@ def _factors(width: int, degree: int, device: torch.device) -> tuple[Tensor, Ten
     return torch.cat(channels).to(device), torch.cat(rests).to(device)
 
 
+def pairs_of_channels(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two channels that each monomial of degree 2 is the product of."""
+    return _factors(width, 1, device)
+
+
 def _degrees(x: Tensor, p: int) -> list[Tensor]:
     """Monomials of x (..., D, T) of degree 1, 2, ..., p."""
     width, degrees = x.shape[-2], [x]
     for degree in range(1, p):
-        if x.shape[-1] <= FEW:  # one product of gathered rows instead of many of slices
+        if x.shape[-1] <= FEW or x.is_cuda:  # one product of gathered rows instead of many of slices
             channels, rests = _factors(width, degree, x.device)
             degrees.append(x.index_select(-2, channels) * degrees[-1].index_select(-2, rests))
             continue

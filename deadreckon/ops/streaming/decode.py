@@ -1,8 +1,9 @@
-"""Softmax attention along Householder routes for one more token, at the cost of a look at the keys.
+"""Attention for one more token, with softmax or squares, at the cost of a look at the keys.
 
-The last tokens, the tail, have their keys in the frame of the newest, in the working precision: a new token turns them
-all, and the product of their steps. A segment further back is seen through that product and one more, that of all steps
-between the segment and the tail, which changes only when a segment is closed: every `ROOM − LEAF` tokens.
+The last tokens, the tail, wait in storage with room for more; segments further back are closed, and change only when
+the tail is full and becomes one, too. Along Householder routes the tail has its keys in the frame of the newest token,
+in the working precision: a new token turns them all, and the product of their steps. A segment is seen through that
+product and one more, that of all steps between the segment and the tail.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from torch import Tensor
 from deadreckon.ops.blockwise.precision import work
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Householder
+from deadreckon.ops.streaming.fold import unit_of
 from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.routes import close_waiting, without_queries
-from deadreckon.ops.streaming.segments import Segment
+from deadreckon.ops.streaming.segments import Fields, Segment, add_closed, counted_to_end
 
-ROOM = LEAF + 128  # tokens of the tail, all but a leaf of which are closed when it is full
+ROOM = LEAF + 128  # tokens of a tail, which are closed when it is full: of Householder steps all but a leaf
 
 
 class Tail:
@@ -25,38 +27,45 @@ class Tail:
 
     Attributes:
         waiting: the tokens as they came.
-        keys: (N, room, D) in the newest frame.
+        keys: (N, room, D) in the newest frame, with Householder steps.
         bias: (N, room, 1 | G) sums of gates up to the newest token, if there are gates.
         product: (N, D, D) of the tail's steps; `total`: (N, 1 | G) of its gates.
         segments: from the youngest to the oldest, each with the product and the sum (N, 1 | G) of what lies between it
             and the tail.
     """
 
-    def __init__(self, past: Past) -> None:
-        assert past.waiting is not None
-        fields, tokens = past.waiting.fields(), past.waiting.length
-        dtype = work(fields["k"].dtype)
-        top = without_queries(fields)
-        assert top.product is not None
-        self.keys, self.product = roomy(top.keys[:, :tokens].to(dtype)), top.product.to(dtype)
-        self.bias = self.total = None
-        if top.sums is not None:
-            last = top.sums[:, tokens - 1 : tokens]
-            self.bias, self.total = roomy((last - top.sums[:, :tokens]).to(dtype)), last[:, 0].to(dtype)
-        self.waiting = Segment({name: roomy(x) for name, x in fields.items()}).of_length(tokens)
-        product = torch.eye(self.keys.shape[2], dtype=dtype, device=self.keys.device).repeat(self.keys.shape[0], 1, 1)
+    def __init__(self, past: Past, room: int) -> None:
+        self.room = room
+        past.segments = [segment.closed() for segment in past.segments]
+        fields = _last_tokens(past)
+        (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
+        self.keys = self.product = self.bias = self.total = sums = None
+        if "w" in fields:
+            top = without_queries(fields)
+            assert top.product is not None
+            self.keys, self.product = roomy(top.keys[:, :tokens].to(dtype), room), top.product.to(dtype)
+            sums = None if top.sums is None else top.sums[:, :tokens]
+        elif "gates" in fields:
+            sums = fields["gates"].cumsum(1)
+        if sums is not None:
+            whole = sums[:, -1:].sum(1, keepdim=True)  # zero where no token waits
+            self.bias, self.total = roomy((whole - sums).to(dtype), room), whole[:, 0].to(dtype)
+        self.waiting = Segment({name: roomy(x, room) for name, x in fields.items()}).of_length(tokens)
+        product = None
+        if self.product is not None:
+            product = torch.eye(width, dtype=dtype, device=self.product.device).repeat(heads, 1, 1)
         total = None if self.total is None else torch.zeros_like(self.total)
-        self.segments = list[tuple[Segment, Tensor, Tensor | None]]()
+        self.segments = list[tuple[Segment, Tensor | None, Tensor | None]]()
         for segment in reversed(past.segments):
             self.segments.append((segment, product, total))
-            assert segment.product is not None
-            product = segment.product.to(dtype) @ product
+            if product is not None and segment.product is not None:
+                product = segment.product.to(dtype) @ product
             if total is not None and segment.total is not None:
                 total = (total + segment.total[..., 0]).to(dtype)
 
     @property
     def full(self) -> bool:
-        return self.waiting.length == ROOM
+        return self.waiting.length == self.room
 
     def lengthen(self) -> None:
         """Counts the new token, whose fields are in the storage, among those that wait."""
@@ -69,10 +78,17 @@ class Tail:
 
 
 class TokenDecoder:
-    """In PyTorch."""
+    """In PyTorch, along Householder routes."""
+
+    plain = False
 
     def __init__(self, past: Past, group: int) -> None:
-        self.tail = Tail(past)
+        self.group = group
+        self.load(past)
+
+    def load(self, past: Past) -> bool:
+        self.tail = Tail(past, ROOM)
+        return True
 
     @property
     def waiting(self) -> Segment:
@@ -86,9 +102,13 @@ class TokenDecoder:
         return self.tail.tensors()
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None, scale: float
     ) -> Tensor:
-        tail, dtype, new = self.tail, self.tail.keys.dtype, self.tail.waiting.length
+        assert w is not None
+        assert beta is not None
+        tail, dtype, new = self.tail, work(k.dtype), self.tail.waiting.length
+        assert tail.keys is not None
+        assert tail.product is not None
         fields = {"k": k, "v": v, "w": w, "beta": beta}
         if gate is not None and tail.bias is not None and tail.total is not None:
             fields["gates"] = gate
@@ -106,6 +126,7 @@ class TokenDecoder:
         seen = [(tail.keys[:, : new + 1], tail.waiting["v"], q, bias)]
         carried = q @ tail.product.mT
         for segment, product, total in tail.segments:
+            assert product is not None
             bias = None
             if total is not None and tail.total is not None and segment.bias is not None:
                 bias = (segment.bias + (tail.total + total).unsqueeze(2)).mT
@@ -119,31 +140,82 @@ class TokenDecoder:
         return torch.stack(parts).sum(0)
 
 
-def roomy(x: Tensor) -> Tensor:
-    """(N, T, ...) in storage with room for more tokens."""
-    storage = x.new_empty(x.shape[0], ROOM, *x.shape[2:])
+def roomy(x: Tensor, room: int) -> Tensor:
+    """(N, T, ...) in storage with room for so many tokens."""
+    storage = x.new_empty(x.shape[0], room, *x.shape[2:])
     storage[:, : x.shape[1]] = x
     return storage
 
 
+def _last_tokens(past: Past) -> Fields:
+    """The fields of the tokens that wait, none perhaps."""
+    if past.waiting is not None:
+        return past.waiting.fields()
+    last = past.segments[-1]
+    fields, gates = {"k": last["k"][:, :0], "v": last["v"][:, :0]}, last.gates()
+    return fields if gates is None else {**fields, "gates": gates[1][:, :0]}
+
+
+def close_tail(past: Past) -> None:
+    """Makes room in the tail: its tokens become a segment, with Householder steps all but the last leaf of them."""
+    assert past.waiting is not None
+    fields, tokens = past.waiting.fields(), past.waiting.length
+    if not tokens:
+        past.waiting = None
+        return
+    if "w" in fields:
+        close_waiting(past, tokens // LEAF * LEAF - LEAF)
+        return
+    bias = total = None
+    if "gates" in fields:
+        bias, total = counted_to_end(fields["gates"].cumsum(1).mT, work(fields["k"].dtype))
+    kept = {name: fields[name].clone(memory_format=torch.contiguous_format) for name in ("k", "v")}
+    past.segments = [segment.closed() for segment in past.segments]
+    add_closed(past.segments, Segment(kept, None, bias, total))
+    past.waiting = None
+    if past.longest is not None and past.signature is not None and isinstance(past.signature.score, int):
+        past.longest = unit_of(kept["k"].to(past.longest.dtype), past.longest)
+        past.fold(past.signature.score)
+
+
 def decode_token(
-    q: Tensor, k: Tensor, v: Tensor, steps: Householder, log_gate: Tensor | None, scale: float, past: Past,
+    q: Tensor, k: Tensor, v: Tensor, steps: Householder | None, log_gate: Tensor | None, scale: float, past: Past,
     kind: type[Decoder],
 ) -> Tensor:  # fmt: skip
-    """The next token (B, 1, ...), with softmax, by a decoder of that kind; some tokens must wait."""
-    assert past.waiting is not None
+    """The next token (B, 1, ...) by a decoder of that kind; with Householder steps some tokens must wait."""
     batch, _, heads, _ = k.shape
-    group, decoder = q.shape[2] // heads, past.decoder
-    if decoder is None or decoder.full or not isinstance(decoder, kind):
-        if past.waiting.length >= 2 * LEAF:
-            close_waiting(past, past.waiting.length // LEAF * LEAF - LEAF)
-        past.decoder = decoder = kind(past, group)
+    group = q.shape[2] // heads
+    prepare_decoder(past, group, kind)
+    decoder = past.decoder
+    assert decoder is not None
 
     def flat(x: Tensor) -> Tensor:  # (B, 1, H, ...) -> (B · H, ...)
         return x.reshape(batch * heads, *x.shape[3:]).contiguous()
 
     gate = None if log_gate is None else log_gate.reshape(batch * heads, -1).clamp(min=-1e4)
     queries = q.reshape(batch * heads, group, -1).contiguous()
-    output = decoder.step(queries, flat(k), flat(v), flat(steps.w), flat(steps.beta), gate, scale)
+    w, beta = (None, None) if steps is None else (flat(steps.w), flat(steps.beta))
+    output = decoder.step(queries, flat(k), flat(v), w, beta, gate, scale)
     past.waiting = decoder.waiting
     return output.view(batch, 1, heads * group, -1).to(q.dtype)
+
+
+def prepare_decoder(past: Past, group: int, kind: type[Decoder]) -> None:
+    """Gives the past a decoder with room for a token: the one it has, if that will do."""
+    decoder = past.decoder if isinstance(past.decoder, kind) else None
+    if decoder is not None and not decoder.full:
+        return
+    if past.waiting is not None and past.waiting.length >= 2 * LEAF:
+        close_tail(past)
+    if decoder is None or not decoder.load(past):
+        decoder = kind(past, group)
+    past.decoder = decoder
+
+
+def renew(past: Past) -> None:
+    """Closes the tail of a past whose decoder is full, and loads that again."""
+    draft = past.draft()
+    assert draft.decoder is not None
+    prepare_decoder(draft, draft.decoder.group, type(draft.decoder))
+    draft.waiting = draft.decoder.waiting
+    past.become(draft)

@@ -27,25 +27,28 @@ class Folded(NamedTuple):
         return added if shift is None else added * faded(shift, added.dtype).unsqueeze(-1)
 
 
-def fold(before: Folded | None, k: Tensor, v: Tensor, sums: Tensor | None, longest: Tensor, p: int) -> Folded:
-    """One more stretch of tokens, k (N, S, D), v (N, S, E), with its running sums of log gates (N, S, kinds)."""
+def fold(before: Folded | None, k: Tensor, v: Tensor, to_end: Tensor | None, longest: Tensor, p: int) -> Folded:
+    """One more stretch of tokens, k (N, S, D), v (N, S, E), with sums of log gates from each to the end (N, S, kinds).
+
+    The gate of the first token is part of what fades the state before: `to_end` has one token more, the last before.
+    """
     dtype = state_dtype(k.dtype, p, k.device)
     k, v, longest = (x.to(dtype) for x in (k, v, longest))
     ones = k.new_ones(()).expand(*k.shape[:2], 1)
-    state = written(k / longest, v, ones if sums is None else faded(sums[:, -1:] - sums, k.dtype), p)
+    state = written(k / longest, v, ones if to_end is None else faded(to_end[:, 1:], k.dtype), p)
     if before is not None:
         rest = (before.unit / longest) ** p  # (N, 1, 1)
-        rest = rest if sums is None else rest * faded(sums[:, -1:], k.dtype)
+        rest = rest if to_end is None else rest * faded(to_end[:, :1], k.dtype)
         state.addcmul_(before.state, rest.unsqueeze(-1))
     return Folded(state, longest)
 
 
-def tokens_worth(k: Tensor, v: Tensor, sums: Tensor | None, p: int) -> int:
-    """How many of these tokens take as much room as a state."""
-    kinds = 0 if sums is None else sums.shape[2]
+def tokens_worth(k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> int:
+    """How many of these tokens, with log gates (N, S, kinds), take as much room as a state."""
+    kinds = 0 if gates is None else gates.shape[2]
     size = state_dtype(k.dtype, p, k.device).itemsize
     state = dimension(k.shape[2], p) * max(1, kinds) * (v.shape[2] + 1) * size
-    token = (k.shape[2] + v.shape[2]) * k.element_size() + (0 if sums is None else kinds * sums.element_size())
+    token = (k.shape[2] + v.shape[2]) * k.element_size() + (0 if gates is None else kinds * gates.element_size())
     return -(-state // token)
 
 

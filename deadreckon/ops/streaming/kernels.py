@@ -1,18 +1,21 @@
-"""One more token along Householder routes: two kernels, whatever lies behind.
+"""One more token of softmax attention, split over the KV cache: two kernels, whatever lies behind.
 
-The last tokens, the tail, are kept with their keys in the frame of the newest, in float32: a new token turns them all,
-each for itself, and the product of the tail's steps beside them. What lies further back is closed: a segment of it is
-seen by the query through the tail's product and one more, that of all steps between the segment and the tail. So no
-part waits for another: `_look` has a program for every 64 tokens of the tail and for every so many of the segments, and
-`_combine` adds up their partial results. Sizes that grow are read from memory: between two closings of segments every
-launch is the same, as a CUDA graph needs it.
+The last tokens, the tail, have room for some more. What lies further back is closed, in segments that do not change.
+With Householder steps the tail's keys are kept in the frame of the newest token, in float32: a new token turns them
+all, each for itself, and the product of the tail's steps beside them; a segment is seen by the query through the tail's
+product and one more, that of all steps between the segment and the tail. Gates are added up in the same way. So no part
+waits for another: `_look` has a program for every 64 tokens of the tail and for every so many of the segments, and
+`_combine` adds up their partial results. Whatever grows is read from memory, where segments lie included: every launch
+is the same, as a CUDA graph needs it.
+
+Squares (`Power(2)`) are looked at in the same way, and there are programs for the state of all tokens before the
+segments, each for some of its rows.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +23,8 @@ from torch import Tensor
 from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, padded, power_of_two, store_matrix
 
 CHUNK = 64  # tokens of the tail that a program turns
-FIELDS = 6  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; and its length
+STATE_PARTS = 32  # programs that read a state
+FIELDS = 7  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; length and room
 
 
 class Last(NamedTuple):
@@ -32,14 +36,26 @@ class Last(NamedTuple):
 
     k: Tensor  # (N, room, D), as all that follow up to `gates`
     v: Tensor  # (N, room, E)
-    w: Tensor  # float32
-    beta: Tensor  # (N, room) float32
+    w: Tensor | None  # float32, as `beta`, `keys` and `products` with Householder steps alone
+    beta: Tensor | None  # (N, room)
     gates: Tensor | None  # (N, room, 1 | G) float64
-    keys: Tensor  # (N, room, D) float32, in the frame of the newest token
+    keys: Tensor | None  # (N, room, D), in the frame of the newest token
     bias: Tensor | None  # (N, room, 1 | G) float32, sums of gates up to the newest token
-    products: Tensor  # (2, N, D, D) float32
+    products: Tensor | None  # (2, N, D, D)
     totals: Tensor | None  # (2, N, 1 | G) float32
-    tokens: Tensor  # (1,) int32: how many there are
+    tokens: Tensor  # (rows,) int32: how many there are
+
+
+class State(NamedTuple):
+    """With squares: the unit of keys, and the state of all tokens before the segments, (N, F, 1 | G, E + 1) float32."""
+
+    unit: Tensor  # (N,) float32: what keys are multiplied by
+    address: Tensor  # (rows,) int64, as `placed`
+    first: Tensor  # (F,) int32: which two channels make a row
+    second: Tensor
+    factor: Tensor  # (N,) float32: what the state is multiplied by to be in that unit
+    noise: Tensor  # (N, 1 | G) float32: sums of weights up to this are rounding errors
+    later: Tensor  # (N, 1 | G) float32: gates of all segments
 
 
 class Partial(NamedTuple):
@@ -51,10 +67,18 @@ class Partial(NamedTuple):
 
 
 @triton.jit
+def length_of(b_x, AXIS: tl.constexpr):
+    """Norms along an axis, safe from over- and underflow; never zero."""
+    b_largest = tl.maximum(tl.max(tl.abs(b_x), AXIS), 1e-30)
+    b_x = b_x / (b_largest if AXIS == 0 else b_largest[:, None])
+    return b_largest * tl.sqrt(tl.maximum(tl.sum(b_x * b_x, AXIS), 0.25))
+
+
+@triton.jit
 def _look_at_tail(
-    p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, N, ROOM,
-    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N, ROOM,
+    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Turns some of the tail, the new token among them perhaps, and attends to it."""
     channel, value = tl.arange(0, BD), tl.arange(0, BE)
@@ -63,21 +87,26 @@ def _look_at_tail(
     at = i_n * ROOM + row
     is_new, m_row = row == tokens, row <= tokens
     m_keys, m_values = m_row[:, None] & m_channel[None, :], m_row[:, None] & m_value[None, :]
-    b_keys = tl.load(last.keys + at[:, None] * D + channel[None, :], mask=m_keys & (row < tokens)[:, None], other=0.0)
-    b_keys -= beta * tl.sum(b_keys * b_w[None, :], 1)[:, None] * b_w[None, :]
+    p_keys = last.keys if ROUTES else last.k
+    b_keys = tl.load(p_keys + at[:, None] * D + channel[None, :], mask=m_keys & (row < tokens)[:, None], other=0.0)
+    b_keys = b_keys.to(tl.float32)
+    if ROUTES:
+        b_keys -= beta * tl.sum(b_keys * b_w[None, :], 1)[:, None] * b_w[None, :]
     b_k = tl.load(p_k + i_n * D + channel, mask=m_channel, other=0.0)
     b_v = tl.load(p_v + i_n * E + value, mask=m_value, other=0.0)
     b_keys = tl.where(is_new[:, None], b_k.to(tl.float32)[None, :], b_keys)
     b_values = tl.load(last.v + at[:, None] * E + value[None, :], mask=m_values & (row < tokens)[:, None], other=0.0)
     b_values = tl.where(is_new[:, None], b_v[None, :], b_values).to(tl.float32)
-    tl.store(last.keys + at[:, None] * D + channel[None, :], b_keys, mask=m_keys)
+    if ROUTES:
+        tl.store(last.keys + at[:, None] * D + channel[None, :], b_keys, mask=m_keys)
     if (i_part == tokens // CHUNK) & (tokens < ROOM):
         new = i_n * ROOM + tokens
         tl.store(last.k + new * D + channel, b_k, mask=m_channel)
         tl.store(last.v + new * E + value, b_v, mask=m_value)
-        tl.store(last.w + new * D + channel, b_w, mask=m_channel)
-        tl.store(last.beta + new, beta)
-    if i_part == 0:
+        if ROUTES:
+            tl.store(last.w + new * D + channel, b_w, mask=m_channel)
+            tl.store(last.beta + new, beta)
+    if ROUTES and i_part == 0:
         b_p = matrix(p_product, D, BD)
         b_p -= beta * tl.sum(b_p * b_w[None, :], 1)[:, None] * b_w[None, :]
         store_matrix(last.products + (((tokens + 1) % 2) * N + i_n) * D * D, b_p, D, BD)
@@ -94,11 +123,16 @@ def _look_at_tail(
             if i_part == 0:
                 total = tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + g) + gate
                 tl.store(last.totals + (((tokens + 1) % 2) * N + i_n) * GATES + g, total)
-        b_q = tl.load(p_q + g * D + channel, mask=m_channel, other=0.0).to(tl.float32) * scale
-        b_s = (tl.sum(b_keys * b_q[None, :], 1) + b_bias) * 1.4426950408889634
-        b_s = tl.where(m_row, b_s, float("-inf"))
-        greatest = tl.maximum(tl.max(b_s, 0), -1e30)  # of no tokens at all, perhaps
-        b_weight = tl.exp2(b_s - greatest)
+        b_q = tl.load(p_q + g * D + channel, mask=m_channel, other=0.0).to(tl.float32)
+        b_s = tl.sum(b_keys * b_q[None, :], 1)
+        if SQUARES:
+            b_s *= unit / length_of(b_q, 0)
+            b_weight = tl.where(m_row, b_s * b_s * tl.exp2(b_bias * 1.4426950408889634), 0.0)
+            greatest = 0.0
+        else:
+            b_s = tl.where(m_row, (b_s * scale + b_bias) * 1.4426950408889634, float("-inf"))
+            greatest = tl.maximum(tl.max(b_s, 0), -1e30)  # of no tokens at all, perhaps
+            b_weight = tl.exp2(b_s - greatest)
         tl.store(partial.out + (partial_at + g) * E + value, tl.sum(b_weight[:, None] * b_values, 0), mask=m_value)
         tl.store(partial.weight + partial_at + g, tl.sum(b_weight, 0))
         tl.store(partial.greatest + partial_at + g, greatest)
@@ -106,30 +140,38 @@ def _look_at_tail(
 
 @triton.jit
 def _look_at_segment(
-    p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, tokens, scale, N,
-    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, i_h, tokens, scale, unit, N,
+    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Carries the queries back to a segment, and attends to some of it."""
     channel, value = tl.arange(0, BD), tl.arange(0, BE)
     m_channel, m_value = channel < D, value < E
     segment, start, stop = tl.load(p_part), tl.load(p_part + 1), tl.load(p_part + 2)
     address = p_segments + segment * FIELDS
-    length = tl.load(address + 5)
-    p_keys = last.k + tl.multiple_of(tl.load(address), 8) + i_n * length * D
-    p_values = last.k + tl.multiple_of(tl.load(address + 1), 8) + i_n * length * E
-    p_bias = last.keys + tl.multiple_of(tl.load(address + 2), 4) + i_n * length * GATES
-    p_later = last.keys + tl.multiple_of(tl.load(address + 3), 4) + i_n * D * D
-    p_total = last.keys + tl.load(address + 4) + i_n * GATES
-    b_p, b_later = matrix(p_product, D, BD), matrix(p_later, D, BD)
+    length, room = tl.load(address + 5), tl.load(address + 6)
+    p_keys = last.k + tl.multiple_of(tl.load(address), 8) + i_h * room * D
+    p_values = last.k + tl.multiple_of(tl.load(address + 1), 8) + i_h * room * E
+    p_bias = partial.weight + tl.multiple_of(tl.load(address + 2), 4) + i_h * length * GATES
+    p_total = partial.weight + tl.load(address + 4) + i_h * GATES
     query = tl.arange(0, BG)
-    b_queries = tl.zeros([BG, BD], tl.float32)
-    for g in range(G):
-        b_q = tl.load(p_q + g * D + channel, mask=m_channel, other=0.0).to(tl.float32) * scale
-        b_q -= beta * tl.sum(b_q * b_w, 0) * b_w
-        b_q = tl.sum(b_p * b_q[None, :], 1)
-        b_q = tl.sum(b_later * b_q[None, :], 1)
-        b_queries = tl.where((query == g)[:, None], b_q[None, :], b_queries)
+    if ROUTES:
+        p_later = partial.weight + tl.multiple_of(tl.load(address + 3), 4) + i_h * D * D
+        b_p, b_later = matrix(p_product, D, BD), matrix(p_later, D, BD)
+        b_queries = tl.zeros([BG, BD], tl.float32)
+        for g in range(G):
+            b_q = tl.load(p_q + g * D + channel, mask=m_channel, other=0.0).to(tl.float32) * scale
+            b_q -= beta * tl.sum(b_q * b_w, 0) * b_w
+            b_q = tl.sum(b_p * b_q[None, :], 1)
+            b_q = tl.sum(b_later * b_q[None, :], 1)
+            b_queries = tl.where((query == g)[:, None], b_q[None, :], b_queries)
+    else:
+        m_queries = (query < G)[:, None] & m_channel[None, :]
+        b_queries = tl.load(p_q + query[:, None] * D + channel[None, :], mask=m_queries, other=0.0)
+        b_scale = tl.full([BG], 0.0, tl.float32) + scale
+        if SQUARES:
+            b_scale = unit / length_of(b_queries.to(tl.float32), 1)
     b_shift = tl.zeros([BG], tl.float32)
     gate_of = query % GATES if GATES else query
     if GATES:
@@ -138,7 +180,7 @@ def _look_at_segment(
         b_shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + gate_of, mask=m_gate, other=0.0)
         b_shift += tl.load(p_total + gate_of, mask=m_gate, other=0.0)
     b_queries = b_queries.to(DTYPE)
-    b_greatest = tl.full([BG], -1e30, tl.float32)
+    b_greatest = tl.full([BG], 0.0 if SQUARES else -1e30, tl.float32)
     b_weight = tl.zeros([BG], tl.float32)
     b_out = tl.zeros([BG, BE], tl.float32)
     for first in range(start, stop, BLOCK):
@@ -147,14 +189,20 @@ def _look_at_segment(
         at = row.to(tl.int64)
         b_k = tl.load(p_keys + at[None, :] * D + channel[:, None], mask=m_row[None, :] & m_channel[:, None], other=0.0)
         b_s = mul(b_queries, b_k, DTYPE)
+        if not ROUTES:  # halves keep their digits where a scaled query would be rounded again
+            b_s *= b_scale[:, None]
+        b_bias = b_shift[:, None]
         if GATES:
             m_bias = m_row[None, :] & (query < G)[:, None]
-            b_bias = tl.load(p_bias + gate_of[:, None] * length + at[None, :], mask=m_bias, other=0.0)
-            b_s += b_bias + b_shift[:, None]
-        b_s = tl.where(m_row[None, :], b_s * 1.4426950408889634, float("-inf"))
-        b_new = tl.maximum(b_greatest, tl.max(b_s, 1))
+            b_bias += tl.load(p_bias + gate_of[:, None] * length + at[None, :], mask=m_bias, other=0.0)
+        b_new = b_greatest
+        if SQUARES:
+            b_e = tl.where(m_row[None, :], b_s * b_s * tl.exp2(b_bias * 1.4426950408889634), 0.0)
+        else:
+            b_s = tl.where(m_row[None, :], (b_s + b_bias) * 1.4426950408889634, float("-inf"))
+            b_new = tl.maximum(b_greatest, tl.max(b_s, 1))
+            b_e = tl.exp2(b_s - b_new[:, None])
         b_ratio = tl.exp2(b_greatest - b_new)
-        b_e = tl.exp2(b_s - b_new[:, None])
         b_v = tl.load(p_values + at[:, None] * E + value[None, :], mask=m_row[:, None] & m_value[None, :], other=0.0)
         b_out = b_out * b_ratio[:, None] + mul(b_e.to(DTYPE), b_v, DTYPE)
         b_weight = b_weight * b_ratio + tl.sum(b_e, 1)
@@ -167,58 +215,149 @@ def _look_at_segment(
 
 
 @triton.jit
+def _look_at_state(
+    p_q, p_gate, last, partial, state, partial_at, p_part, i_n, i_h, i_row, tokens, N, F,
+    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Reads some rows of the state."""
+    KINDS: tl.constexpr = GATES if GATES else 1
+    ROWS: tl.constexpr = 32
+    channel, value = tl.arange(0, BD), tl.arange(0, BE)
+    start, stop = tl.load(p_part + 1), tl.load(p_part + 2)
+    p_state = partial.weight + tl.load(state.address + i_row) + i_h * F * KINDS * (E + 1)
+    factor = tl.load(state.factor + i_n)
+    for g in tl.static_range(G):
+        kind = g % KINDS
+        fade = factor
+        if GATES:
+            shift = tl.load(p_gate + i_n * GATES + kind).to(tl.float32)
+            shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + kind)
+            shift += tl.load(state.later + i_n * GATES + kind)
+            fade = factor * tl.exp2(shift * 1.4426950408889634)
+        b_q = tl.load(p_q + g * D + channel, mask=channel < D, other=0.0).to(tl.float32)
+        one = 1 / length_of(b_q, 0)
+        b_out = tl.zeros([BE], tl.float32)
+        weight = tl.zeros([], tl.float32)
+        for first in range(start, stop, ROWS):
+            row = first + tl.arange(0, ROWS)
+            m_row = row < stop
+            b_first = tl.load(p_q + g * D + tl.load(state.first + row, mask=m_row, other=0), mask=m_row, other=0.0)
+            b_second = tl.load(p_q + g * D + tl.load(state.second + row, mask=m_row, other=0), mask=m_row, other=0.0)
+            b_x = (b_first.to(tl.float32) * one) * (b_second.to(tl.float32) * one)
+            at = (row.to(tl.int64) * KINDS + kind) * (E + 1)
+            m_state = m_row[:, None] & (value < E)[None, :]
+            b_state = tl.load(p_state + at[:, None] + value[None, :], mask=m_state, other=0.0)
+            b_out += tl.sum(b_x[:, None] * b_state, 0)
+            weight += tl.sum(b_x * tl.load(p_state + at + E, mask=m_row, other=0.0), 0)
+        tl.store(partial.out + (partial_at + g) * E + value, b_out * fade, mask=value < E)
+        tl.store(partial.weight + partial_at + g, weight * fade)
+        tl.store(partial.greatest + partial_at + g, tl.load(state.noise + i_n * KINDS + kind) * fade)
+
+
+@triton.jit
 def _look(
-    p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, p_segments, p_parts, scale, N, ROOM,
-    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, state, p_segments, p_parts, scale, N, HEADS, ROOM, F, SPLIT,
+    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     i_n, i_part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    i_row, i_h = i_n // HEADS, i_n % HEADS  # rows have segments of their own, each of so many heads
     channel = tl.arange(0, BD)
-    tokens = tl.load(last.tokens)
-    p_product = last.products + ((tokens % 2) * N + i_n) * D * D
-    b_w = tl.load(p_w + i_n * D + channel, mask=channel < D, other=0.0).to(tl.float32)
-    beta = tl.load(p_beta + i_n).to(tl.float32)
+    tokens = tl.load(last.tokens + i_row)
+    p_product, b_w, beta = last.products, 0.0, 0.0
+    if ROUTES:
+        p_product = last.products + ((tokens % 2) * N + i_n) * D * D
+        b_w = tl.load(p_w + i_n * D + channel, mask=channel < D, other=0.0).to(tl.float32)
+        beta = tl.load(p_beta + i_n).to(tl.float32)
+    unit = 1.0
+    if SQUARES:
+        unit = tl.load(state.unit + i_n)
     p_q += i_n * G * D
     partial_at = (i_n * parts + i_part) * G
     if i_part * CHUNK < ROOM:
         _look_at_tail(
-            p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, N, ROOM,
-            G, GATES, D, E, BD, BE, CHUNK,
+            p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N,
+            ROOM, G, GATES, ROUTES, SQUARES, D, E, BD, BE, CHUNK,
         )  # fmt: skip
     else:
-        p_part = p_parts + (i_part - ROOM // CHUNK) * 3
-        _look_at_segment(
-            p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, tokens, scale, N,
-            G, GATES, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
-        )  # fmt: skip
+        p_part = p_parts + (i_row * (parts - ROOM // CHUNK) + i_part - ROOM // CHUNK) * 3
+        p_segments += i_row * (SPLIT - ROOM // CHUNK) * FIELDS
+        if tl.load(p_part + 1) < tl.load(p_part + 2):
+            if SQUARES and i_part >= SPLIT:
+                _look_at_state(
+                    p_q,
+                    p_gate,
+                    last,
+                    partial,
+                    state,
+                    partial_at,
+                    p_part,
+                    i_n,
+                    i_h,
+                    i_row,
+                    tokens,
+                    N,
+                    F,
+                    G,
+                    GATES,
+                    D,
+                    E,
+                    BD,
+                    BE,
+                )
+            else:
+                _look_at_segment(
+                    p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, i_h,
+                    tokens, scale, unit, N, G, GATES, ROUTES, SQUARES, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
+                )  # fmt: skip
+        else:  # there are more programs than parts
+            query = tl.arange(0, BG)
+            tl.store(partial.weight + partial_at + query, tl.zeros([BG], tl.float32), mask=query < G)
+            tl.store(partial.greatest + partial_at + query, tl.full([BG], -1e30, tl.float32), mask=query < G)
 
 
 @triton.jit
 def _combine(
-    p_out, partial, p_tokens, PARTS, G: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr
+    p_out, partial, p_tokens, HEADS, PARTS, SPLIT,
+    G: tl.constexpr, SQUARES: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_n, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     value = tl.arange(0, BE)
     greatest = tl.full([], -1e30, tl.float32)
     weight = tl.zeros([], tl.float32)
     b_out = tl.zeros([BE], tl.float32)
+    if SQUARES:  # what is read from the state counts if it is more than rounding errors
+        noise, read = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+        for first in range(SPLIT, PARTS, BLOCK):
+            part = first + tl.arange(0, BLOCK)
+            at = (i_n * PARTS + part) * G + g
+            read += tl.sum(tl.load(partial.weight + at, mask=part < PARTS, other=0.0), 0)
+            noise = tl.maximum(noise, tl.max(tl.load(partial.greatest + at, mask=part < PARTS, other=0.0), 0))
+        PARTS_READ = tl.where(read > noise, PARTS, SPLIT)
+    else:
+        PARTS_READ = PARTS
     for first in range(0, PARTS, BLOCK):
         part = first + tl.arange(0, BLOCK)
-        m_part = part < PARTS
+        m_part = part < PARTS_READ
         at = (i_n * PARTS + part) * G + g
         b_greatest = tl.load(partial.greatest + at, mask=m_part, other=float("-inf"))
         b_weight = tl.load(partial.weight + at, mask=m_part, other=0.0)
-        b_part = tl.load(
-            partial.out + at[:, None] * E + value[None, :], mask=m_part[:, None] & (value < E)[None, :], other=0.0
-        )
+        m_out = (b_weight != 0)[:, None] & (value < E)[None, :]  # what is there of no weight may be anything
+        b_part = tl.load(partial.out + at[:, None] * E + value[None, :], mask=m_out, other=0.0)
         new = tl.maximum(greatest, tl.max(b_greatest, 0))
         b_ratio = tl.exp2(b_greatest - new)
         ratio = tl.exp2(greatest - new)
+        if SQUARES:
+            new, b_ratio, ratio = greatest, m_part.to(tl.float32), 1.0
         b_out = b_out * ratio + tl.sum(b_part * b_ratio[:, None], 0)
         weight = weight * ratio + tl.sum(b_weight * b_ratio, 0)
         greatest = new
+    if SQUARES:
+        weight = tl.where(weight == 0, 1.0, weight)  # a row without weights attends to nothing
     tl.store(p_out + (i_n * G + g) * E + value, (b_out / weight).to(p_out.dtype.element_ty), mask=value < E)
-    if (i_n == 0) & (g == 0):
+    if (i_n % HEADS == 0) & (g == 0):
+        p_tokens += i_n // HEADS
         tl.store(p_tokens, tl.load(p_tokens) + 1)
 
 
@@ -237,26 +376,32 @@ def placed(x: Tensor | None, base: Tensor) -> int:
 
 
 def look(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None,
-    last: Last, partial: Partial, segments: Tensor, parts: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None,
+    last: Last, partial: Partial, state: State | None, segments: Tensor, parts: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
     """The output (N, G, E) of the next token, which joins the last ones.
 
-    q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G); segments (segments, FIELDS) int64, as `placed`
-    gives them; parts (parts, 3) int32: a segment, and from where to where in it. All of them contiguous.
+    q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G); w and beta are None without Householder steps.
+    Of each row: segments (rows, segments, FIELDS) int64, as `placed` gives them; parts (rows, parts, 3) int32: a
+    segment, and from where to where in it, or nowhere; with squares the last STATE_PARTS say from where to where in the
+    state. All contiguous.
     """
     heads, group, width = q.shape
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
     out = q.new_empty(heads, group, value_width)
     programs = partial.weight.shape[1]
-    narrow = max(width, value_width) <= 64 and q.dtype != torch.float32
+    row = max(width, value_width) * q.element_size()  # bytes
+    block = 128 if row <= 128 else 64 if row <= 512 else 32  # as many keys and values as there is shared memory for
+    of_row = heads // len(last.tokens)
+    rows, split = (0, programs) if state is None else (state.first.shape[0], programs - STATE_PARTS)
     _look[(programs, heads)](
-        q, k, v, w, beta, gate, last, partial, segments, parts, scale, heads, room,
-        G=group, GATES=gates, D=width, E=value_width, BG=max(16, power_of_two(group)), BD=padded(width),
-        BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=128 if narrow else 64, DTYPE=DTYPES[q.dtype],
-        num_warps=4, num_stages=3,
+        q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, of_row, room, rows, split,
+        G=group, GATES=gates, ROUTES=w is not None, SQUARES=state is not None, D=width, E=value_width,
+        BG=max(16, power_of_two(group)), BD=padded(width), BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS,
+        BLOCK=block, DTYPE=DTYPES[q.dtype], num_warps=4, num_stages=3,
     )  # fmt: skip
     _combine[(heads, group)](
-        out, partial, last.tokens, programs, G=group, E=value_width, BE=padded(value_width), BLOCK=32, num_warps=4
-    )
+        out, partial, last.tokens, of_row, programs, split,
+        G=group, SQUARES=state is not None, E=value_width, BE=padded(value_width), BLOCK=32, num_warps=4,
+    )  # fmt: skip
     return out

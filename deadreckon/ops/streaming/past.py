@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.streaming.fold import Folded, fold, tokens_worth
@@ -15,10 +16,16 @@ from deadreckon.ops.streaming.signature import Signature
 
 
 class Decoder(Protocol):
-    """What goes on from a past by single tokens, in place: one that was interrupted is of no more use."""
+    """What goes on from a past by single tokens, in place: one that was interrupted has to be loaded again."""
+
+    plain: bool  # whether it serves without Householder steps, too
+    group: int  # query heads a key head
 
     def __init__(self, past: Past, group: int) -> None:
-        """From the tokens that wait and the segments, for so many query heads a key head."""
+        """From the tokens that wait and the segments."""
+
+    def load(self, past: Past) -> bool:
+        """Goes on from another past of the same sizes, if there is room for its segments."""
 
     @property
     def waiting(self) -> Segment:
@@ -26,10 +33,10 @@ class Decoder(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether it is time to close a segment, and for a new decoder."""
+        """Whether it is time to close a segment, and to load again."""
 
     def step(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, gate: Tensor | None, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None, scale: float
     ) -> Tensor:
         """The next token's output (N, G, E): q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G).
 
@@ -38,6 +45,35 @@ class Decoder(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Everything held, but for the tokens that wait."""
+
+
+@runtime_checkable
+class StaticDecoder(Decoder, Protocol):
+    """A decoder whose tensors stay where they are: a CUDA graph may hold its steps, and the host counts them."""
+
+    def load(self, past: Past, row: int = 0) -> bool:
+        """As any decoder; the past of one row, where it serves several."""
+
+    def lengthen(self, row: int = 0) -> Segment:
+        """Counts a token that the kernels have added to a row, and returns all that wait there."""
+
+    def is_full(self, row: int = 0) -> bool:
+        """Whether it is time to close a segment of a row."""
+
+    def waiting_in(self, row: int) -> Segment:
+        """The tokens of a row that are not in a closed segment."""
+
+    def rewind(self, waiting: Segment) -> None:
+        """Forgets a token that was counted, but that no kernel has added."""
+
+    def ahead(self) -> bool:
+        """Whether the kernels have added a token that is not counted. Waits for them."""
+
+    def unload(self, row: int = 0) -> None:
+        """Lets go of the segments of a row."""
+
+    def select(self, change: Change, past: Past) -> None:
+        """Goes on from other rows of the same past, which `change` chooses, and which have a past by now."""
 
 
 @dataclass
@@ -51,12 +87,13 @@ class Past:
         signature: what every piece must have in common with the first.
         length: how many tokens have been.
         segments: from the oldest to the youngest.
-        waiting: the last tokens as they came (Householder steps only).
-        phases: sums of step angles up to each of the last tokens, one more than `crop` can undo.
+        waiting: the last tokens as they came: with Householder steps, and while a decoder goes on.
+        phases: (B or 1, 65, ...) sums of step angles up to each of the last tokens, one more than `crop` can undo.
+        turned: how many of them are there, at the end.
         longest: what keys are divided by, with powers.
         folded: all tokens before the segments, with powers.
-        decoder: what it takes to go on by single tokens along Householder steps. It works in place, so that it moves
-            from the past to a draft; without one, the next token makes another.
+        decoder: what it takes to go on by single tokens with softmax. It works in place, so that it moves from the past
+            to a draft; without one, the next token makes another.
     """
 
     signature: Signature | None = None
@@ -64,12 +101,15 @@ class Past:
     segments: list[Segment] = field(default_factory=list)
     waiting: Segment | None = None
     phases: Tensor | None = None
+    turned: int = 0
     longest: Tensor | None = None
     folded: Folded | None = None
     decoder: Decoder | None = None
 
     def draft(self) -> Past:
         """A copy to move on; see :meth:`become`."""
+        if self.decoder is not None and self.decoder.full and self.waiting is not None:
+            self.waiting = self.waiting.map(torch.clone)  # the decoder will write where they are
         draft = Past.__new__(Past)
         draft.become(self)
         draft.segments, self.decoder = list(self.segments), None
@@ -83,8 +123,29 @@ class Past:
         """Another continuation. Segments are shared from here on, not copied."""
         for segment in self.segments:
             segment.shared = True
-        waiting = None if self.waiting is None else Segment(self.waiting.fields())
-        return replace(self, segments=list(self.segments), waiting=waiting, decoder=None)
+        waiting = None if self.waiting is None else self.waiting.map(torch.clone)  # a decoder writes to its own
+        phases = None if self.phases is None else self.phases.clone()
+        return replace(self, segments=list(self.segments), waiting=waiting, phases=phases, decoder=None)
+
+    def __deepcopy__(self, memo: object) -> Past:
+        """A copy of all but the decoder, which knows segments by where they lie."""
+        if self.signature is None:
+            return Past()
+        return self._map(torch.clone, None if self.phases is None else self.phases.clone(), self.signature)
+
+    def detach(self) -> None:
+        """Leaves the decoder to another past, in place."""
+        waiting = None if self.waiting is None else self.waiting.map(torch.clone)
+        phases = None if self.phases is None else self.phases.clone()
+        self.become(replace(self, waiting=waiting, phases=phases, decoder=None))
+
+    def turn(self, phases: Tensor, tokens: int) -> None:
+        """Adds the phases (B or 1, ..., Hr, D/2) of a piece of so many tokens, or of the last of them."""
+        new = phases[:, -LEAF - 1 :]
+        if self.phases is not None:
+            new = torch.cat([self.phases.expand(new.shape[0], -1, *new.shape[2:]), new], dim=1)[:, -LEAF - 1 :]
+        self.phases = pad(new, (0, 0, 0, 0, LEAF + 1 - new.shape[1], 0))  # and no view of a whole prefill
+        self.turned = min(self.turned + tokens, LEAF + 1)
 
     def select(self, rows: Tensor) -> Past:
         """The past of these sequences of the batch, in this order, as often as they are named.
@@ -104,7 +165,13 @@ class Past:
 
         # One row of phases serves any batch.
         phases = self.phases if self.phases is None or self.phases.shape[0] == 1 else self.phases[rows]
-        return self._map(change, phases, signature._replace(batch=len(rows)))
+        decoder = self.decoder if isinstance(self.decoder, StaticDecoder) and len(rows) == signature.batch else None
+        chosen = self._map(change, phases, signature._replace(batch=len(rows)))
+        if decoder is not None:  # beam search reorders at every token: it goes over to the rows that are chosen
+            self.detach()
+            decoder.select(change, chosen)
+            chosen.decoder, chosen.waiting = decoder, decoder.waiting
+        return chosen
 
     def to(self, device: torch.device | str) -> Past:
         """The past on another device."""
@@ -112,7 +179,7 @@ class Past:
             raise ValueError(f"device: expected a torch.device or its name, got {device!r}")
         if self.signature is None:
             return Past()
-        phases = None if self.phases is None else self.phases.to(device)
+        phases = None if self.phases is None else self.phases.to(device, copy=True)
         moved = torch.empty(0, device=device).device  # with its index
         return self._map(lambda x: x.to(device), phases, self.signature._replace(device=moved))
 
@@ -121,8 +188,9 @@ class Past:
             signature,
             self.length,
             [segment.map(change) for segment in self.segments],
-            None if self.waiting is None else self.waiting.map(change),
+            None if self.waiting is None else self.waiting.map(change).map(torch.clone),  # not a decoder's own
             phases,
+            self.turned,
             None if self.longest is None else change(self.longest),
             None if self.folded is None else Folded(*map(change, self.folded)),
         )
@@ -142,7 +210,7 @@ class Past:
         """
         waiting = 0 if self.waiting is None else self.waiting.length
         allowed = waiting + sum(segment.length for segment in self.segments if segment.product is None)
-        return allowed if self.phases is None else min(allowed, self.phases.shape[1] - 1)
+        return allowed if self.phases is None else min(allowed, self.turned - 1)
 
     def crop(self, tokens: int) -> None:
         """Undoes the last tokens, in place: as many as `croppable` says, or all.
@@ -158,11 +226,13 @@ class Past:
             return Past()
         cropped = replace(self, length=self.length - tokens, segments=list(self.segments))
         if tokens and self.phases is not None:
-            cropped.phases = self.phases[:, : self.phases.shape[1] - tokens]
+            cropped.phases = self.phases[:, : self.phases.shape[1] - tokens].clone()  # a graph writes to its own
+            cropped.turned = self.turned - tokens
         if tokens and self.waiting is not None:
-            left = self.waiting.length - tokens
-            cropped.waiting, cropped.decoder = self.waiting.of_length(left) if left else None, None
-            return cropped
+            left = max(0, self.waiting.length - tokens)
+            tokens -= self.waiting.length - left
+            cropped.waiting = self.waiting.of_length(left).map(torch.clone) if left else None
+            cropped.decoder = None
         while tokens and tokens >= cropped.segments[-1].length:
             tokens -= cropped.segments.pop().length
         if tokens:
@@ -174,13 +244,17 @@ class Past:
         """Folds all but the last leaf of tokens, where that saves room: a leaf at a time once there is a state."""
         assert self.longest is not None
         first = self.segments[0]
-        worth = LEAF if self.folded else tokens_worth(first["k"], first["v"], first.sums, p)
+        gates = first.gates()
+        worth = LEAF if self.folded else tokens_worth(first["k"], first["v"], None if gates is None else gates[0], p)
         tokens = sum(segment.length for segment in self.segments) - LEAF
         while tokens >= worth:
             segment = self.segments.pop(0)
             taken = min(tokens, segment.length)
-            k, v, sums = segment["k"][:, :taken], segment["v"][:, :taken], segment.sums
-            self.folded = fold(self.folded, k, v, None if sums is None else sums[:, :taken], self.longest, p)
+            k, v, gates, to_end = segment["k"][:, :taken], segment["v"][:, :taken], segment.gates(), None
+            if gates is not None:
+                sums, total = gates
+                to_end = torch.cat([total, sums[:, :taken].to(total.dtype)], dim=1) - sums[:, taken - 1 : taken]
+            self.folded = fold(self.folded, k, v, to_end, self.longest, p)
             if taken < segment.length:
                 self.segments.insert(0, segment.without_first(taken))
             tokens, worth = tokens - taken, 1

@@ -35,7 +35,7 @@ from deadreckon.ops.streaming.pieces import (
     problem_over,
     queries_by_head,
 )
-from deadreckon.ops.streaming.segments import Fields, Segment, joined
+from deadreckon.ops.streaming.segments import Fields, Segment, add_closed, counted_to_end
 
 if TYPE_CHECKING:
     from deadreckon.ops.triton.householder.prefill import Ascended
@@ -115,7 +115,7 @@ def tokens_to_close(tokens: int) -> int:
 def close_waiting(past: Past, tokens: int) -> None:
     """Makes a segment of the oldest that wait, whole leaves of them."""
     assert past.waiting is not None
-    oldest = {name: x[:, :tokens] for name, x in past.waiting.fields().items()}
+    oldest = {name: x[:, :tokens].clone() for name, x in past.waiting.fields().items()}  # not a decoder's own
     rest = {name: x[:, tokens:] for name, x in past.waiting.fields().items()}
     close(past, without_queries(oldest), oldest)
     past.waiting = Segment(rest) if rest["k"].shape[1] else None
@@ -139,11 +139,5 @@ def close(past: Past, top: Top, fields: Fields) -> None:
 
 def _add_segment(past: Past, keys: Tensor, values: Tensor, product: Tensor, sums: Tensor | None) -> None:
     """Keys (N, S, D) are in their last frame; product of all steps; sums of log gates (N, 1 | G, S)."""
-    bias = total = None
-    if sums is not None:
-        total = sums[..., -1:].contiguous()
-        bias = (total - sums).to(work(keys.dtype)).contiguous()  # near the end, where it matters, exact
-    past.segments.append(Segment({"k": keys.contiguous(), "v": values.contiguous()}, product, bias, total))
-    while len(past.segments) > 1 and past.segments[-2].length <= past.segments[-1].length:
-        younger, older = past.segments.pop(), past.segments.pop()
-        past.segments.append(joined(older, younger))
+    bias, total = (None, None) if sums is None else counted_to_end(sums, work(keys.dtype))
+    add_closed(past.segments, Segment({"k": keys.contiguous(), "v": values.contiguous()}, product, bias, total))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from deadreckon.ops.blockwise.precision import work
+
 Fields = dict[str, Tensor]
 Change = Callable[[Tensor], Tensor]
 
@@ -14,9 +16,9 @@ Change = Callable[[Tensor], Tensor]
 class Segment:
     """Some neighbouring tokens, (N, S, ...) of each field, in storage with room for more; N = B · H.
 
-    Closed segments hold keys and values. Where their end still moves, gates are there as running sums, (N, S, 1 | G);
-    with Householder steps, which do not end later, as the sums from each token to the end, `bias` (N, 1 | G, S), and
-    of all, `total` (N, 1 | G, 1), beside the product of the steps (N, D, D).
+    Segments hold keys and values. Where their end still moves, gates are there as running sums, (N, S, 1 | G); in
+    closed ones as the sums from each token to the end, `bias` (N, 1 | G, S), and of all, `total` (N, 1 | G, 1), with
+    Householder steps beside the product of the steps (N, D, D).
 
     What a segment holds never changes. One that is longer may use the same storage, beyond the end of this one.
     """
@@ -63,10 +65,27 @@ class Segment:
         longer.length, longer.has_room = self.length + added, True
         return longer
 
+    def closed(self) -> Segment:
+        """As one that does not grow, as kernels take it: gates count to its end, storage is contiguous and aligned."""
+        tight = {name: x for name, x in self.storage.items() if name != "sums"}
+        for name, x in tight.items():
+            if not x.is_contiguous() or x.data_ptr() % 16:
+                tight[name] = x.clone(memory_format=torch.contiguous_format)
+        bias, total = self.bias, self.total
+        if self.sums is not None:
+            bias, total = counted_to_end(self.sums.mT, work(self["k"].dtype))
+        closed = Segment(tight, self.product, bias, total)
+        closed.length, closed.shared, closed.has_room = self.length, self.shared, self.has_room
+        return closed
+
     def of_length(self, tokens: int) -> Segment:
         """With fewer tokens at the end, or with some more that were written to the storage."""
         assert self.product is None
-        other = Segment(self.storage)
+        bias, total = self.bias, self.total
+        if bias is not None and total is not None and tokens < self.length:
+            later = bias[..., tokens - 1 : tokens]
+            bias, total = (bias[..., :tokens] - later).contiguous(), total - later
+        other = Segment(self.storage, bias=bias, total=total)
         other.length, other.shared, other.has_room = tokens, self.shared, self.has_room
         return other
 
@@ -75,7 +94,10 @@ class Segment:
         fields = {name: self[name][:, tokens:].clone() for name in self.storage}
         if self.sums is not None:
             fields["sums"] -= self.sums[:, tokens - 1 : tokens]
-        return Segment(fields)
+        if self.bias is None or self.total is None:
+            return Segment(fields)
+        total = self.bias[..., tokens - 1 : tokens].to(self.total.dtype)
+        return Segment(fields, None, self.bias[..., tokens:].clone(memory_format=torch.contiguous_format), total)
 
     def map(self, change: Change) -> Segment:
         """A segment of its own, every tensor changed along its first dimension."""
@@ -90,11 +112,18 @@ class Segment:
         return sum(x.numel() * x.element_size() for x in self.tensors())
 
 
+def counted_to_end(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`bias` and `total` of a segment, from running sums of log gates (N, 1 | G, S)."""
+    total = sums[..., -1:].contiguous()
+    return (total - sums).to(dtype).contiguous(), total  # near the end, where it matters, exact
+
+
 def joined(older: Segment, younger: Segment) -> Segment:
-    """One segment from two neighbours: the older keys cross the younger's steps."""
-    assert older.product is not None
-    assert younger.product is not None
-    keys = (older["k"].to(younger.product.dtype) @ younger.product).to(older["k"].dtype)
+    """One segment from two neighbours, both closed: the older keys cross the younger's steps, if there are any."""
+    keys, product = older["k"], None
+    if older.product is not None and younger.product is not None:
+        keys = (keys.to(younger.product.dtype) @ younger.product).to(keys.dtype)
+        product = older.product @ younger.product
     fields = {"k": torch.cat([keys, younger["k"]], dim=1), "v": torch.cat([older["v"], younger["v"]], dim=1)}
     bias = total = None
     if older.bias is not None and younger.bias is not None:
@@ -102,4 +131,12 @@ def joined(older: Segment, younger: Segment) -> Segment:
         assert younger.total is not None
         bias = torch.cat([(older.bias + younger.total).to(older.bias.dtype), younger.bias], dim=2)
         total = older.total + younger.total
-    return Segment(fields, older.product @ younger.product, bias, total)
+    return Segment(fields, product, bias, total)
+
+
+def add_closed(segments: list[Segment], segment: Segment) -> None:
+    """Appends a closed one. Two become one when the older is no longer, as the digits of a binary counter carry."""
+    segments.append(segment)
+    while len(segments) > 1 and segments[-2].length <= segments[-1].length:
+        younger, older = segments.pop(), segments.pop()
+        segments.append(joined(older, younger))

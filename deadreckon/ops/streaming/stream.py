@@ -5,13 +5,16 @@
     Householder   softmax   one token, some waiting        `decode_token`: two kernels, or a few products
                   softmax   long, or first, with kernels   `attend_routes_fused`: the tree of `attend`, and the segments
                   any       any other                      `attend_routes`: the same in PyTorch
-    none          Power     any                            `attend_powers`: chunks; keys fold to a state
-                  other     first                          `attend_first`: `attend`, and the KV cache is kept
+    none          Power(2)  one token, with kernels        `decode_token`: two kernels
+                  Power     later, or no kernels           `attend_powers`: chunks; keys fold to a state
+                  any       first                          `attend_first`: `attend`, and the KV cache is kept
+                  softmax   one token, with kernels        `decode_token`: two kernels
                   other     later                          `attend_cached`: over the KV cache, which grows
 
 Without Householder steps nothing ever changes its frame, and there is one segment, the KV cache, that grows (or one for
-each continuation that shares what is behind). With powers it does not grow for ever: once the state takes less room
-than keys and values do, all but the last leaf are folded into it, and from then on a leaf at a time.
+each continuation that shares what is behind, or some that decoding by kernels has closed). With powers it does not grow
+for ever: once the state takes less room than keys and values do, all but the last leaf are folded into it, and from
+then on a leaf at a time.
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ from torch import Tensor
 from deadreckon.ops.blockwise.attend import attend_blockwise
 from deadreckon.ops.blockwise.forward import Top
 from deadreckon.ops.blockwise.power import chunk_tokens
-from deadreckon.ops.blockwise.precision import usual_scale
+from deadreckon.ops.blockwise.precision import usual_scale, work
 from deadreckon.ops.blockwise.rotation import Turned, turned
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Factors, Power, Score
 from deadreckon.ops.layout import dense
-from deadreckon.ops.streaming.decode import TokenDecoder, decode_token
+from deadreckon.ops.streaming.decode import TokenDecoder, close_tail, decode_token
+from deadreckon.ops.streaming.fold import unit_of
 from deadreckon.ops.streaming.past import Decoder, Past
 from deadreckon.ops.streaming.pieces import attend_piece, fields_by_head, from_heads, in_units, queries_by_head
 from deadreckon.ops.streaming.routes import Ascend, attend_routes, attend_routes_fused
@@ -84,9 +88,14 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
             return attend_routes_fused(q, k, v, steps, log_gate, scale, past, kernels.ascend)
         return attend_routes(q, k, v, steps, log_gate, score, scale, past)
     if isinstance(score, Power):
-        return attend_powers(q, k, v, log_gate, score, past)
-    if not past.segments:
+        if past.length and q.shape[1] == 1 and score.p == 2 and score.form != "attention" and kernels.decoder.plain:
+            return decode_token(q, k, v, None, log_gate, scale, past, kernels.decoder)
+        if past.length or not kernels.decoder.plain:
+            return attend_powers(q, k, v, log_gate, score, past)
+    if not past.length:
         return attend_first(q, k, v, log_gate, score, scale, past, kernels)
+    if score == "softmax" and q.shape[1] == 1 and kernels.decoder.plain:
+        return decode_token(q, k, v, None, log_gate, scale, past, kernels.decoder)
     return attend_cached(q, k, v, log_gate, score, scale, past)
 
 
@@ -96,12 +105,9 @@ def attend_turned(
     """Turns the piece by phases that go on from those of the past. The KV cache holds keys as they are turned."""
     if past.phases is None:
         turn = kernels.turned(q, k, v, factors)
-        phases = turn.last_phases(LEAF + 1).clone()  # a view would hold the whole prefill
     else:
         turn = turned(q, k, v, factors, past.phases[:, -1:])
-        before = past.phases.expand(turn.phase.shape[0], -1, *turn.phase.shape[2:])
-        phases = torch.cat([before, turn.last_phases(LEAF + 1)], dim=1)
-    past.phases = phases[:, -LEAF - 1 :]
+    past.turn(turn.last_phases(LEAF + 1), q.shape[1])
     output = _advance(turn.q, turn.k, turn.v, turn.factors, scale, past, kernels)
     return turn.back(output)
 
@@ -115,6 +121,10 @@ def attend_first(
     if log_gate is not None:
         fields["sums"] = fields.pop("gates").mT.contiguous().cumsum(2).mT.contiguous()  # fast on a GPU, too
     past.segments.append(Segment(fields))
+    if isinstance(score, Power):
+        past.longest = unit_of(fields["k"].to(work(q.dtype)), None)
+        if score.form != "attention":
+            past.fold(score.p)
     return output
 
 
@@ -125,6 +135,7 @@ def attend_cached(
     batch, _, heads, _ = k.shape
     queries, fields = queries_by_head(q, heads, score), fields_by_head(k, v, None, log_gate)
     output, top, fields = attend_piece(queries, fields, score, scale, past)
+    past.waiting = past.decoder = None  # they are among the fields now
     extend_cache(past, top, fields)
     return from_heads(output, batch).to(q.dtype)
 
@@ -133,6 +144,9 @@ def attend_powers(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scor
     """Even powers, a chunk at a time where keys fold. Rows are divided by their sums, so that no scale matters."""
     batch, length, heads, width = k.shape
     folds = score.form != "attention"
+    if past.waiting is not None:  # a decoder's tail
+        close_tail(past)
+        past.decoder = None
     fields = fields_by_head(k, v, None, log_gate)
     queries = in_units(queries_by_head(q, heads, score), fields["k"], past)
     outputs, size = [], chunk_tokens(width, score.p) if folds else length
@@ -150,7 +164,9 @@ def attend_powers(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scor
 def extend_cache(past: Past, top: Top, fields: Fields) -> None:
     """Appends tokens to the KV cache, in a segment of their own if the last one is another continuation's, too."""
     kept = {"k": fields["k"], "v": fields["v"]}
-    last = past.segments[-1] if past.segments and not past.segments[-1].shared else None
+    last = past.segments[-1] if past.segments else None
+    if last is not None and (last.shared or last.bias is not None):
+        last = None
     if top.sums is not None:
         sums = top.sums[:, : kept["k"].shape[1]]
         kept["sums"] = sums if last is None else sums + last["sums"][:, -1:]

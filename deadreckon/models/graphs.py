@@ -1,0 +1,285 @@
+"""A decoding step of the whole model as one CUDA graph: launching its kernels takes longer than running them.
+
+    prefill, first token       eagerly: kernels are compiled, and each layer's decoder has its tensors
+    second token               captured, then replayed
+    every token from then on   replayed; when a decoder's tail is full it is closed first, eagerly, and loaded again
+
+What a step writes stays where it is: decoders (`ops/streaming/fused.py`), recent inputs and phases. The host counts
+tokens; kernels read counts and addresses from memory. So a graph outlives its sequence: the next one of the same
+structure is loaded into the same decoders, a few launches a layer, and the one before keeps copies of what was there.
+
+``DEADRECKON_GRAPHS=0`` in the environment: no graphs.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deadreckon.encodings.base import CROPPABLE
+from deadreckon.models.cache import StateLayer
+from deadreckon.models.state import LayerState, Origin
+from deadreckon.ops.streaming.decode import renew
+from deadreckon.ops.streaming.past import Past, StaticDecoder
+from deadreckon.ops.streaming.segments import Segment
+from deadreckon.ops.streaming.signature import Signature
+from deadreckon.ops.tracing import traced
+
+SWITCH = "DEADRECKON_GRAPHS"  # in the environment: 0 for none
+MOST = 4  # graphs of a model; the one that was captured first makes room
+
+Advance = Callable[[Tensor, list[LayerState], Tensor], Tensor]
+"""The model: tokens (B, 1), states that it moves on, places (B or 1, 1) of the tokens -> hidden states."""
+
+
+class Graph(Protocol):
+    """A captured step: `replay` runs it again, and returns the same tensor each time."""
+
+    def __init__(self, step: Callable[[], Tensor]) -> None: ...
+
+    def replay(self) -> Tensor: ...
+
+
+class CudaGraph:
+    """On a GPU."""
+
+    def __init__(self, step: Callable[[], Tensor]) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.output = step()
+
+    def replay(self) -> Tensor:
+        self.graph.replay()
+        return self.output
+
+
+class Resident(NamedTuple):
+    """One layer's part of a captured step: what it reads and writes, always in the same place."""
+
+    decoder: StaticDecoder
+    recent: dict[str, Tensor]
+    phases: Tensor | None
+    signature: Signature | None
+    origin: Origin | None
+
+    @classmethod
+    def of(cls, state: LayerState) -> Resident:
+        """For a state that has such a decoder."""
+        recent, phases = {name: x.clone() for name, x in state.recent.items()}, state.past.phases
+        phases = None if phases is None else phases.clone()
+        assert isinstance(state.past.decoder, StaticDecoder)
+        return cls(state.past.decoder, recent, phases, state.past.signature, state.origin)
+
+    def draft(self, left_out: Tensor | None) -> LayerState:
+        """A state for the step that is captured. Its lengths are of no concern, but that something has been."""
+        past = Past(self.signature, 1, waiting=self.decoder.waiting, phases=self.phases, decoder=self.decoder)
+        return LayerState(past, dict(self.recent), left_out=left_out, origin=self.origin)
+
+    def keep(self, state: LayerState, waiting: Segment) -> None:
+        """Takes what a step has computed from its draft to its place; the host has not counted the token."""
+        for name, x in self.recent.items():
+            x.copy_(state.recent[name])
+        if self.phases is not None and state.past.phases is not None:
+            self.phases.copy_(state.past.phases)
+        self.decoder.rewind(waiting)
+
+    def holds(self, state: LayerState) -> bool:
+        """Whether a state is here."""
+        past = state.past
+        return past.decoder is self.decoder and state.recent is self.recent and past.phases is self.phases
+
+    def load(self, state: LayerState) -> bool:
+        """Moves a state here; False where its segments are too many."""
+        if state.past.decoder is not self.decoder:
+            state.past.detach()
+            if not self.decoder.load(state.past):
+                return False
+            state.past.decoder, state.past.waiting = self.decoder, self.decoder.waiting
+        if state.recent is not self.recent:
+            for name, x in self.recent.items():
+                x.copy_(state.recent[name])
+            state.recent = self.recent
+        if self.phases is not None and state.past.phases is not None and state.past.phases is not self.phases:
+            self.phases.copy_(state.past.phases)
+            state.past.phases = self.phases
+        return True
+
+
+class CapturedStep:
+    """One step for states of one structure."""
+
+    def __init__(
+        self, advance: Advance, ids: Tensor, states: list[LayerState], graph: type[Graph], warm: bool = False
+    ) -> None:
+        self.advance, self.ids = advance, ids.clone()
+        self.places = torch.zeros_like(ids) if warm else torch.zeros(1, 1, dtype=torch.int64, device=ids.device)
+        self.left_out = None if states[0].left_out is None else states[0].left_out.clone()
+        self.residents = [Resident.of(state) for state in states]
+        self.owners: list[weakref.ref[StateLayer] | None] = [None] * len(states)
+        if warm:  # nothing has compiled the kernels before; what is there now is loaded again
+            self._run()
+        self.graph = graph(self._run)
+
+    def _run(self) -> Tensor:
+        """The step that is captured: only what it does on the device counts."""
+        drafts = [resident.draft(self.left_out) for resident in self.residents]
+        waiting = [resident.decoder.waiting for resident in self.residents]
+        output = self.advance(self.ids, drafts, self.places)
+        for resident, draft, before in zip(self.residents, drafts, waiting, strict=True):
+            resident.keep(draft, before)
+        return output
+
+    def holds(self, layers: list[StateLayer]) -> bool:
+        """Whether the states of a cache are here."""
+        for owner, resident, layer in zip(self.owners, self.residents, layers, strict=True):
+            state = layer.state
+            if owner is None or owner() is not layer or not isinstance(state, LayerState) or not resident.holds(state):
+                return False
+        return True
+
+    def load(self, layers: list[StateLayer]) -> bool:
+        """Moves the states of a cache here, and what was here out; False where they do not fit."""
+        for number, (layer, resident) in enumerate(zip(layers, self.residents, strict=True)):
+            owner = self.owners[number]
+            before = None if owner is None else owner()
+            assert isinstance(layer.state, LayerState)
+            if before is not layer:
+                if before is not None and isinstance(before.state, LayerState):
+                    before.state.detach()
+                layer.state.detach()
+                self.owners[number] = weakref.ref(layer, partial(_forgotten, resident.decoder))
+            if not resident.load(layer.state):
+                return False
+        if self.left_out is not None:
+            left_out = layers[0].state.left_out  # type: ignore[union-attr]
+            assert left_out is not None
+            self.left_out.copy_(left_out)
+        return True
+
+    def replay(self, ids: Tensor, states: list[LayerState]) -> Tensor:
+        """Hidden states of the next tokens (B, 1), with which the states that are here move on."""
+        length = states[0].length + 1
+        self.ids.copy_(ids)
+        self.places.fill_(length - 1)
+        try:
+            output = self.graph.replay().clone()
+            for state, resident in zip(states, self.residents, strict=True):
+                count(state, resident.decoder)
+        except BaseException:
+            self._undo(states, length)
+            raise
+        return output
+
+    def _undo(self, states: list[LayerState], length: int) -> None:
+        """After an interruption. Whether the kernels have run, the device knows; then there is a token to crop."""
+        for state, resident in zip(states, self.residents, strict=True):
+            if state.length < length and resident.decoder.ahead():
+                count(state, resident.decoder)
+            if state.length == length:
+                state.crop(1)
+
+
+def _forgotten(decoder: StaticDecoder, _: object) -> None:
+    """Lets go of a KV cache that is no more."""
+    decoder.unload()
+
+
+def count(state: LayerState, decoder: StaticDecoder, row: int = 0) -> None:
+    """Counts a token that kernels have added."""
+    past = state.past
+    past.waiting = decoder.lengthen(row)
+    if past.phases is not None:
+        past.turned = min(past.turned + 1, CROPPABLE + 1)
+    past.length += 1
+    state.kept = min(state.kept + 1, CROPPABLE)
+
+
+class Steps:
+    """The decoding steps of a model: graphs, by the structure of the states that they are for."""
+
+    def __init__(self, model: nn.Module, advance: Advance, graph: type[Graph] = CudaGraph) -> None:
+        self.model, self.advance, self.graph = model, advance, graph
+        self.captured: dict[Any, CapturedStep] = {}
+        self.latest: CapturedStep | None = None
+        self.eager: Any = None  # the structure of the last eager step
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()  # copies of a model, and what is pickled, begin without
+
+    def __call__(self, ids: Tensor, layers: list[StateLayer]) -> Tensor | None:
+        """Hidden states of the next token of each row, ids (B, 1); None where that takes an eager step."""
+        step = self.latest
+        if step is None or not step.holds(layers):
+            step = self.latest = self._step_for(ids, layers)
+        if step is None:
+            return None
+        states: list[Any] = [layer.state for layer in layers]
+        full = [state for state in states if state.past.decoder.full]
+        for state in full:
+            renew(state.past)
+        if full and not step.holds(layers):
+            self._drop(step)
+            return None
+        return step.replay(ids, states)
+
+    def _step_for(self, ids: Tensor, layers: list[StateLayer]) -> CapturedStep | None:
+        """A step for these states, loaded; captured now, if an eager step was of the same structure."""
+        states = [layer.state for layer in layers if isinstance(layer.state, LayerState)]
+        if len(states) < len(layers) or not states[0].length or hooked(self.model):
+            return None
+        key, before = structure(self.model, ids, states), self.eager
+        step, self.eager = self.captured.get(key), key
+        if step is None:
+            decoders = [state.past.decoder for state in states]
+            if key != before or not all(isinstance(x, StaticDecoder) for x in decoders):
+                return None
+            for stale in [step for other, step in self.captured.items() if other[0] != key[0]]:
+                self._drop(stale)
+            if len(self.captured) == MOST:
+                self._drop(next(iter(self.captured.values())))
+            for state in states:
+                if state.past.decoder is not None and state.past.decoder.full:
+                    renew(state.past)
+            step = self.captured[key] = CapturedStep(self.advance, ids, states, self.graph)
+        if step.load(layers):
+            return step
+        self._drop(step)
+        return None
+
+    def _drop(self, step: CapturedStep) -> None:
+        self.captured = {key: other for key, other in self.captured.items() if other is not step}
+        self.latest = None
+
+
+def structure(model: nn.Module, ids: Tensor, states: list[LayerState]) -> tuple[Any, ...]:
+    """What steps must have in common to be one graph; first of all, where the weights are."""
+    weights = tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers()))
+    kind = ids.device.type
+    mode = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), ids.dtype
+    shapes = tuple(tuple((name, x.shape) for name, x in state.recent.items()) for state in states)
+    phases = tuple(None if state.past.phases is None else state.past.phases.shape for state in states)
+    signatures = tuple(state.past.signature for state in states)
+    return weights, mode, states[0].left_out is None, signatures, shapes, phases
+
+
+def hooked(model: nn.Module) -> bool:
+    """Whether calls of Python belong to a step, which a graph would leave out."""
+    return any(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook") for part in model.modules())
+
+
+def wanted(ids: Tensor, model: nn.Module) -> bool:
+    """Whether a step with these tokens is to be a graph."""
+    return (
+        ids.is_cuda
+        and not torch.is_grad_enabled()
+        and not model.training
+        and os.environ.get(SWITCH, "1") != "0"
+        and not traced(ids)
+        and not torch.cuda.is_current_stream_capturing()
+    )

@@ -1,0 +1,261 @@
+"""Serves a model to many clients: continuous batching of independent streams, over HTTP, with the text streamed.
+
+    python examples/serve.py MODEL --rows 32 --prefix "You are a helpful assistant."
+    curl -N localhost:8000 -d '{"prompt": "Once upon a time", "tokens": 100}'
+
+    python examples/serve.py 16x2048:path-fox --load 1 8 32 64     # a load test, of random weights and tokens
+
+MODEL is a folder with a model and its tokenizer, or LAYERSxWIDTH:ENCODING. One thread owns the model: it admits
+requests to free rows (a prefill each, after the prefix that all share, which is computed once and forked), decodes all
+rows together, and hands each stream its tokens. A row is free again when its stream has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import deadreckon as dr
+from deadreckon.models.streams import Streams, fork
+
+END = -1  # after the last token of a stream
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, and the tokens that come back, `END` at last."""
+
+    prompt: list[int]
+    tokens: int
+    answers: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
+    left: int = 0
+    cancelled: bool = False
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.answers.get, END)
+
+
+class Server:
+    """Decodes the requests that are submitted, in a thread of its own.
+
+    Args:
+        model: in evaluation mode.
+        rows: streams at a time; others wait.
+        prefix: tokens that every prompt begins with, and that requests leave out.
+        choose: logits (rows, vocabulary) -> tokens (rows,); the most likely ones by default.
+    """
+
+    def __init__(
+        self,
+        model: dr.DeadReckonForCausalLM,
+        rows: int,
+        prefix: list[int] | None = None,
+        choose: Callable[[Tensor], Tensor] = lambda logits: logits.argmax(-1),
+    ) -> None:
+        self.model, self.choose, self.streams = model, choose, Streams(model, rows)
+        self.prefix = DynamicCache(config=model.config)
+        if prefix:
+            self._logits(prefix, self.prefix)
+        end = model.config.eos_token_id
+        self.ends = set(end if isinstance(end, list) else [end])
+        self.next = torch.zeros(rows, dtype=torch.int64, device=model.device)
+        self.running: dict[int, Request] = {}
+        self.waiting: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def submit(self, prompt: list[int], tokens: int) -> Request:
+        """Queues a request for so many tokens at most."""
+        if not prompt or tokens < 1:
+            raise ValueError(f"prompt, tokens: expected at least one token each, got {len(prompt)} and {tokens}")
+        request = Request(prompt, tokens, left=tokens)
+        self.waiting.put(request)
+        return request
+
+    def close(self) -> None:
+        """Ends all streams, and the thread."""
+        self.waiting.put(None)
+        self.thread.join()
+
+    @torch.no_grad()
+    def _logits(self, ids: list[int], cache: DynamicCache) -> Tensor:
+        tokens = torch.tensor([ids], device=self.model.device)
+        return self.model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+
+    def _run(self) -> None:
+        open_ = True
+        while open_ or self.running:
+            while open_ and self.streams.free and (not self.running or not self.waiting.empty()):
+                request = self.waiting.get()  # waits where there is nothing else to do
+                if request is None:
+                    open_ = False
+                    for row in list(self.running):
+                        self._end(row)
+                else:
+                    self._admit(request)
+            if self.running:
+                self._step()
+
+    def _admit(self, request: Request) -> None:
+        cache = fork(self.prefix)
+        try:
+            first = self.choose(self._logits(request.prompt, cache))
+        except ValueError as error:  # a token that the vocabulary does not have, say: that stream ends, others do not
+            print(f"refused: {error}")
+            request.answers.put(END)
+            return
+        row = self.streams.admit(cache)
+        self.running[row] = request
+        self.next[row] = first[0]
+        self._hand_over(row, int(first))
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.next.copy_(self.choose(self.streams.step(self.next)))
+        tokens = self.next.tolist()
+        for row in list(self.running):
+            self._hand_over(row, tokens[row])
+
+    def _hand_over(self, row: int, token: int) -> None:
+        request = self.running[row]
+        request.answers.put(token)
+        request.left -= 1
+        if token in self.ends or not request.left or request.cancelled:
+            self._end(row)
+
+    def _end(self, row: int) -> None:
+        self.streams.drop(row)
+        self.running.pop(row).answers.put(END)
+
+
+def text_of(request: Request, tokenizer: Any) -> Iterator[str]:
+    """The text of a stream, as it comes: characters of several tokens when they are whole."""
+    tokens, sent = list[int](), ""
+    for token in request:
+        tokens.append(token)
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") and len(text) > len(sent):
+            yield text[len(sent) :]
+            sent = text
+
+
+def serve(server: Server, tokenizer: Any, port: int) -> None:
+    """POST {"prompt": text, "tokens": number} -> the text, streamed."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            try:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                request = server.submit(tokenizer(asked["prompt"])["input_ids"], int(asked.get("tokens", 256)))
+            except (ValueError, KeyError, TypeError) as error:
+                self.send_error(400, f"expected {{'prompt': text, 'tokens': number}}: {error}")
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.end_headers()
+            try:
+                for text in text_of(request, tokenizer):
+                    self.wfile.write(text.encode())
+                    self.wfile.flush()
+            except OSError:  # the client has left
+                request.cancelled = True
+
+    print(f"http://localhost:{port}", flush=True)
+    ThreadingHTTPServer(("localhost", port), Handler).serve_forever()
+
+
+def load_test(model: dr.DeadReckonForCausalLM, clients: list[int], prompt: int, tokens: int) -> None:
+    """Tokens a second and time to first token, of clients that each ask twice, beside `generate()` one by one."""
+    torch.manual_seed(0)
+    asked = torch.randint(1, model.config.vocab_size, (max(clients) * 2, prompt)).tolist()
+
+    def generated(ids: list[int]) -> float:
+        began = time.perf_counter()
+        found = model.generate(
+            torch.tensor([ids], device=model.device), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
+            pad_token_id=0,
+        )  # fmt: skip
+        found.tolist()
+        return time.perf_counter() - began
+
+    generated(asked[0])
+    alone = min(generated(ids) for ids in asked[:2])
+    print(f"generate() one by one: {tokens / alone:,.0f} tokens/s", flush=True)
+    print("| clients | tokens/s | × | time to first token, median | worst |\n|---:|---:|---:|---:|---:|", flush=True)
+    for count in clients:
+        server = Server(model, count)
+        list(server.submit(asked[0], 3))  # compiles and captures
+        waits = list[float]()
+
+        def client(number: int, server: Server = server, waits: list[float] = waits) -> None:
+            for ids in asked[2 * number : 2 * number + 2]:
+                began = time.perf_counter()
+                answers = iter(server.submit(ids, tokens))
+                next(answers)
+                waits.append(time.perf_counter() - began)
+                assert sum(1 for _ in answers) == tokens - 1
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(count)]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        speed = 2 * count * tokens / (time.perf_counter() - began)
+        server.close()
+        median, worst = 1e3 * statistics.median(waits), 1e3 * max(waits)
+        print(
+            f"| {count} | {speed:,.0f} | {speed * alone / tokens:.2f} | {median:.0f} ms | {worst:.0f} ms |", flush=True
+        )
+
+
+def random_model(text: str, device: str) -> dr.DeadReckonForCausalLM:
+    """Of LAYERSxWIDTH:ENCODING, with heads of 64 channels, four query heads for one of keys."""
+    size, _, encoding = text.partition(":")
+    layers, width = map(int, size.split("x"))
+    heads = max(1, width // 64)
+    config = dr.DeadReckonConfig(
+        encoding=encoding, num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads,
+        num_key_value_heads=heads // 4 or 1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        return dr.DeadReckonForCausalLM(config).eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder, or LAYERSxWIDTH:ENCODING for random weights")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, default=32, help="streams at a time")
+    parser.add_argument("--prefix", default="", help="text that every prompt begins with")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--load", type=int, nargs="+", help="a load test with so many clients, in place of a server")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt of the load test")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer of the load test")
+    flags = parser.parse_args()
+    made = ":" in flags.model
+    model = random_model(flags.model, flags.device) if made else AutoModelForCausalLM.from_pretrained(flags.model)
+    model = model.eval().to(flags.device, torch.bfloat16 if flags.device == "cuda" else torch.float32)
+    if flags.load:
+        load_test(model, flags.load, flags.prompt, flags.tokens)
+        return
+    tokenizer = AutoTokenizer.from_pretrained(flags.model)
+    prefix = tokenizer(flags.prefix)["input_ids"] if flags.prefix else None
+    serve(Server(model, flags.rows, prefix), tokenizer, flags.port)
+
+
+if __name__ == "__main__":
+    main()

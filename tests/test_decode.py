@@ -1,0 +1,153 @@
+"""Single tokens by kernels, without Householder steps: rotations and gates, over a KV cache in segments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.ops.streaming.decode import renew
+from deadreckon.ops.streaming.fused import STREAM
+from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.stream import attend_stream
+
+TOKENS = 43
+
+
+@pytest.fixture
+def small_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tail that is full after 8 tokens, and few programs: interpreted, each takes a millisecond."""
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 8)
+    monkeypatch.setattr("deadreckon.ops.streaming.decode.LEAF", 4)
+    for module in ("kernels", "fused"):
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 8)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 16)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 1)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 4)
+    for module in ("kernels", "fused"):
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.STATE_PARTS", 3)
+    monkeypatch.setattr("deadreckon.ops.streaming.past.LEAF", 8)
+    monkeypatch.setattr("deadreckon.ops.streaming.past.tokens_worth", lambda *_: 10)
+
+
+class Stream:
+    """A sequence that comes in pieces, by kernels, checked against the definition."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.leaves = case, {name: x.float() for name, x in case.inputs().items()}
+        self.expected = case.attend({name: x.double() for name, x in self.leaves.items()}, impl="reference")
+
+    def attend(self, start: int, end: int, past: Past) -> None:
+        batch, length = self.case.batch, self.case.length
+        piece = {name: x[:, start:end] if x.dim() > 1 else x for name, x in self.leaves.items()}
+        transport: Any = None
+        if "angles" in piece:
+            transport = dr.Rotation(piece["angles"], values=self.case.transport == "rotation of values")
+        gate = piece.get("log_gate")
+        if gate is not None and gate.dim() == 1:
+            gate = gate.expand(batch, end - start, -1)
+        factors = dr.Factors(transport, gate, self.case.score)
+        q, k, v = piece["q"], piece["k"], piece["v"]
+        found = attend_stream(q, k, v, factors, self.case.width**-0.5, past, STREAM)
+        torch.testing.assert_close(found.double(), self.expected[:, start:end], rtol=0, atol=1e-5)
+        assert past.length == end <= length
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rotation", "learned", batch=2, heads=1, group=3),
+        Case("rotation per query head", "learned per key head", batch=1, heads=1, group=2),
+        Case("rotation of values", "constant", batch=1, heads=2, group=1),
+        Case("rotation", "learned", dr.Power(2), batch=1, heads=1, group=3),
+        Case(None, None, dr.Power(2), batch=1, heads=2, group=1),
+    ],
+    ids=lambda case: f"{case.transport}-{case.gate}-{case.score}",
+)
+@pytest.mark.usefixtures("small_tail")
+def test_single_tokens(case: Case) -> None:
+    """After a prompt, when the tail is closed, between longer pieces, after going back, and twice from one place."""
+    past, stream = Past(), Stream(Case(**{**vars(case), "length": TOKENS}))
+    stream.attend(0, 30, past)
+    stream.attend(30, 31, past)
+    stream.attend(31, 33, past)  # the tail joins the KV cache
+    assert past.waiting is None
+    for token in range(33, 43):
+        stream.attend(token, token + 1, past)
+    assert sum(segment.length for segment in past.segments) > 33 or past.folded is not None  # the tail was closed
+    past.crop(4)  # more than waits
+    stream.attend(39, 40, past)
+    other = past.fork()
+    stream.attend(40, 41, past)
+    stream.attend(40, 41, other)
+    stream.attend(41, 42, past.select(torch.arange(case.batch)))
+    stream.attend(41, 43, past)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_many_segments() -> None:
+    """More than the kernels were first made for: forks share a prefix each time."""
+    past, stream = Past(), Stream(Case(None, "learned", length=40, batch=1, heads=1, group=1))
+    start = 0
+    for end in (3, 8, 12, 15, 19, 20, 22):
+        stream.attend(start, end, past)
+        past, start = past.fork(), end
+    assert 2 * len(past.segments) > 6
+    for token in range(start, 26):
+        stream.attend(token, token + 1, past)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_interrupted_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tail was full: what a decoder writes over is no longer the past's."""
+    past, stream = Past(), Stream(Case(None, "learned", length=60, batch=1, heads=1, group=2))
+    stream.attend(0, 20, past)
+    for token in range(20, 28):
+        stream.attend(token, token + 1, past)
+    assert past.decoder is not None
+    assert past.decoder.full
+
+    def broken(*_: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deadreckon.ops.streaming.fused.look", broken)
+        with pytest.raises(KeyboardInterrupt):
+            stream.attend(28, 29, past)
+    for token in range(28, 31):
+        stream.attend(token, token + 1, past)
+
+
+@pytest.mark.parametrize("score", ["softmax", dr.Power(2)], ids=str)
+@pytest.mark.usefixtures("small_tail")
+def test_a_piece_after_the_tail_was_closed(score: Any) -> None:
+    """Then no token waits there."""
+    past, stream = Past(), Stream(Case(None, "learned", score, length=24, batch=1, heads=1, group=2))
+    stream.attend(0, 12, past)
+    for token in range(12, 20):
+        stream.attend(token, token + 1, past)
+    renew(past)
+    assert past.waiting is not None
+    assert past.waiting.length == 0
+    stream.attend(20, 24, past)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_decoders_stay_where_they_are() -> None:
+    """As a CUDA graph needs it: the same tensors whatever is closed or loaded."""
+    past, stream = Past(), Stream(Case(None, "learned", length=40, batch=1, heads=1, group=2))
+    stream.attend(0, 20, past)
+    stream.attend(20, 21, past)
+    decoder: Any = past.decoder
+    held = [x for x in (*decoder.last, *decoder.partial, decoder.segments, decoder.parts) if x is not None]
+    for token in range(21, 31):
+        stream.attend(token, token + 1, past)
+    assert past.decoder is decoder
+    after = [x for x in (*decoder.last, *decoder.partial, decoder.segments, decoder.parts) if x is not None]
+    assert all(x is y for x, y in zip(held, after, strict=True))
+    for name, x in decoder.waiting.storage.items():
+        assert x.data_ptr() == getattr(decoder.last, name).data_ptr()

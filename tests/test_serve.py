@@ -1,0 +1,62 @@
+"""`examples/serve.py`: every stream gets what it would get alone, whoever else is served."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_streaming import VOCABULARY, make_model, prompts
+
+PATH = Path(__file__).parent.parent / "examples" / "serve.py"
+
+
+@pytest.fixture(scope="module")
+def serve() -> Any:
+    spec = importlib.util.spec_from_file_location("serve", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["serve"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_streams_are_as_alone(serve: Any) -> None:
+    """Five requests of different lengths for two rows, after a prefix that they share; one ends early."""
+    model = make_model("path-fox")
+    prefix, asked = prompts(1, 10)[0].tolist(), [row[: 3 + 2 * n].tolist() for n, row in enumerate(prompts(5, 12))]
+    expected = [
+        model.generate(torch.tensor([prefix + ids]), max_new_tokens=4 + n, do_sample=False, pad_token_id=0)[0]
+        for n, ids in enumerate(asked)
+    ]
+    answers = [x[len(prefix + ids) :].tolist() for x, ids in zip(expected, asked, strict=True)]
+    end = answers[4][1]  # from now on that ends a stream
+    model.config.eos_token_id = end
+    answers = [a[: a.index(end) + 1] if end in a else a for a in answers]
+    server = serve.Server(model, 2, prefix)
+    requests = [server.submit(ids, 4 + n) for n, ids in enumerate(asked)]
+    assert [list(request) for request in requests] == answers
+    with pytest.raises(ValueError, match="expected at least one token each, got 0 and 3"):
+        server.submit([], 3)
+    assert list(server.submit([VOCABULARY - 1], 1))
+    server.close()
+    assert not server.running
+    assert server.streams.free == [0, 1]
+
+
+class Letters:
+    """A tokenizer whose tokens 1 and 2 are half a character each."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return bytes({1: 0xC3, 2: 0xA9}.get(token, 96 + token) for token in tokens).decode(errors="replace")
+
+
+def test_text_comes_in_whole_characters(serve: Any) -> None:
+    request = serve.Request([1], 5)
+    for token in (3, 1, 2, 4, serve.END):
+        request.answers.put(token)
+    assert list(serve.text_of(request, Letters())) == ["c", "é", "d"]

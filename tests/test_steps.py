@@ -1,0 +1,212 @@
+"""Decoding steps as graphs. Without a GPU a graph is a step that runs again, interpreted, on the same tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_streaming import VOCABULARY, prompts
+from torch import Tensor
+from transformers import DynamicCache
+
+import deadreckon as dr
+from deadreckon.models.graphs import Steps
+
+CLOSE = {"rtol": 0, "atol": 1e-4}
+
+
+class Rerun:
+    """In place of a CUDA graph."""
+
+    captured = replayed = 0
+    interrupted: Callable[[], None] | None = None  # called when a replay has run
+
+    def __init__(self, step: Callable[[], Tensor]) -> None:
+        Rerun.captured += 1
+        self.step = step
+
+    def replay(self) -> Tensor:
+        Rerun.replayed += 1
+        output = self.step()
+        if Rerun.interrupted is not None:
+            Rerun.interrupted()
+        return output
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tails of 8 tokens, few programs, and steps that are graphs while grad mode is off."""
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 8)
+    for module in ("decode", "routes"):
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.LEAF", 4)
+    for module in ("kernels", "fused"):
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.CHUNK", 8)
+        monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.STATE_PARTS", 3)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 16)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 1)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 6)
+    monkeypatch.setattr(
+        "deadreckon.models.huggingface.wanted", lambda ids, model: not torch.is_grad_enabled() and not model.training
+    )
+    monkeypatch.setattr("deadreckon.models.huggingface.Steps", lambda *arguments: Steps(*arguments, Rerun))
+    Rerun.captured, Rerun.replayed, Rerun.interrupted = 0, 0, None
+    yield
+    Rerun.interrupted = None
+
+
+def make_model(encoding: str, layers: int = 1) -> dr.DeadReckonForCausalLM:
+    torch.manual_seed(0)
+    config = dr.DeadReckonConfig(
+        encoding=encoding, vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.3,
+    )  # fmt: skip
+    return dr.DeadReckonForCausalLM(config).eval()
+
+
+def kernel_model(encoding: str, layers: int = 1) -> dr.DeadReckonForCausalLM:
+    """Whose single tokens are decoded by kernels."""
+    model = make_model(encoding, layers)
+    for layer in model.model.layers:
+        attention: Any = layer.get_submodule("self_attn")
+        attend, attention.impl = attention.attend, "blockwise"
+
+        def by_kernels(x: Tensor, *rest: Any, attend: Any = attend, attention: Any = attention) -> Tensor:
+            attention.impl = "triton" if x.shape[1] == 1 else "blockwise"  # the interpreter takes long for more
+            return attend(x, *rest)
+
+        attention.attend = by_kernels
+    return model
+
+
+def decode(model: dr.DeadReckonForCausalLM, ids: Tensor, cache: DynamicCache, start: int, **keywords: Any) -> Tensor:
+    """Logits of single tokens from `start` on."""
+    found = [model(ids[:, t : t + 1], past_key_values=cache, **keywords).logits for t in range(start, ids.shape[1])]
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values"])
+@torch.no_grad()
+def test_steps_give_what_one_pass_gives(encoding: str) -> None:
+    """Across closings of tails; a second sequence in the same graph; then the first goes on."""
+    model, ids = kernel_model(encoding, layers=2), prompts(1, 24)
+    expected = model(ids).logits
+    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    model(ids[:, :8], past_key_values=cache)
+    torch.testing.assert_close(decode(model, ids[:, :18], cache, 8), expected[:, 8:18], **CLOSE)
+    assert (Rerun.captured, Rerun.replayed) == (1, 9)  # the first step is eager
+    model(ids[:, :5], past_key_values=other)
+    torch.testing.assert_close(decode(model, ids[:, :7], other, 5), expected[:, 5:7], **CLOSE)
+    torch.testing.assert_close(decode(model, ids[:, :20], cache, 18), expected[:, 18:20], **CLOSE)
+    torch.testing.assert_close(model(ids[:, 20:22], past_key_values=cache).logits, expected[:, 20:22], **CLOSE)
+    torch.testing.assert_close(decode(model, ids, cache, 22), expected[:, 22:], **CLOSE)
+    assert (Rerun.captured, Rerun.replayed) == (1, 15)
+
+
+@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope"])
+@torch.no_grad()
+def test_states_of_a_graph_are_forked_cropped_chosen_and_copied(encoding: str) -> None:
+    model, ids = kernel_model(encoding), prompts(2, 18)
+    expected = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :8], past_key_values=cache)
+    decode(model, ids[:, :11], cache, 8)
+    forked, copied = copy.copy(cache), copy.deepcopy(cache)
+    forked.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in forked.layers:
+        layer.state = layer.state.fork()
+    cache.crop(-2)
+    torch.testing.assert_close(decode(model, ids[:, :12], cache, 9), expected[:, 9:12], **CLOSE)
+    for branch in (forked, copied):
+        torch.testing.assert_close(decode(model, ids[:, :13], branch, 11), expected[:, 11:13], **CLOSE)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = decode(model, ids[:, :14].flip(0), cache, 12)
+    torch.testing.assert_close(swapped.flip(0), expected[:, 12:14], **CLOSE)
+    cache.batch_select_indices(torch.tensor([1]))  # another batch size: another graph
+    torch.testing.assert_close(decode(model, ids[:1, :18], cache, 14), expected[:1, 14:18], **CLOSE)
+    assert Rerun.captured == 2
+
+
+@torch.no_grad()
+def test_masked_rows_are_decoded_by_graphs() -> None:
+    model, ids = kernel_model("path-fox"), prompts(2, 16)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[0, 6] = 0
+    expected = [model(row[real].unsqueeze(0)).logits[:, -4:] for row, real in zip(ids, mask.bool(), strict=True)]
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :12], attention_mask=mask[:, :12], past_key_values=cache)
+    found = [
+        model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits for t in range(12, 16)
+    ]
+    torch.testing.assert_close(torch.cat(found, dim=1), torch.cat(expected), **CLOSE)
+    assert Rerun.replayed == 3
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_generate(arguments: dict[str, int]) -> None:
+    model, ids = kernel_model("path-fox"), prompts(1, 12)
+    plain = make_model("path-fox").generate(ids, max_new_tokens=6, do_sample=False, **arguments)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, **arguments), plain)
+    assert Rerun.replayed or "prompt_lookup_num_tokens" in arguments
+
+
+@torch.no_grad()
+def test_new_weights_are_captured_anew() -> None:
+    """Those that change in place are not."""
+    model, ids = kernel_model("rope"), prompts(1, 9)
+    for captured in (1, 1, 2):
+        expected = model(ids).logits
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :6], past_key_values=cache)
+        torch.testing.assert_close(decode(model, ids, cache, 6), expected[:, 6:], **CLOSE)
+        assert Rerun.captured == captured
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        if captured == 1 and Rerun.replayed < 3:
+            weight.mul_(2)
+        else:
+            model.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(weight * 2)
+    assert len(model.model.steps.captured) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@torch.no_grad()
+def test_interrupted_replays_leave_no_trace(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = kernel_model("path-fox"), prompts(1, 14)
+    expected = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :8], past_key_values=cache)
+    decode(model, ids[:, :11], cache, 8)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if when == "after":
+            patch.setattr(Rerun, "interrupted", staticmethod(interrupt))
+        else:
+            patch.setattr(Rerun, "replay", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 11:12], past_key_values=cache)
+    assert cache.get_seq_length() == 11
+    torch.testing.assert_close(decode(model, ids, cache, 11), expected[:, 11:], **CLOSE)
+
+
+@torch.no_grad()
+def test_what_is_not_a_graph() -> None:
+    """Hooks, growing states, and copies of a model, which begin anew."""
+    model, ids = kernel_model("rope"), prompts(1, 9)
+    cache = DynamicCache(config=model.config)
+    handle = model.model.norm.register_forward_hook(lambda *_: None)
+    model(ids[:, :5], past_key_values=cache)
+    decode(model, ids, cache, 5)
+    handle.remove()
+    assert Rerun.captured == 0
+    prism = make_model("prism")
+    cache = DynamicCache(config=prism.config)
+    prism(ids[:, :5], past_key_values=cache)
+    decode(prism, ids, cache, 5)
+    assert Rerun.captured == 0
+    assert model.model.steps is not None
+    assert copy.deepcopy(model).model.steps is None

@@ -1,0 +1,61 @@
+"""Decoding steps as CUDA graphs: what they give is what the same steps give eagerly, and one pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import deadreckon as dr
+from deadreckon.models.streams import Streams
+
+pytestmark = pytest.mark.gpu
+GRAPHS = ["path-fox", "rope", "fox", "alibi", "nope", "selective-rope", "learned-rotation-values", "conformal-sympow"]
+
+
+def make_model(encoding: str) -> dr.DeadReckonForCausalLM:
+    torch.manual_seed(0)
+    config = dr.DeadReckonConfig(
+        encoding=encoding, vocab_size=512, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.05,
+    )  # fmt: skip
+    return dr.DeadReckonForCausalLM(config).eval().cuda()
+
+
+@pytest.mark.parametrize("encoding", GRAPHS)
+@torch.no_grad()
+def test_steps_give_what_one_pass_gives(encoding: str) -> None:
+    """Across a closing of tails, then of streams of different lengths, in float32: 1e-4 of the logits' range."""
+    model, ids = make_model(encoding), torch.randint(1, 512, (2, 1000), device="cuda")
+    expected = model(ids).logits
+    close = {"rtol": 0, "atol": 1e-4 * float(expected.abs().max())}
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :300], past_key_values=cache)
+    found = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(300, 1000)]
+    torch.testing.assert_close(torch.cat(found, dim=1), expected[:, 300:], **close)
+    assert model.model.steps is not None
+    assert len(model.model.steps.captured) == 1
+    streams, at = Streams(model, 3), (100, 17)
+    for row, start in enumerate(at):
+        cache = DynamicCache(config=model.config)
+        model(ids[row : row + 1, :start], past_key_values=cache)
+        assert streams.admit(cache) == row
+    for step in range(20):
+        logits = streams.step(torch.stack([ids[0, 100 + step], ids[1, 17 + step], ids[0, 0]]))
+        for row, start in enumerate(at):
+            torch.testing.assert_close(logits[row], expected[row, start + step], **close)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 4}])
+def test_generate(arguments: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make_model("path-fox"), torch.randint(1, 512, (2, 60), device="cuda")
+    ids = ids[:1] if "prompt_lookup_num_tokens" in arguments else ids
+    mask = torch.ones_like(ids)
+    if len(ids) == 2:
+        mask[0, :20] = mask[0, 30] = 0
+    found = []
+    for graphs in ("0", "1"):
+        monkeypatch.setenv("DEADRECKON_GRAPHS", graphs)
+        torch.manual_seed(1)
+        found.append(model.generate(ids, attention_mask=mask, max_new_tokens=40, pad_token_id=0, **arguments))
+    assert torch.equal(*found)
