@@ -14,7 +14,7 @@ from deadreckon.lab import cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-NEED_A_CHECKPOINT = {"convert.md"}  # what they say is in test_convert.py and test_conversion.py
+NEED_MORE = {"convert.md", "parallel.md"}  # a checkpoint, several processes: what they say has tests of its own
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -23,7 +23,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks(page, "python") and page.name not in NEED_A_CHECKPOINT],
+    [page for page in PAGES if blocks(page, "python") and page.name not in NEED_MORE],
     ids=lambda page: page.name,
 )
 def test_code_runs(page: Path) -> None:

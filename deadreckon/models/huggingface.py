@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,11 +22,8 @@ from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
+from deadreckon.models.tools import name_for_auto_classes, offer_lora_targets, refuse_unknown
 from deadreckon.ops.tracing import traced
-
-AUTO_MODULE = "modeling_deadreckon"
-AUTO_CLASSES = {"AutoConfig": "DeadReckonConfig", "AutoModelForCausalLM": "DeadReckonForCausalLM"}
-"""What saved models say to transformers' Auto classes: auto class -> the class of ours that it loads."""
 
 
 @strict
@@ -118,15 +113,8 @@ class DeadReckonConfig(PreTrainedConfig):
         """Leaves out transformers' check, whose list of layer types is closed."""
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Saves config.json, and a module of one import by which Auto classes find the installed package.
-
-        ``AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)`` then works where nothing of
-        deadreckon has been imported.
-        """
-        self.auto_map = {auto: f"{AUTO_MODULE}.{name}" for auto, name in AUTO_CLASSES.items()}
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        names = ", ".join(AUTO_CLASSES.values())
-        (Path(save_directory) / f"{AUTO_MODULE}.py").write_text(f"from deadreckon import {names}  # noqa: F401\n")
+        """Saves config.json, and what Auto classes need where nothing of deadreckon has been imported."""
+        self.auto_map = name_for_auto_classes(save_directory)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod
@@ -370,7 +358,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
-        _offer_lora_targets()
+        offer_lora_targets(config.model_type)
         self.model = DeadReckonModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -409,9 +397,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             unused: what tools pass to every model, such as ``output_attentions=False``: None, False, and the
                 ``token_type_ids`` that some tokenizers add, change nothing. Anything else is a TypeError.
         """
-        for name, value in unused.items():
-            if value is not None and value is not False and name != "token_type_ids":
-                raise TypeError(f"{name}: expected None or False, this model has no such option; got {value!r:.80}")
+        refuse_unknown(unused)
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
         outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
@@ -456,13 +442,6 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         if before is not None and mask is not None:
             mark_grown(mask, before.shape[1])
         return model_kwargs
-
-
-def _offer_lora_targets() -> None:
-    """Tells peft, where it is in use, what LoRA adapts by default: the projections that it adapts in a Llama."""
-    if constants := sys.modules.get("peft.utils.constants"):
-        targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        targets.setdefault(DeadReckonConfig.model_type, ["q_proj", "v_proj"])
 
 
 AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)
