@@ -33,10 +33,12 @@ def save_with_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1").save_pretrained(folder)
 
 
-def python(code: str, cache: Path) -> str:
-    """Runs code in a fresh interpreter, without network, and returns what it prints."""
-    environment = {**os.environ, "HF_MODULES_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+def python(cache: Path, *words: str | Path) -> str:
+    """Runs a fresh interpreter, without network, and returns what it prints."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "HF_MODULES_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    command = [sys.executable, *map(str, words)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -57,7 +59,7 @@ write = pipeline("text-generation", model=model, tokenizer={str(first)!r})
 print(write(["3 4 5", "6"], max_new_tokens=2, do_sample=False, batch_size=2)[0][0]["generated_text"][:5])
 print(model(torch.arange(9)[None]).logits.double().sum().item())
 """
-    text, logits = python(code, tmp_path / "modules").splitlines()
+    text, logits = python(tmp_path / "modules", "-c", code).splitlines()
     assert text == "3 4 5"
     assert float(logits) == pytest.approx(make_model()(torch.arange(9)[None]).logits.double().sum().item(), abs=1e-4)
     assert sorted(path.name for path in second.glob("*.py")) == ["modeling_deadreckon.py"]
@@ -81,7 +83,10 @@ def test_peft_finds_what_to_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets["deadreckon"] and set(targets["deadreckon"]) <= names
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft and accelerate")
+
+
+@needs_peft
 def test_lora_trains_adapters_alone() -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -90,3 +95,22 @@ def test_lora_trains_adapters_alone() -> None:
     model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
     trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     assert trained and all(re.search(r"(q|v)_proj\.lora_", name) for name in trained)
+
+
+@needs_peft
+@pytest.mark.slow
+def test_examples_train_and_adapt(tmp_path: Path) -> None:
+    examples, cache, trained, adapted = (
+        ROOT / "examples",
+        tmp_path / "modules",
+        tmp_path / "model",
+        tmp_path / "adapted",
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("ab " * 1000)
+    small = ("--length", "32", "--width", "32", "--layers", "1")
+    python(cache, examples / "trainer.py", text, "--out", trained, "--steps", "2", *small)
+    assert {path.name for path in trained.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    printed = python(cache, examples / "lora.py", trained, text, "--out", adapted, "--steps", "1", "--length", "32")
+    assert "trainable params" in printed
+    assert (adapted / "modeling_deadreckon.py").exists()
