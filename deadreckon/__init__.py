@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from deadreckon.models.convert import convert_model
     from deadreckon.models.huggingface import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
     from deadreckon.models.layer import AttentionLayer
+    from deadreckon.models.parallelize import parallelize
     from deadreckon.models.state import LayerState
     from deadreckon.ops.attention import IMPLEMENTATIONS, attend, attend_next, share_in_reach
     from deadreckon.ops.factors import Factors, Householder, Power, Rotation
+    from deadreckon.ops.parallel.context import ContextParallel
     from deadreckon.ops.streaming.past import Past
 
 __version__ = "0.1.0"
@@ -34,6 +36,7 @@ _HOME = {
     "Householder": "ops.factors",
     "Power": "ops.factors",
     "Factors": "ops.factors",
+    "ContextParallel": "ops.parallel.context",
     "Encoding": "encodings.base",
     "Sizes": "encodings.base",
     "Context": "encodings.base",
@@ -44,6 +47,7 @@ _HOME = {
     "AttentionLayer": "models.layer",
     "LayerState": "models.state",
     "Past": "ops.streaming.past",
+    "parallelize": "models.parallelize",
     "convert_model": "models.convert",
     "DeadReckonConfig": "models.huggingface",
     "DeadReckonModel": "models.huggingface",
@@ -56,6 +60,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "AttentionLayer",
     "Context",
+    "ContextParallel",
     "DeadReckonConfig",
     "DeadReckonForCausalLM",
     "DeadReckonModel",
@@ -71,6 +76,7 @@ __all__ = [
     "attend_next",
     "convert_model",
     "histogram_filter",
+    "parallelize",
     "parameter_groups",
     "share_in_reach",
     "superpose",

@@ -31,3 +31,12 @@ def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "WALK", 2)
     monkeypatch.setattr(prefill, "WALK", 2)
     monkeypatch.setattr(operator, "ROWS", 64)
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding by as many programs as there is work for, about: interpreted, idle ones take time, too."""
+    from deadreckon.ops.streaming import fused
+
+    monkeypatch.setattr(fused, "PROGRAMS", 1)
+    monkeypatch.setattr(fused, "SPARE", 6)

@@ -84,6 +84,7 @@ def test_the_whole_command(
     assert "| align | 30 |" in card and "base_model:" in card
     faded = [load_start(str(out / stage / "last")).state_dict() for stage in ("align", "distil")]
     assert all(weights["model.layers.1.self_attn.encoding.turns.angle_factor"] == 0 for weights in faded)
+    assert all(weights["model.layers.1.self_attn.encoding.turns.new_factor"] == 1 for weights in faded)
     assert Run(out / "extend").recipe.length == 128
     assert run_cli(monkeypatch, *words) == 0  # nothing is trained again
     assert "step" not in capsys.readouterr().out

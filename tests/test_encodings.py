@@ -221,7 +221,7 @@ def test_rotations_that_may_fade() -> None:
         layer, other = make_layer(name), make_layer(alone)
         missing, unexpected = other.load_state_dict(layer.state_dict(), strict=False)
         assert not missing
-        assert unexpected == ["encoding.turns.angle_factor"]
+        assert unexpected == ["encoding.turns.angle_factor", "encoding.turns.new_factor"]
         found, expected = factors(layer, x), factors(other, x)
         rotation, steps = found.parts()
         assert rotation is not None
@@ -234,6 +234,11 @@ def test_rotations_that_may_fade() -> None:
         layer.encoding.turns.angle_factor.fill_(0)
         torch.testing.assert_close(layer(x), other(x))
         assert not torch.allclose(turned, other(x))
+        layer.encoding.turns.angle_factor.fill_(1)
+        layer.encoding.turns.new_factor.fill_(0)
+        rope = make_layer("rope")
+        rope.load_state_dict(layer.state_dict(), strict=False)
+        torch.testing.assert_close(layer(x), rope(x), rtol=0, atol=1e-12)
 
 
 def test_idle_parts_leave_rope_as_it_is() -> None:

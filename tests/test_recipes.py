@@ -115,7 +115,7 @@ def test_recipes_are_changed_and_checked() -> None:
         'evaluators=["fun"]': "evaluators: expected one of error, exact, perplexity, perplexity-window,",
         "reporting=first": "reporting: expected one of last, best-three; got 'first'",
         "encoding_options.rank=8": "encoding_options: expected options by encoding, such as",
-        "schedules.gamma=[[0, 1]]": "schedules: expected numbers among learning_rate, length, noise, angle_factor, got",
+        "schedules.gamma=[[0, 1]]": "length, noise, angle_factor, new_factor, got",
         "schedules.noise=[[0.5, 1], [0.2, 2]]": "schedules.noise: expected points [share of the steps, value",
         "floor=2": "learning_rate, warmup, floor: expected above 0, 0 or more and a share, got 0.003, 50, 2.0",
         "conditions={}": "conditions: expected one or more, got none",

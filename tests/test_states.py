@@ -137,6 +137,7 @@ def test_gradients_may_be_required_where_none_are_computed() -> None:
         assert dr.attend_next(**some, past=dr.Past()).shape == (B, T, HQ, D)
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_implementations_are_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the layer, too; a decoder of another implementation is not gone on with."""
     case = Case("householder", length=9, batch=1, heads=1, group=2)
@@ -199,6 +200,7 @@ def test_interrupted_pieces_leave_no_trace(name: str) -> None:
         state = undisturbed
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_interrupted_kernels_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that decode write in place: what they have written is not gone on with."""
     case = Case("householder", "learned", length=9, batch=1, heads=1, group=1, width=8, value_width=8)

@@ -52,7 +52,7 @@ def test_any_split_gives_the_same(transport: str | None, gate: str | None, score
     ("transport", "gate"),
     [("householder", None), ("rotation of values and householder", "learned")],
 )
-@pytest.mark.usefixtures("short_walks")
+@pytest.mark.usefixtures("short_walks", "few_programs")
 def test_long_pieces_climb_by_kernels(transport: str, gate: str | None) -> None:
     case = Case(transport, gate, length=600, batch=1, heads=1)
     leaves = {name: x.float() for name, x in case.inputs().items()}
@@ -75,6 +75,7 @@ def test_long_pieces_climb_by_kernels(transport: str, gate: str | None) -> None:
         ("rotation of values and householder", "learned"),
     ],
 )
+@pytest.mark.usefixtures("few_programs")
 def test_single_tokens(transport: str, gate: str | None, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Across closings of segments, between longer pieces, after going back, and twice from one place."""
     for module in ("decode", "fused"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,9 @@ from torch.nn.functional import linear, logsigmoid, pad
 
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class Context:
     Attributes:
         positions: (B or 1, T) place of each token in its document.
         token_ids: (B, T), for encodings that look tokens up.
-        cu_seqlens: boundaries of packed documents.
+        cu_seqlens: boundaries of packed documents, of the whole row.
+        cp: which rank has which tokens, where all but cu_seqlens is this rank's shard of them.
+        length: tokens of the whole row, on all ranks, without what it is padded by to be divided.
         recent: where an encoding keeps the last inputs that it needs for the next piece, in prefill and decode.
         shared: where an encoding leaves what the same encoding uses in later layers of this forward pass.
     """
@@ -51,17 +58,35 @@ class Context:
     positions: Tensor
     token_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    cp: ContextParallel | None = None
+    length: int = 0
     recent: dict[str, Tensor] | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, x: Tensor, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Context:
-        """The context of x (B, T, d_model), whose documents begin where cu_seqlens says."""
-        positions = torch.arange(x.shape[1], device=x.device)
+    def of(
+        cls,
+        x: Tensor,
+        token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cp: ContextParallel | None = None,
+        length: int | None = None,
+    ) -> Context:
+        """The context of x (B, T, d_model), or of this rank's shard of it; documents begin where cu_seqlens says."""
+        positions = torch.arange(x.shape[1], device=x.device) if cp is None else cp.positions(x.shape[1], x.device)
         if cu_seqlens is not None:
             starts = cu_seqlens.to(x.device, torch.int64)
             positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-        return cls(positions.unsqueeze(0), token_ids, cu_seqlens)
+        whole = x.shape[1] * (1 if cp is None else cp.size)
+        return cls(positions.unsqueeze(0), token_ids, cu_seqlens, cp, whole if length is None else length)
+
+    def drawn_alike(self, x: Tensor) -> Tensor:
+        """A random x, the same on all ranks."""
+        return x if self.cp is None else self.cp.same(x)
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's part of x (B, length, ...)."""
+        return x if self.cp is None else self.cp.shard(x)
 
     def after(self, length: int) -> Context:
         """The context of a piece that `length` tokens come before."""
@@ -174,7 +199,8 @@ def at_least_single(x: Tensor) -> Tensor:
 class RopeSteps(SelfInitialised, nn.Module):
     """RoPE's rotation with a factor on its angles, 1 to begin with, which a schedule may change or training learn.
 
-    At 0 nothing turns. The factor is saved with the weights.
+    At 0 nothing turns. `new_factor`, a schedule's too, multiplies β and log f of what stands beside the rotation: at 0
+    there is RoPE alone. Both are saved with the weights.
 
     Args:
         base, scaling: of the angles, see :func:`rope_angles`.
@@ -189,16 +215,28 @@ class RopeSteps(SelfInitialised, nn.Module):
             self.angle_factor = nn.Parameter(torch.empty(()))
         else:
             self.register_buffer("angle_factor", torch.empty(()))
+        self.register_buffer("new_factor", torch.empty(()))
+        self.new_factor: Tensor
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.angle_factor)
+        nn.init.ones_(self.new_factor)
+
+    def beside(self, steps: Householder) -> Householder:
+        """Householder steps as strong as they are by now."""
+        return Householder(steps.w, steps.beta * self.new_factor.to(steps.beta.dtype))
+
+    def gated(self, log_gate: Tensor) -> Tensor:
+        """Gates that forget as much as they do by now."""
+        return log_gate * self.new_factor.to(log_gate.dtype)
 
     def forward(self, x: Tensor) -> Rotation:
         angles = rope_angles(self.head_dim, self.base, x.device, self.scaling)
         return Rotation(every_token(angles * self.angle_factor.float(), x))
 
 
+Convolution = Callable[[Tensor, Tensor, Tensor], Tensor]
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
 
 
@@ -214,19 +252,23 @@ class ShortConvolution(SelfInitialised, nn.Module):
         bound = self.weight.shape[0] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def rows(self, x: Tensor, context: Context) -> Tensor:
-        """x (B, T, C) after the tokens of the piece before that it needs, (B, R + T, C)."""
-        if context.recent is None:
-            return x
-        reach, length = self.weight.shape[0] - 1, x.shape[1]
-        recent = context.recent.get("convolution")
-        x = x if recent is None else torch.cat([recent, x], dim=1)
-        kept = x[:, -reach - CROPPABLE :]  # always as many, zeros at first, and no view of a whole prefill
-        context.recent["convolution"] = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
-        return x[:, -reach - length :]
-
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        return convolve(self.rows(x, context), self.weight, context.positions)
+        return self.through(convolve, x, context)
+
+    def through(self, function: Convolution, x: Tensor, context: Context) -> Tensor:
+        """A function of x (B, T, C) and the tokens before it, the filters and places: see :func:`convolve`."""
+        reach, length = self.weight.shape[0] - 1, x.shape[1]
+        if context.cp is not None:  # a piece goes on from the one before it, which may be on another rank
+            rows = context.cp.rows_with_tails(x, reach)
+            places = context.cp.as_rows(context.positions.expand(x.shape[0], -1))
+            return context.cp.from_rows(function(rows, self.weight, places))
+        if context.recent is not None:
+            recent = context.recent.get("convolution")
+            x = x if recent is None else torch.cat([recent, x], dim=1)
+            kept = x[:, -reach - CROPPABLE :]  # always as many, zeros at first, and no view of a whole prefill
+            context.recent["convolution"] = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
+            x = x[:, -reach - length :]
+        return function(x, self.weight, context.positions)
 
 
 class Projection(SelfInitialised, nn.Linear):
@@ -327,6 +369,6 @@ class HouseholderSteps(StartsIdle, nn.Module):
         nn.init.constant_(self.strength.bias, -IDLE)
 
     def forward(self, x: Tensor, context: Context) -> Householder:
-        rows = self.convolution.rows(self.up(self.down(x)), context)
-        w = directions(rows, self.convolution.weight, context.positions, self.heads, self.activation, self.norm_eps)
+        unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
+        w = self.convolution.through(unit, self.up(self.down(x)), context)
         return Householder(w, 2 * at_least_single(self.strength(x)).sigmoid())

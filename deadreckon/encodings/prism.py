@@ -116,6 +116,8 @@ class Prism(Encoding):
         return Factors()
 
     def widen(self, q: Tensor, k: Tensor, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        if context.cp is not None:
+            raise ValueError("prism: its recurrent network takes one token after the other; expected no cp, got one")
         here = ("prism", self.source)
         if self.cursors is not None:
             context.shared[here] = self.cursors(x, context, q.dtype)

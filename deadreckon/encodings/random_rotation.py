@@ -28,8 +28,8 @@ class RandomRotation(Encoding):
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         widest = rope_angles(self.head_dim, self.base, x.device)
-        drawn = torch.rand(*x.shape[:2], 1, self.head_dim // 2, device=x.device) * 2 - 1
-        return Factors(Rotation(drawn * widest, self.values))
+        drawn = torch.rand(x.shape[0], context.length, 1, self.head_dim // 2, device=x.device) * 2 - 1
+        return Factors(Rotation(context.shard(drawn) * widest, self.values))
 
 
 class RandomRotationValues(RandomRotation):

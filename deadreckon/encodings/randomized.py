@@ -33,12 +33,12 @@ class Randomized(Encoding):
     def embed(self, x: Tensor, context: Context) -> Tensor:
         if context.recent is not None:
             raise ValueError("randomized: positions are drawn afresh for each forward pass; expected no state or cache")
-        longest = x.shape[1] if context.cu_seqlens is None else context.positions.max() + 1
+        longest = context.length if context.cu_seqlens is None else context.cu_seqlens.diff().max()
         if not (isinstance(longest, Tensor) and traced(longest)) and longest > self.limit:
             raise ValueError(
                 f"randomized: a sequence of {int(longest)} tokens needs as many positions, got {self.limit}"
             )
-        drawn = torch.randperm(self.limit, device=x.device)
+        drawn = context.drawn_alike(torch.randperm(self.limit, device=x.device))
         # The first ones, sorted; `longest` may be a number that only the device knows.
         drawn = drawn.masked_fill(torch.arange(self.limit, device=x.device) >= longest, self.limit).sort().values
         phase = drawn[context.positions].unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)

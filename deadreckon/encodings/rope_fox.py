@@ -34,4 +34,4 @@ class RoPEFoX(Encoding):
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(self.turns(x), self.gate(x))
+        return Factors(self.turns(x), self.turns.gated(self.gate(x)))

@@ -36,4 +36,4 @@ class RoPEPaTH(Encoding):
         self.steps = HouseholderSteps(sizes, rank)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors((self.turns(x), self.steps(x, context)))
+        return Factors((self.turns(x), self.turns.beside(self.steps(x, context))))

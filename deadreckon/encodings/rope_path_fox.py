@@ -37,4 +37,5 @@ class RoPEPaTHFoX(Encoding):
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors((self.turns(x), self.steps(x, context)), self.gate(x))
+        steps = self.turns.beside(self.steps(x, context))
+        return Factors((self.turns(x), steps), self.turns.gated(self.gate(x)))

@@ -35,7 +35,8 @@ class Sinusoidal(Encoding):
     def embed(self, x: Tensor, context: Context) -> Tensor:
         positions = context.positions
         if self.training and self.shift:
-            positions = positions + torch.randint(0, self.shift + 1, (x.shape[0], 1), device=x.device)
+            shift = torch.randint(0, self.shift + 1, (x.shape[0], 1), device=x.device)
+            positions = positions + context.drawn_alike(shift)
         phase = positions.unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)
         return x + (self.gain * torch.cat([phase.sin(), phase.cos()], dim=-1)).to(x.dtype)
 

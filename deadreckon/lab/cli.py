@@ -75,14 +75,19 @@ class Train:
     change: tuple[str, ...] = ()  # fields of the recipe, such as steps=1000 learning_rate=1e-3 options.ignore=0.9
     device: str = "cpu"  # cpu, cuda, …; on CUDA it computes in bfloat16
     tensorboard: bool = False  # also write metrics for TensorBoard, in the folder
+    mesh: str = ""  # processes that train it together, such as dp=2,cp=2, started by torchrun
+    timeout: float = 30.0  # minutes that a process waits for another before it gives up
 
     def run(self) -> None:
         from deadreckon.lab.recipes import find_recipe
-        from deadreckon.lab.training import summary, train_run
+        from deadreckon.lab.training import Ranks, summary, train_run
 
-        console, recipe = Console(), find_recipe(self.recipe, self.size, self.encoding, self.seed, self.change)
-        run = train_run(recipe, self.out, device=self.device, console=console, tensorboard=self.tensorboard)
-        console.print(summary(run, run.scores()), highlight=False, soft_wrap=True)
+        recipe = find_recipe(self.recipe, self.size, self.encoding, self.seed, self.change)
+        ranks, device = Ranks.start(self.mesh, self.device, self.timeout)
+        console = ranks.console(None)
+        run = train_run(recipe, self.out, device=device, console=console, tensorboard=self.tensorboard, ranks=ranks)
+        if ranks.first:
+            console.print(summary(run, run.scores()), highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
@@ -23,7 +24,11 @@ from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
 from deadreckon.models.tools import name_for_auto_classes, offer_lora_targets, refuse_unknown
+from deadreckon.ops.attention import check_documents
 from deadreckon.ops.tracing import traced
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 
 @strict
@@ -179,7 +184,13 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
 
 
 class DeadReckonModel(DeadReckonPreTrainedModel):
-    """Embeddings, layers and the last norm."""
+    """Embeddings, layers and the last norm.
+
+    Attributes:
+        cp: context parallelism. Every rank of its group passes the same whole sequences, and gets its shard of the
+            outputs. The loss is that of whole sequences on every rank; its gradient is the *mean* of the ranks'
+            gradients, which data parallelism (FSDP, DDP) takes anyway.
+    """
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
@@ -190,6 +201,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.steps: Steps | None = None
+        self.cp: ContextParallel | None = None
         self.post_init()
 
     def forward(
@@ -204,6 +216,10 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
+        if self.cp is not None:
+            if past_key_values is not None or use_cache:
+                raise ValueError("past_key_values: expected no cache with context parallelism; generate on one rank")
+            return self._forward_shard(input_ids, attention_mask, inputs_embeds, cu_seqlens, self.cp)
         if past_key_values is not None or use_cache:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected no cache beside it")
@@ -226,16 +242,40 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             x = x[real].unsqueeze(0)
             input_ids = None if input_ids is None else input_ids[real].unsqueeze(0)
-        context = Context.of(x, input_ids, cu_seqlens)
-        x = self._embed(x, context)
-        for layer in self.layers:
-            x = layer(x, context)
-        x = self.norm(x)
+        x = self._through_layers(x, Context.of(x, input_ids, cu_seqlens))
         if real is not None and order is not None:
             x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
         elif real is not None:
             x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
         return BaseModelOutputWithPast(last_hidden_state=x)
+
+    def _through_layers(self, x: Tensor, context: Context) -> Tensor:
+        x = self._embed(x, context)
+        for layer in self.layers:
+            x = layer(x, context)
+        return self.norm(x)
+
+    def _forward_shard(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cp: ContextParallel,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of this rank's shard of whole sequences, which are padded to equal pieces."""
+        whole = input_ids if inputs_embeds is None else inputs_embeds
+        assert whole is not None
+        length = whole.shape[1]
+        if attention_mask is not None and not bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
+            raise ValueError("attention_mask: with context parallelism, expected padding on the right only")
+        if cu_seqlens is not None and cp.padded(length) > length:  # padding is a document of its own
+            cu_seqlens = pad(cu_seqlens, (0, 1), value=cp.padded(length))
+        ids = None if input_ids is None else cp.shard(input_ids)
+        x = self.embed_tokens(ids) if inputs_embeds is None else cp.shard(inputs_embeds)
+        check_documents(cu_seqlens, x, cp)
+        context = Context.of(x, ids, cu_seqlens, cp, length)
+        return BaseModelOutputWithPast(last_hidden_state=self._through_layers(x, context))
 
     def penalty(self) -> Tensor | None:
         """The sum of the encodings' regularisation terms, which training adds to the loss; None if there are none."""
@@ -363,6 +403,15 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @property
+    def cp(self) -> ContextParallel | None:
+        """Context parallelism; see :class:`DeadReckonModel`."""
+        return self.model.cp
+
+    @cp.setter
+    def cp(self, cp: ContextParallel | None) -> None:
+        self.model.cp = cp
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -396,10 +445,15 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
             unused: what tools pass to every model, such as ``output_attentions=False``: None, False, and the
                 ``token_type_ids`` that some tokenizers add, change nothing. Anything else is a TypeError.
+
+        With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
+        and so is the loss; logits are those of this rank's shard.
         """
         refuse_unknown(unused)
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
+        if logits_to_keep and self.cp is not None:
+            raise ValueError(f"logits_to_keep: expected 0 with context parallelism, got {logits_to_keep}")
         outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
         hidden = outputs.last_hidden_state
         logits = None
@@ -417,14 +471,20 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
     def _loss(self, hidden: Tensor, logits: Tensor | None, labels: Tensor, items: Tensor | int | None) -> Tensor:
         """The mean over labels (B, T), or the sum by `items`, from logits or, without them, from hidden (B, T, D)."""
-        if logits is not None:
+        if logits is not None and self.cp is None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=items
             )
         else:
-            expected = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten().to(hidden.device)
-            loss = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, expected)
-            loss = loss / ((expected != IGNORED).sum() if items is None else items)
+            expected = pad(labels[:, 1:], (0, 1), value=IGNORED)
+            count = (expected != IGNORED).sum() if items is None else items
+            expected = (expected if self.cp is None else self.cp.shard(expected, value=IGNORED)).flatten()
+            expected = expected.to(hidden.device)
+            if logits is None:
+                loss = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, expected)
+            else:
+                loss = cross_entropy(logits.flatten(0, 1).float(), expected, ignore_index=IGNORED, reduction="sum")
+            loss = loss / count if self.cp is None else self.cp.sum_of_losses(loss / count)
         penalty = self.model.penalty() if self.training else None
         if penalty is None:
             return loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import CROPPABLE, Context, Encoding, Sizes
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 RESET = -1e4  # a log gate that nothing passes
 
@@ -93,12 +96,19 @@ class AttentionLayer(nn.Module):
         *,
         token_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cp: ContextParallel | None = None,
         state: Literal["none"] = "none",
     ) -> Tensor: ...
 
     @overload
     def forward(
-        self, x: Tensor, *, token_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, state: LayerState | None
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cp: ContextParallel | None = None,
+        state: LayerState | None,
     ) -> tuple[Tensor, LayerState]: ...
 
     def forward(
@@ -107,6 +117,7 @@ class AttentionLayer(nn.Module):
         *,
         token_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cp: ContextParallel | None = None,
         state: LayerState | Literal["none"] | None = "none",
     ) -> Tensor | tuple[Tensor, LayerState]:
         """Attends over x (B, T, d_model).
@@ -115,6 +126,7 @@ class AttentionLayer(nn.Module):
             x: the input, or the next piece of it.
             token_ids: (B, T), for encodings that look tokens up.
             cu_seqlens: boundaries of packed sequences (B = 1).
+            cp: context parallelism: x, token_ids and the output are this rank's shards, cu_seqlens are of the whole.
             state: the state after the tokens before x, None for the first piece. Any split of a sequence gives the same
                 outputs, without gradients. An exception, KeyboardInterrupt included, leaves the state unchanged.
 
@@ -125,12 +137,14 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
         if token_ids is not None and token_ids.shape != x.shape[:2]:
             raise ValueError(f"token_ids: expected (B, T) = {tuple(x.shape[:2])}, got {tuple(token_ids.shape)}")
-        check_documents(cu_seqlens, x)
-        context = Context.of(x, token_ids, cu_seqlens)
+        check_documents(cu_seqlens, x, cp)
+        context = Context.of(x, token_ids, cu_seqlens, cp)
         if state == "none":
             return self.attend(x, context)
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected None beside a state")
+        if cp is not None:
+            raise ValueError("cp: a sequence that comes in pieces is not divided among ranks; expected None with state")
         state = LayerState() if state is None else state
         if not isinstance(state, LayerState):
             raise ValueError(f"state: expected a LayerState or None, got {type(state).__name__}")
@@ -158,7 +172,9 @@ class AttentionLayer(nn.Module):
         factors, scale = self.encoding(x, context), width**-0.5
         q, k = self.encoding.widen(q, k, x, context)
         if state is None:
-            output = attend(q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl)
+            output = attend(
+                q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl, cp=context.cp
+            )
         else:
             if state.left_out is not None:  # nothing passes from masked tokens to the first real one
                 fresh = (context.positions == 0).unsqueeze(-1).expand(*x.shape[:2], self.sizes.n_heads)

@@ -6,7 +6,7 @@ import os
 import weakref
 from importlib.util import find_spec
 from numbers import Real
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from deadreckon.ops.reference import attend_reference
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, Kernels, attend_stream
 from deadreckon.ops.tracing import traced, without_autocast
+
+if TYPE_CHECKING:
+    from deadreckon.ops.parallel.context import ContextParallel
 
 Implementation = Literal["auto", "reference", "blockwise", "triton"]
 
@@ -42,6 +45,7 @@ def attend(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     impl: Implementation = "auto",
+    cp: ContextParallel | None = None,
 ) -> Tensor:
     """Causal attention with data-dependent position encodings.
 
@@ -65,6 +69,9 @@ def attend(
             packed in float32 up to 128; ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or
             chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32; a ValueError for anything else), or
             ``"auto"``: the kernels where they serve, else ``"blockwise"``.
+        cp: context parallelism: q, k, v and every factor are this rank's shard of T, as ``cp.shard`` cuts it, and so is
+            the output; cu_seqlens are the boundaries of the whole row. Gradients flow from rank to rank. Not with
+            ``impl="reference"``.
 
     Returns:
         (B, T, Hq, E), in the dtype of q. A NaN or infinity at token t reaches outputs from t on, never one before t or
@@ -78,12 +85,16 @@ def attend(
     _check_inputs(q, k, v)
     _check_transport(transport, q, k, v)
     gates = _check_gate(log_gate, q, k)
-    documents = check_documents(cu_seqlens, q)
+    if cp is not None and type(cp).__name__ != "ContextParallel":  # which is imported by those who have one
+        raise ValueError(f"cp: expected a ContextParallel or None, got {type(cp).__name__}")
+    documents = check_documents(cu_seqlens, q, cp)
     scale = _check_scale(scale, q)
     factors = Factors(transport, gates, score)
     _check_score(factors)
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
+    if cp is not None and cp.size > 1:
+        return _attend_shards(q, k, v, factors, scale, documents, impl, cp)
     # Autocast would run the sums of phases, gates and frames in half precision.
     with without_autocast(q):
         if impl == "triton" or (impl == "auto" and q.is_cuda):
@@ -98,6 +109,24 @@ def attend(
             factors = factors._replace(log_gate=separated(gates, cu_seqlens, k))
         attend_plainly = attend_reference if impl == "reference" else attend_blockwise
         return attend_plainly(q, k, v, factors, scale, documents)
+
+
+def _attend_shards(
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, documents: list[int] | None,
+    impl: Implementation, cp: ContextParallel,
+) -> Tensor:  # fmt: skip
+    from deadreckon.ops.parallel.attend import attend_parallel
+
+    if impl == "reference":
+        raise ValueError("impl: expected 'auto', 'blockwise' or 'triton' beside cp, got 'reference'")
+    with without_autocast(q):
+        kernels = False
+        if impl == "triton" or (impl == "auto" and q.is_cuda):
+            reason = _reason_against_kernels(q, v, factors, packed=documents is not None)
+            if reason is not None and impl == "triton":
+                raise ValueError(f"impl: 'triton' needs {reason}")
+            kernels = reason is None
+        return attend_parallel(q, k, v, factors, scale, documents, cp, kernels)
 
 
 def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
@@ -313,12 +342,13 @@ _checked: tuple[weakref.ref[Tensor], int, int, list[int]] | None = None
 """The boundaries that were checked last, their version, T and values: the layers of a model share one tensor."""
 
 
-def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
+def check_documents(cu_seqlens: object, q: Tensor, cp: ContextParallel | None = None) -> list[int] | None:
     """Returns the boundaries as Python integers; None also where they are traced, to be checked by what uses them.
 
-    Where they are on a GPU, it is waited for, once for each tensor.
+    Where they are on a GPU, it is waited for, once for each tensor. With cp, q is a shard of the row.
     """
     global _checked
+    length = q.shape[1] * (1 if cp is None else cp.size)
     if cu_seqlens is None:
         return None
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -330,7 +360,7 @@ def check_documents(cu_seqlens: object, q: Tensor) -> list[int] | None:
         raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
     if traced(cu_seqlens) or traced(q):
         return None
-    if _checked is None or _checked[0]() is not cu_seqlens or _checked[1:3] != (cu_seqlens._version, q.shape[1]):
-        bounds = boundaries(cu_seqlens, q.shape[1])
-        _checked = weakref.ref(cu_seqlens), cu_seqlens._version, q.shape[1], bounds
+    if _checked is None or _checked[0]() is not cu_seqlens or _checked[1:3] != (cu_seqlens._version, length):
+        bounds = boundaries(cu_seqlens, length)
+        _checked = weakref.ref(cu_seqlens), cu_seqlens._version, length, bounds
     return _checked[3]

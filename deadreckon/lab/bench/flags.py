@@ -128,4 +128,19 @@ class Text(Flags):
     rounds: int = 5  # steps that are timed
 
 
-Benchmark = Attention | Decode | Filters | Powers | Drift | Text
+@dataclass(frozen=True)
+class Ranks(Flags):
+    """Time training steps whose sequences are divided among processes (context parallel), and count the bytes sent.
+
+    Processes are on this machine and speak gloo, a thread each: where there are fewer cores than processes, this shows
+    what dividing costs and not what it gains.
+    """
+
+    encodings: str = "rope,fox,path-fox"  # names (see `deadreckon list`), separated by commas
+    processes: tuple[int, ...] = (1, 2, 4)  # how many to divide sequences among, one after the other
+    size: str = "2x128"  # layers x width of the model; heads have 32 channels
+    batch: str = "1x2048"  # rows x tokens of a step
+    rounds: int = 3  # steps that are timed
+
+
+Benchmark = Attention | Decode | Filters | Powers | Drift | Text | Ranks

@@ -49,7 +49,9 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
     write_text(out / "report.json", json.dumps(report | {"environment": describe_environment(device)}, indent=2) + "\n")
     table = tabulate(measured)
     write_text(out / "README.md", model_card(conversion, out, table, agreement))
-    console.print(f"{table}\n\n{agreement:.0%} of greedily chosen tokens are the teacher's.", highlight=False)
+    console.print(
+        f"{table}\n\n{agreement:.0%} of greedily chosen tokens are the teacher's.", highlight=False, soft_wrap=True
+    )
     console.print(f"Saved: {out}", highlight=False)
 
 

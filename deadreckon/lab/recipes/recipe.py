@@ -26,7 +26,8 @@ MEASURES = {
 REPORTING = ("last", "best-three")
 OBJECTIVES = ("next-token", "align", "distil")
 # Numbers of an encoding that a schedule may change, read in each forward pass.
-SCHEDULABLE = {"prism": ("noise",)} | dict.fromkeys(("rope-fox", "rope-path", "rope-path-fox"), ("angle_factor",))
+FACTORS = ("angle_factor", "new_factor")
+SCHEDULABLE = {"prism": ("noise",), "rope-fox": FACTORS, "rope-path": FACTORS, "rope-path-fox": FACTORS}
 SCHEDULABLE_ALWAYS = ("learning_rate", "length")
 TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_language}
 AT_LEAST_ONE = (

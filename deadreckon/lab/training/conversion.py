@@ -70,7 +70,14 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
             raise ValueError(f"out: {folder.parent} holds a conversion to {found}, not {conversion.begun}")
         return
     torch.manual_seed(conversion.seed)
-    student = dr.convert_model(load_source(conversion.source), conversion.begun, exact=not conversion.cold)
+    source = load_source(conversion.source)
+    if conversion.grows:
+        dr.convert_model(source, conversion.begun)  # refuses what cannot begin exactly
+    student = dr.convert_model(source, conversion.begun, exact=not (conversion.cold or conversion.grows))
+    if conversion.grows:
+        for name, factor in student.named_buffers():
+            if name.endswith(".new_factor"):
+                factor.zero_()
     with replacing(folder) as new:
         student.save_pretrained(new)
         AutoTokenizer.from_pretrained(conversion.source).save_pretrained(new)
@@ -99,6 +106,9 @@ def without_rope(model: dr.DeadReckonForCausalLM, encoding: str) -> dr.DeadRecko
     """The same model with the encoding that is left where RoPE's angles have faded to nothing."""
     weights, config = model.state_dict(), deepcopy(model.config)
     factors = [weights.pop(name) for name in list(weights) if name.endswith(".turns.angle_factor")]
+    grown = [weights.pop(name) for name in list(weights) if name.endswith(".turns.new_factor")]
+    if any(bool(factor != 1) for factor in grown):
+        raise ValueError(f"drop_rope: expected factors of 1 on new parts, got {[float(one) for one in grown]}")
     if not factors or any(bool(factor) for factor in factors):
         raise ValueError(f"drop_rope: expected factors of 0 on all angles, got {[float(one) for one in factors]}")
     options = (config.encoding_options or {}).get(config.encoding, {})

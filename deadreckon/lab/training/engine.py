@@ -14,12 +14,15 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, is_wrong
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.distillation import OBJECTIVES, freeze
 from deadreckon.lab.training.graphs import Graphs, captured_on
+from deadreckon.lab.training.ranks import Ranks, placed_like, whole
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
 COMPILE = "DEADRECKON_COMPILE"  # in the environment: 1 to compile models for training
@@ -60,12 +63,13 @@ def model_for_tests(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> dr.DeadR
 def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW, with the parameter groups of encodings. The schedule scales each group's `initial_lr`.
 
-    On a GPU learning rates and step counts are tensors there, so that a captured CUDA graph sees the current values.
+    On a GPU learning rates and step counts are tensors there, so that a captured CUDA graph sees the current values;
+    but not of sharded parameters, whose steps are not captured.
     """
     first, second = recipe.betas
     groups = dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay)
     device = next(model.parameters()).device
-    if device.type != "cuda":
+    if device.type != "cuda" or isinstance(next(model.parameters()), DTensor):
         return torch.optim.AdamW(groups, betas=(first, second))
     optimizer = torch.optim.AdamW(groups, betas=(first, second), fused=True, capturable=True)
     for group in optimizer.param_groups:
@@ -100,8 +104,9 @@ class Training:
         model: is trained in place.
         task: where its data come from.
         recipe: equal recipes see equal data.
-        graphs: whether steps are captured as CUDA graphs (`graphs.py`); by default they are on a GPU.
+        graphs: whether steps are captured as CUDA graphs (`graphs.py`); by default they are on a GPU, by one process.
         teacher: what the recipe's objective compares with, if it does.
+        ranks: the processes that train it together, this one alone by default; the model is divided among them.
 
     With DEADRECKON_COMPILE=1 in the environment the model is compiled: it takes a minute or so, and pays in long runs.
     """
@@ -113,35 +118,47 @@ class Training:
         recipe: Recipe,
         graphs: bool | None = None,
         teacher: dr.DeadReckonForCausalLM | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.model, self.task, self.recipe, self.teacher = model, task, recipe, teacher
+        self.task, self.recipe, self.teacher, self.ranks = task, recipe, teacher, ranks or Ranks()
+        if recipe.batch_size % (recipe.accumulate * self.ranks.parts):
+            raise ValueError(
+                f"mesh: expected dp to divide batch_size / accumulate = {recipe.batch_size // recipe.accumulate}, "
+                f"got {self.ranks.parts}"
+            )
+        if teacher is not None and self.ranks.size > 1:
+            raise ValueError(f"mesh: expected one process to learn from a teacher, got {self.ranks.size}")
+        freeze(model, recipe.freeze)  # before it is sharded
+        self.model = self.ranks.divide(model)
         self.forward = torch.compile(model) if os.environ.get(COMPILE, "0") != "0" else model
         self.device = next(model.parameters()).device
-        freeze(model, recipe.freeze)
         self.optimizer = make_optimizer(model, recipe)
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.done = 0  # steps
         self.scheduled = self._place_scheduled()
-        capture = captured_on(self.device) if graphs is None else graphs
+        capture = captured_on(self.device) and self.ranks.size == 1 if graphs is None else graphs
         self.graphs = Graphs(self._step, self.device) if capture and recipe.accumulate == 1 else None
 
     def advance(self) -> Step:
         """Takes the next step."""
         recipe = self.recipe
-        torch.manual_seed(1_000_003 * recipe.seed + self.done)  # for encodings that draw numbers
+        # For encodings that draw numbers: others for each part of the batch.
+        torch.manual_seed(1_000_003 * (recipe.seed + 7919 * self.ranks.part) + self.done)
         self.model.train()
         self._set_rates()
         for name, value in recipe.scheduled_at(self.done).items():
             for place in self.scheduled[name]:
                 place.fill_(value)
-        drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, recipe.accumulate)
-        parts = [part.to(self.device) for part in drawn]
+        count = recipe.accumulate * self.ranks.parts
+        drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, count)
+        mine = slice(self.ranks.part * recipe.accumulate, (self.ranks.part + 1) * recipe.accumulate)
+        parts = [part.to(self.device) for part in drawn[mine]]
         if self.graphs is not None and parts[0].cu_seqlens is None:
             losses, scored, *counted = self.graphs(parts[0])
         else:
             losses, scored, *counted = self._step(*parts)
         self.done += 1
-        tokens = sum(part.tokens.numel() for part in parts)
+        tokens = sum(part.tokens.numel() for part in drawn)
         return Step(self.done, tokens, losses, counted[0] if counted else None, scored)
 
     def _place_scheduled(self) -> dict[str, list[Tensor]]:
@@ -174,13 +191,19 @@ class Training:
     def _step(self, *parts: Batch) -> tuple[Tensor, ...]:
         """One step of the optimizer: the loss, the number of scored tokens and, where counted, of errors."""
         scored = torch.stack([(part.labels[:, 1:] != NOT_SCORED).sum() for part in parts]).sum()
+        if self.ranks.size > 1:  # gradients are averaged over ranks, and so is what losses are divided by
+            scored = self.ranks.totals([scored])[0] / self.ranks.size
         self.optimizer.zero_grad()
         judged = [self._learn(part, scored) for part in parts]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
         losses, errors = zip(*judged, strict=True)
         counted = [] if errors[0] is None else [torch.stack(errors).sum()]
-        return torch.stack(losses).sum(), scored, *counted
+        if self.ranks.size == 1:
+            return torch.stack(losses).sum(), scored, *counted
+        loss, *counted = self.ranks.totals([torch.stack(losses).sum(), *counted])
+        # Every rank of a sequence has its whole loss, and counts the errors of its own shard.
+        return loss / self.ranks.size, scored * self.ranks.parts, *counted
 
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accumulates the gradients of a part of a batch: its share of the loss, and its errors."""
@@ -190,7 +213,7 @@ class Training:
                 gap = OBJECTIVES[self.recipe.objective](self.model, self.teacher, part) * share
             gap.backward()
             return gap.detach(), None
-        count = scored if self.recipe.accumulate > 1 else None
+        count = scored if self.recipe.accumulate > 1 or self.ranks.size > 1 else None
         language = self.recipe.task == "language"  # its logits take most of the memory, and counting errors takes time
         with autocast(part.tokens.device):
             output = self.forward(
@@ -200,14 +223,28 @@ class Training:
         output.loss.backward()
         if language:
             return output.loss.detach(), None
-        return output.loss.detach(), is_wrong(output.logits[:, :-1], part.labels[:, 1:]).sum()
+        following = pad(part.labels[:, 1:], (0, 1), value=NOT_SCORED)
+        if self.model.cp is not None:
+            following = self.model.cp.shard(following, value=NOT_SCORED)
+        return output.loss.detach(), is_wrong(output.logits, following).sum()
+
+    def whole_model(self) -> dr.DeadReckonForCausalLM:
+        """The model, all of it on this process, to save or test. All ranks must ask; only the first gets weights."""
+        if self.ranks.size == 1:
+            return self.model
+        weights = {name: whole(x) for name, x in self.model.state_dict().items()}
+        copy = dr.DeadReckonForCausalLM(self.model.config)
+        if self.ranks.first:
+            copy.load_state_dict(weights)
+            copy.to(self.device)
+        return copy.eval()
 
     def memory(self) -> dict[str, Tensor]:
         """All but the weights that the next step depends on: the optimizer's state by parameter, and the generator."""
         memory = {"generator": self.generator.get_state()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
-                memory[f"{key}.{name}"] = value
+                memory[f"{key}.{name}"] = whole(value)
         return memory
 
     def remember(self, memory: dict[str, Tensor], done: int) -> None:
@@ -220,7 +257,10 @@ class Training:
             parameter = parameters[name]
             # Without graphs AdamW keeps its count of steps on the CPU.
             on_cpu = key == "step" and not self.optimizer.defaults["capturable"]
-            self.optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
+            if key == "step":
+                self.optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
+            else:
+                self.optimizer.state[parameter][key] = placed_like(value, parameter)
         self.done = done
 
 

@@ -32,6 +32,7 @@ from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import save_tokenizer
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model
+from deadreckon.lab.training.ranks import Ranks
 
 KINDS = ("last", "best")
 
@@ -96,32 +97,41 @@ class Run:
         return json.loads(path.read_text()) if path.exists() else []
 
     def save(self, training: Training, progress: Progress) -> None:
-        """Writes the last checkpoint, in place of the one before."""
+        """Writes the last checkpoint, in place of the one before. All ranks must call it; the first writes."""
+        model, memory = training.whole_model(), training.memory()
+        if not training.ranks.first:
+            return
         with replacing(self.path / "last") as folder:
-            training.model.save_pretrained(folder)
+            model.save_pretrained(folder)
             save_tokenizer(training.task, folder)
-            save_file(training.memory(), folder / "optimizer.safetensors")
+            save_file(memory, folder / "optimizer.safetensors")
             (folder / "progress.json").write_text(json.dumps(asdict(progress)))
 
     def save_best(self, training: Training, score: Score) -> None:
-        """Writes the best checkpoint, in place of the one before."""
+        """Writes the best checkpoint, in place of the one before, likewise."""
+        model = training.whole_model()
+        if not training.ranks.first:
+            return
         with replacing(self.path / "best") as folder:
-            training.model.save_pretrained(folder)
+            model.save_pretrained(folder)
             save_tokenizer(training.task, folder)
             (folder / "score.json").write_text(json.dumps({"step": training.done} | asdict(score)))
 
-    def restore(self, device: str) -> tuple[Training, Progress]:
-        """The training as it stood at the last checkpoint, or as it begins."""
-        for kind in KINDS:
-            recover(self.path / kind)
+    def restore(self, device: str, ranks: Ranks | None = None) -> tuple[Training, Progress]:
+        """The training as it stood at the last checkpoint, or as it begins, on these ranks or others."""
+        ranks = ranks or Ranks()
+        if ranks.first:
+            for kind in KINDS:
+                recover(self.path / kind)
+        ranks.same(None)  # others wait until that is done
         task, recipe = self.recipe.make_task(), self.recipe
         teacher = load_teacher(recipe.teacher).to(device) if recipe.teacher else None
         folder = self.path / "last"
         if not folder.exists():
             begun = load_start(recipe.start) if recipe.start else make_model(recipe, task.vocab_size)
-            return Training(begun.to(device), task, recipe, teacher=teacher), Progress(0)
+            return Training(begun.to(device), task, recipe, teacher=teacher, ranks=ranks), Progress(0)
         model = dr.DeadReckonForCausalLM.from_pretrained(folder).to(device)
-        training, progress = Training(model, task, recipe, teacher=teacher), self.progress()
+        training, progress = Training(model, task, recipe, teacher=teacher, ranks=ranks), self.progress()
         training.remember(load_file(folder / "optimizer.safetensors"), progress.step)
         return training, progress
 

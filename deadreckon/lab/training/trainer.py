@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_val
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.display import Display, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
+from deadreckon.lab.training.ranks import Ranks
 from deadreckon.lab.training.runs import Progress, Run, format_line, load_for_tests
 
 SAVE_SECONDS = 60.0  # the most that is lost when a run is killed; how often it is saved changes no result
@@ -30,40 +31,46 @@ Log = Callable[[int, dict[str, float]], None]
 
 
 def train_run(
-    recipe: Recipe, out: Path, *, device: str = "cpu", console: Console | None = None, tensorboard: bool = False
+    recipe: Recipe,
+    out: Path,
+    *,
+    device: str = "cpu",
+    console: Console | None = None,
+    tensorboard: bool = False,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Trains and scores a run, resuming from its last checkpoint. A finished run is only scored where it was not.
 
     Args:
         out: the run's folder.
         tensorboard: also write metrics for TensorBoard, there.
+        ranks: the processes that train it together, which all must call this; the first writes and scores.
     """
-    console = console or Console()
+    ranks = ranks or Ranks()
+    console = ranks.console(console)
     check_device(device)
     recipe.make_task(), places_to_test(recipe)  # so that a bad recipe fails before anything is written
-    run = Run.create(out, recipe)
-    with run.locked(), quiet_transformers():
-        if not run.finished:
-            _train(run, device, console, tensorboard)
-        score_run(run, device=device, console=console)
+    run = Run.create(out, recipe) if ranks.first else None
+    ranks.same(None)  # others wait until it is there
+    run = run or Run.create(out, recipe)
+    with run.locked() if ranks.first else nullcontext(), quiet_transformers():
+        if not ranks.same(run.finished):
+            _train(run, device, console, tensorboard, ranks)
+        if ranks.first:
+            score_run(run, device=device, console=console)
+        ranks.same(None)
     return run
 
 
-def _train(run: Run, device: str, console: Console, tensorboard: bool) -> None:
+def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ranks) -> None:
     recipe = run.recipe
-    training, progress = run.restore(device)
-    run.cut_lines(progress.step)
-    if progress.step:
-        console.print(f"{run.path} resumes at step {progress.step}.", highlight=False, soft_wrap=True)
-        before = run.starts()[-1]["threads"] if run.starts() else torch.get_num_threads()
-        if before != torch.get_num_threads():
-            console.print(
-                f"There were {before} threads, now {torch.get_num_threads()}: results may differ by rounding."
-            )
-    run.note_start(device)
+    training, progress = run.restore(device, ranks)
+    if ranks.first:
+        _note_start(run, progress, device, console)
     began = saved = time.perf_counter()
     display = Display(console, str(run.path), recipe, training.done)
-    with display, metrics_log(run, tensorboard) as log, noticing_termination() as terminated:
+    logging_to = metrics_log(run, tensorboard) if ranks.first else nullcontext(_unlogged)
+    with display, logging_to as log, noticing_termination() as terminated:
         while training.done < recipe.steps:
             step = training.advance()
             due = step.number % recipe.evaluate_every == 0 or step.number == recipe.steps
@@ -80,11 +87,14 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool) -> None:
                 run.save_best(training, validation)
             now = time.perf_counter()
             progress = Progress(step.number, progress.seconds, progress.tokens + step.tokens, best)
-            if due or now - saved > SAVE_SECONDS or terminated.is_set():
+            # Ranks must agree on it, which costs them a wait: where they wait for a step's loss anyway.
+            late, ending = now - saved > SAVE_SECONDS, terminated.is_set()
+            late, ending = ranks.same((late, ending)) if logged or ranks.size == 1 else (False, False)
+            if due or late or ending:
                 progress = replace(progress, seconds=progress.seconds + now - began)
                 run.save(training, progress)
                 began, saved = now, time.perf_counter()
-            if terminated.is_set() and training.done < recipe.steps:
+            if ending and training.done < recipe.steps:
                 console.print(f"{run.path} was terminated at step {training.done}, which is saved.", soft_wrap=True)
                 raise SystemExit(128 + signal.SIGTERM)
 
@@ -103,14 +113,37 @@ def noticing_termination() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _unlogged(step: int, values: dict[str, float]) -> None:
+    """The log of ranks that write none."""
+
+
+def _note_start(run: Run, progress: Progress, device: str, console: Console) -> None:
+    run.cut_lines(progress.step)
+    if progress.step:
+        console.print(f"{run.path} resumes at step {progress.step}.", highlight=False, soft_wrap=True)
+        before = run.starts()[-1]["threads"] if run.starts() else torch.get_num_threads()
+        if before != torch.get_num_threads():
+            console.print(
+                f"There were {before} threads, now {torch.get_num_threads()}: results may differ by rounding."
+            )
+    run.note_start(device)
+
+
 def validate(run: Run, training: Training) -> Score:
-    """A score on fresh sequences of the training length; and all tests, where the best of them are reported."""
-    recipe = training.recipe
-    if recipe.reporting != "last":
-        run.add_evaluation(training.done, evaluate(model_for_tests(training.model, recipe), recipe, run.metrics()))
-    condition = next(iter(recipe.conditions))
-    rows, seed = recipe.validation_rows, VALIDATION_SEED
-    return score(training.model, recipe, condition, recipe.length, rows=rows, seed=seed)
+    """A score on fresh sequences of the training length; and all tests, where the best of them are reported.
+
+    All ranks must ask; the first computes it.
+    """
+    recipe, model, found = training.recipe, training.whole_model(), None
+    if training.ranks.first:
+        if recipe.reporting != "last":
+            run.add_evaluation(training.done, evaluate(model_for_tests(model, recipe), recipe, run.metrics()))
+        condition = next(iter(recipe.conditions))
+        rows, seed = recipe.validation_rows, VALIDATION_SEED
+        found = score(model, recipe, condition, recipe.length, rows=rows, seed=seed)
+    found = training.ranks.same(found)
+    assert found is not None
+    return found
 
 
 def _line(recipe: Recipe, step: Step, validation: Score | None, speed: float) -> dict[str, float]:

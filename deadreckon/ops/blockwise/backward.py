@@ -28,8 +28,14 @@ class Gradients(NamedTuple):
     gates: Tensor | None  # (N, T, 1 | G)
 
 
-def backward(problem: Problem, grad: Tensor, out: Tensor, statistic: Tensor) -> Gradients:
-    """Gradients of the inputs, from grad and out (N, T, G, E) and the statistic (N, T, G) of the forward pass."""
+def backward(
+    problem: Problem, grad: Tensor, out: Tensor, statistic: Tensor, grad_farther: Tensor | None = None
+) -> Gradients:
+    """Gradients of the inputs, from grad and out (N, T, G, E) and the statistic (N, T, G) of the forward pass.
+
+    Where rows go on beyond these keys (the tokens of other ranks), out and statistic are those of the whole rows; of
+    stick-breaking the statistic is that of these keys, and grad_farther (N, T, G) what all farther ones add up to.
+    """
     leaves = [leaf for part in problem.leaf_parts() if (leaf := problem.householder_leaf(part))]
     frames = leaf_frames(problem, [Frames(leaf.queries, leaf.keys, leaf.products) for leaf in leaves])
     saved: list[list[Crossing]] = []
@@ -38,7 +44,7 @@ def backward(problem: Problem, grad: Tensor, out: Tensor, statistic: Tensor) -> 
             saved.append(crossings(frames, runs))
             frames = rise(frames, runs)
 
-    rows, gradients = _rows(problem, grad, out, statistic), _room(problem)
+    rows, gradients = _rows(problem, grad, out, statistic, grad_farther), _room(problem)
     grad_products: Tensor | None = None  # (N, blocks, D, D) of the level that was computed last
     for number in range(len(problem.levels) - 1, -1, -1):
         runs = problem.levels[number]
@@ -54,11 +60,9 @@ def backward(problem: Problem, grad: Tensor, out: Tensor, statistic: Tensor) -> 
     return gradients._replace(q=q, k=k, v=v)
 
 
-def _rows(problem: Problem, grad: Tensor, out: Tensor, statistic: Tensor) -> Rows:
-    inner = (grad.to(problem.leaf_dtype) * out.to(problem.leaf_dtype)).sum(-1)
-    if not problem.dense.score.normalised:  # d weight = grad · v alone
-        inner = torch.zeros_like(inner)
-    return Rows(grad, out, statistic.clone(), inner, torch.zeros_like(inner))
+def _rows(problem: Problem, grad: Tensor, out: Tensor, statistic: Tensor, grad_farther: Tensor | None) -> Rows:
+    rows = Rows.of(problem.dense.score, grad, out, statistic, problem.leaf_dtype)
+    return rows if grad_farther is None else rows._replace(grad_farther=grad_farther.clone())
 
 
 def _room(problem: Problem) -> Gradients:
@@ -103,7 +107,8 @@ def _stock_leaves_backward(problem: Problem, rows: Rows, gradients: Gradients) -
     problem.in_leaves(gradients.q)[0].add_(grad_q)
     problem.in_leaves(gradients.k)[0].add_(grad_k)
     problem.in_leaves(gradients.v)[0].add_(grad_v)
-    assert gradients.gates is not None  # without gates all would be one call of PyTorch's own attention
+    if gradients.gates is None or by_query_less_by_key is None:
+        return
     if gradients.gates.shape[2] == 1:
         by_query_less_by_key = by_query_less_by_key.sum(-1, keepdim=True)
     _add_leaf_gate_gradients(problem.in_leaves(gradients.gates), by_query_less_by_key.unsqueeze(0))

@@ -42,6 +42,7 @@ class CausalLeaves:
     ) -> None:
         self.backend, self.dtype, self.scale = backend, dtype, scale
         self.channels, self.value_channels = q.shape[-1], v.shape[-1]
+        self.unit: float | None = None
         extra = 0 if sums is None else 2
         self.width = width_for(backend, self.channels + extra, self.value_channels)
         self.q, keys, values = self.like(q), self.like(k.unsqueeze(2)), self.like(v.unsqueeze(2))
@@ -71,16 +72,19 @@ class CausalLeaves:
         out, lse = dense_forward(self.backend, self.q, self.k, self.v, self.scale, causal=True)
         return out[..., : self.value_channels].transpose(1, 2), lse.transpose(1, 2)
 
-    def gradients(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """d q, d k, d v, and the sums of d log-weight by query less those by key, (M, S, G)."""
+    def gradients(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """d q, d k, d v and, if there are gates, the sums of d log-weight by query less those by key, (M, S, G)."""
         grad_q, grad_k, grad_v = dense_backward(
             self.backend, self.like(grad), self.q, self.k, self.v, self.like(out),
             lse.transpose(1, 2).contiguous(), self.scale, causal=True,
         )  # fmt: skip
-        by_query_less_by_key = (grad_q[..., self.channels] - grad_k[..., self.channels + 1]) / self.unit
+        by_query_less_by_key = None
+        if self.unit is not None:
+            by_query_less_by_key = (grad_q[..., self.channels] - grad_k[..., self.channels + 1]) / self.unit
+            by_query_less_by_key = by_query_less_by_key.transpose(1, 2)
         return (
             grad_q[..., : self.channels].transpose(1, 2),
             grad_k[..., : self.channels].sum(1),
             grad_v[..., : self.value_channels].sum(1),
-            by_query_less_by_key.transpose(1, 2),
+            by_query_less_by_key,
         )

@@ -34,6 +34,14 @@ class Rows(NamedTuple):
     inner: Tensor  # (...,) grad · out if weights are divided by their sum, else 0
     grad_farther: Tensor  # (...,) sum of d log-weight over the keys already visited; stick-breaking adds to it
 
+    @classmethod
+    def of(cls, score: Tiled, grad: Tensor, out: Tensor, statistic: Tensor, dtype: torch.dtype) -> Rows:
+        """Before any key was visited; sums are in that dtype."""
+        inner = (grad.to(dtype) * out.to(dtype)).sum(-1)
+        if not score.normalised:  # d weight = grad · v alone
+            inner = torch.zeros_like(inner)
+        return cls(grad, out, statistic.clone(), inner, torch.zeros_like(inner))
+
     def view(self, view: Callable[[Tensor], Tensor]) -> Rows:
         return Rows(*(view(x) for x in self))
 

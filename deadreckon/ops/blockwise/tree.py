@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deadreckon.ops.blockwise.backward import backward
+from deadreckon.ops.blockwise.dense import tiled_score
 from deadreckon.ops.blockwise.forward import forward
 from deadreckon.ops.blockwise.precision import exact, in_range, work
 from deadreckon.ops.blockwise.problem import Problem, by_head, gates_by_head, leaf_tokens
@@ -98,14 +99,23 @@ def tree_forward_pass(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The output (N, T, G, E), the same in float64 if the score needs it (else empty), and the rows' statistic."""
-    padding = LeafPadding(q, w is not None, gates, _score(score, p))
-    q, k, v, w, beta, gates = padding.pad(q, k, v, w, beta, gates)
-    problem = Problem.prepare(q, k, v, w, beta, gates, _score(score, p), scale, padding.leaf)
-    out, statistic = forward(problem)
-    out, statistic = padding.cut(problem.dense.score.finish(out, statistic), statistic)
-    if not problem.dense.score.needs_double:
+    out, statistic = unfinished_rows(q, k, v, w, beta, gates, _score(score, p), scale)
+    tiled = tiled_score(_score(score, p))
+    out = tiled.finish(out, statistic)
+    if not tiled.needs_double:
         return out.to(q.dtype), out.new_empty(0), statistic
     return out.to(q.dtype, copy=True), out, statistic
+
+
+def unfinished_rows(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gates: Tensor | None, score: Score,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output (N, T, G, E) and statistic (N, T, G) of rows to which farther keys may be added: see `scores.py`."""
+    padding = LeafPadding(q, w is not None, gates, score)
+    q, k, v, w, beta, gates = padding.pad(q, k, v, w, beta, gates)
+    out, statistic = padding.cut(*forward(Problem.prepare(q, k, v, w, beta, gates, score, scale, padding.leaf)))
+    return out, statistic
 
 
 def _room(
@@ -124,13 +134,21 @@ def tree_backward_pass(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of those of q, k, v, w, beta and gates that are not None."""
     with without_autocast(q):
-        padding = LeafPadding(q, w is not None, gates, _score(score, p))
-        q, k, v, w, beta, gates = padding.pad(q, k, v, w, beta, gates)
-        problem = Problem.prepare(q, k, v, w, beta, gates, _score(score, p), scale, padding.leaf)
-        tiled = problem.dense.score
-        grad, out = padding.pad(grad.contiguous(), double_out if tiled.needs_double else out)
-        (statistic,) = padding.pad(statistic, value=tiled.padding_statistic)
-        return list(padding.cut(*backward(problem, grad, out, statistic)))
+        out = double_out if tiled_score(_score(score, p)).needs_double else out
+        return gradients_of_rows(grad, q, k, v, w, beta, gates, out, statistic, None, _score(score, p), scale)
+
+
+def gradients_of_rows(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gates: Tensor | None,
+    out: Tensor, statistic: Tensor, grad_farther: Tensor | None, score: Score, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of those of q, k, v, w, beta and gates that are not None; see :func:`backward`."""
+    padding = LeafPadding(q, w is not None, gates, score)
+    q, k, v, w, beta, gates = padding.pad(q, k, v, w, beta, gates)
+    problem = Problem.prepare(q, k, v, w, beta, gates, score, scale, padding.leaf)
+    grad, out, grad_farther = padding.pad(grad.contiguous(), out, grad_farther)
+    (statistic,) = padding.pad(statistic, value=problem.dense.score.padding_statistic)
+    return list(padding.cut(*backward(problem, grad, out, statistic, grad_farther)))
 
 
 def _gradient_room(

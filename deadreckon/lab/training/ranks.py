@@ -1,0 +1,115 @@
+"""The processes of a training: one, or those of a mesh that `torchrun` has started.
+
+Ranks along "dp" take parts of each batch, ranks along "cp" shards of each sequence. All draw the same data, so that
+what they learn together is what one process learns. The first one writes, prints and scores for all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import deadreckon as dr
+
+DIMENSIONS = ("dp", "cp")
+T = TypeVar("T")
+
+
+def sizes_in(mesh: str) -> dict[str, int]:
+    """Dimensions and sizes from a text such as "dp=2,cp=4"."""
+    sizes = dict[str, int]()
+    for part in filter(None, mesh.split(",")):
+        name, _, number = part.strip().partition("=")
+        if name not in DIMENSIONS or name in sizes or not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"mesh: expected sizes of dp and cp, such as dp=2,cp=2, got {mesh!r}")
+        sizes[name] = int(number)
+    return sizes
+
+
+class Ranks:
+    """This process among those of a training.
+
+    Args:
+        mesh: None for one process alone; else its dimensions are among "dp" and "cp".
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+        self.size = 1 if mesh is None else mesh.size()
+        self.first = mesh is None or dist.get_rank() == 0
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        self.parts, self.part = 1, 0  # of each batch, and which of them is this rank's
+        if mesh is not None and "dp" in names:
+            self.parts, self.part = mesh["dp"].size(), mesh.get_local_rank("dp")
+
+    @classmethod
+    def start(cls, mesh: str, device: str, minutes: float = 30.0) -> tuple[Ranks, str]:
+        """Joins the other processes of a mesh such as "dp=2,cp=2"; returns this rank's device, too.
+
+        A rank that waits for another for longer than that raises an error.
+        """
+        sizes = sizes_in(mesh)
+        if not sizes:
+            return cls(), device
+        expected, started = torch.tensor(list(sizes.values())).prod().item(), int(os.environ.get("WORLD_SIZE", "1"))
+        if started != expected:
+            raise ValueError(
+                f"mesh: {mesh} needs {expected} processes, got {started}; "
+                f"start it with torchrun --nproc-per-node {expected} -m deadreckon …"
+            )
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
+        kind = device.partition(":")[0]
+        return cls(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))), device
+
+    def console(self, console: Console | None) -> Console:
+        """Where this rank prints: nowhere, but for the first."""
+        return (console or Console()) if self.first else Console(quiet=True)
+
+    def divide(self, model: dr.DeadReckonForCausalLM) -> dr.DeadReckonForCausalLM:
+        """The model, sharded over all ranks."""
+        return model if self.mesh is None else dr.parallelize(model, self.mesh)
+
+    def same(self, value: T) -> T:
+        """The first rank's value, on every rank. They wait for it."""
+        if self.mesh is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def totals(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The sum of each number over all ranks."""
+        if self.mesh is None:
+            return list(values)
+        together = torch.stack([value.detach().double() for value in values])
+        dist.all_reduce(together)
+        return list(together)
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor that may be sharded, on the CPU if it is. All ranks must ask."""
+    return x.full_tensor().cpu() if isinstance(x, DTensor) else x
+
+
+def placed_like(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A whole tensor where a parameter is: on its device, and sharded if that is."""
+    value = value.to(parameter.device)
+    return (
+        distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        if isinstance(parameter, DTensor)
+        else value
+    )

@@ -1,0 +1,87 @@
+"""A model on many devices: parameters sharded layer by layer (FSDP2), sequences divided among ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from deadreckon.models.huggingface import DeadReckonForCausalLM
+from deadreckon.ops.parallel.context import ContextParallel, Layout
+
+DIMENSIONS = ("dp", "cp")
+
+
+def parallelize(
+    model: DeadReckonForCausalLM,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype | None = None,
+    checkpointing: bool = False,
+    layout: Layout = "zigzag",
+) -> DeadReckonForCausalLM:
+    """Divides a model, in place, and the sequences that it will be given, among the ranks of a mesh.
+
+        mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "cp"))
+        model = dr.parallelize(dr.DeadReckonForCausalLM(config), mesh, dtype=torch.bfloat16)
+
+    Ranks along "dp" take batches of their own; ranks along "cp" take the same batch, and each computes its shard of
+    every sequence (see `DeadReckonModel.cp`). Parameters, gradients and what an optimizer keeps of them are sharded
+    over all ranks, each layer being gathered while it computes. Gradients are averaged: what `loss.backward()` leaves
+    is the gradient of the mean of the dp ranks' losses.
+
+    Args:
+        model: the same on all ranks, on the mesh's kind of device; the first rank's weights count. One on the meta
+            device is initialised here, a layer at a time, and so need not fit on one device.
+        mesh: a DeviceMesh whose dimensions are "dp", "cp" or both.
+        dtype: that layers compute in; parameters and gradients keep their own. None: no mixed precision.
+        checkpointing: activation checkpointing: each layer is computed again in the backward pass.
+        layout: see :class:`deadreckon.ContextParallel`.
+    """
+    names = mesh.mesh_dim_names or ()
+    if not names or any(name not in DIMENSIONS for name in names):
+        raise ValueError(f"mesh: expected dimensions named 'dp', 'cp' or both, got {names or 'none that are named'}")
+    if not isinstance(model, DeadReckonForCausalLM):
+        raise ValueError(f"model: expected a DeadReckonForCausalLM, got {type(model).__name__}")
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ranks = mesh if mesh.ndim == 1 else mesh[names]._flatten("_".join(names))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    for part in (*model.model.layers, model):
+        _materialise(model, part, ranks)
+        fully_shard(part, mesh=ranks, mp_policy=policy)
+    if "cp" in names and mesh["cp"].size() > 1:
+        model.cp = ContextParallel(mesh["cp"], layout)
+    return model
+
+
+def _materialise(model: DeadReckonForCausalLM, part: nn.Module, ranks: DeviceMesh) -> None:
+    """Gives what a part holds and is not sharded yet its storage and values, those of the first rank."""
+    places = [
+        (module, held, name)
+        for module in part.modules()
+        for held in (module._parameters, module._buffers)
+        for name, x in held.items()
+        if x is not None and not isinstance(x, DTensor)
+    ]
+    fresh = dict[int, Tensor]()  # tied weights stay one
+    for _, held, name in places:
+        x = held[name]
+        assert x is not None
+        if x.is_meta:
+            if id(x) not in fresh:
+                empty = torch.empty_like(x, device=ranks.device_type)
+                fresh[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+            held[name] = fresh[id(x)]  # type: ignore[assignment]
+    if fresh:
+        with torch.no_grad():
+            for module in dict.fromkeys(module for module, *_ in places):
+                model._init_weights(module)
+    group = ranks.get_group()
+    for _, held, name in places:
+        x = held[name]
+        assert x is not None
+        dist.broadcast(x.detach(), dist.get_global_rank(group, 0), group=group)

@@ -1,0 +1,1 @@
+"""Context parallelism: attention over a sequence whose tokens are divided among ranks."""

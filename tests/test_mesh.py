@@ -1,0 +1,93 @@
+"""Training on a mesh: the metrics, scores and weights of one process; resumed by any number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from safetensors.torch import load_file
+from small_runs import small
+from torch.distributed.device_mesh import init_device_mesh
+from worlds import run_world
+
+import deadreckon as dr
+from deadreckon.lab.training import Ranks, Run, train_run
+from deadreckon.lab.training.ranks import sizes_in
+
+STEPS = "steps=4"
+
+
+def recipe(encoding: str = "path-fox", *changes: str) -> Any:
+    return small(encoding, 0, STEPS, "batch_size=8", "accumulate=2", "evaluate_every=2", "learning_rate=1e-3", *changes)
+
+
+def stopped_after(steps: int) -> Any:
+    """Has training stop with an exception, on every rank alike, after so many steps; call the result to undo it."""
+    from deadreckon.lab.training import engine
+
+    original = engine.Training.advance
+
+    def advance(self: Any) -> Any:
+        if self.done == steps:
+            raise KeyboardInterrupt
+        return original(self)
+
+    engine.Training.advance = advance  # type: ignore[method-assign]
+    return lambda: setattr(engine.Training, "advance", original)
+
+
+def on_meshes(folder: str) -> list[str]:
+    """Trains on two meshes, and one run on both, one after the other."""
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")) for shape in ((2, 2), (1, 4))]
+    quiet = Console(quiet=True)
+    train_run(recipe(), Path(folder, "mesh"), console=quiet, ranks=Ranks(meshes[0]))
+    go_on = stopped_after(2)
+    with pytest.raises(KeyboardInterrupt):
+        train_run(recipe(), Path(folder, "moved"), console=quiet, ranks=Ranks(meshes[0]))
+    go_on()
+    dist.barrier()
+    train_run(recipe(), Path(folder, "moved"), console=quiet, ranks=Ranks(meshes[1]))
+    with pytest.raises(ValueError, match="mesh: expected dp to divide batch_size / accumulate = 1, got 2") as error:
+        train_run(recipe("rope", "accumulate=8"), Path(folder, "bad"), console=quiet, ranks=Ranks(meshes[0]))
+    return [str(error.value)]
+
+
+def test_a_mesh_trains_as_one_process(tmp_path: Path) -> None:
+    run_world(4, on_meshes, str(tmp_path))
+    quiet = Console(quiet=True)
+    one = train_run(recipe(), tmp_path / "one", console=quiet)
+    for name in ("mesh", "moved"):
+        run = Run(tmp_path / name)
+        assert run.finished
+        for mine, its in zip(run.metrics(), one.metrics(), strict=True):
+            assert mine["step"] == its["step"]
+            assert mine["error"] == pytest.approx(its["error"], abs=1e-6)
+            for key in its.keys() & {"loss", "validation_loss"}:
+                assert mine[key] == pytest.approx(its[key], rel=1e-4)
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            mine, its = (load_file(path / "last" / file) for path in (run.path, one.path))
+            assert mine.keys() == its.keys()
+            for key, value in its.items():
+                # AdamW divides by the root of small squares: an error of rounding, 1e-6, is a share of each step.
+                assert torch.allclose(mine[key].float(), value.float(), atol=4e-4, rtol=1e-2), (name, key)
+        assert {place: score.rows for place, score in run.scores().items()} == {
+            place: score.rows for place, score in one.scores().items()
+        }
+    # What a mesh has left, one process takes up: nothing is left to do but read it.
+    assert train_run(recipe(), tmp_path / "mesh", console=quiet).finished
+    assert dr.DeadReckonForCausalLM.from_pretrained(tmp_path / "mesh" / "last").config.encoding == "path-fox"
+
+
+def test_the_flag_names_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sizes_in("dp=2,cp=4") == {"dp": 2, "cp": 4}
+    assert sizes_in("") == {}
+    for bad in ("dp", "tp=2", "dp=0", "dp=2,dp=2", "dp=x"):
+        with pytest.raises(ValueError, match="mesh: expected sizes of dp and cp"):
+            sizes_in(bad)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"mesh: dp=2 needs 2 processes, got 1; start it with torchrun"):
+        Ranks.start("dp=2", "cpu")

@@ -1,0 +1,243 @@
+"""Context parallelism: whatever is divided among ranks, output and every gradient are those of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, relative_errors, run
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from worlds import world
+
+import deadreckon as dr
+
+SMALL = {"width": 8, "value_width": 12, "batch": 2}
+CASES = {
+    "plain": Case(length=41, **SMALL),
+    "gated": Case(gate="learned", length=50, **SMALL),
+    "gated per key head": Case(gate="learned per key head", length=37, **SMALL),
+    "alibi": Case(gate="constant", length=24, **SMALL),
+    "rotation": Case("rotation", length=45, **SMALL),
+    "rotation per query head, gated": Case("rotation per query head", "learned", length=29, **SMALL),
+    "rotation of values": Case("rotation of values", "learned per key head", length=33, **SMALL),
+    "householder": Case("householder", length=90, **SMALL),
+    "householder, projections": Case("householder", beta=1.0, length=20, **SMALL),
+    "householder, gated": Case("householder", "learned", length=47, **SMALL),
+    "householder, gated per key head": Case("householder", "learned per key head", length=31, **SMALL),
+    "rotation and householder": Case("rotation and householder", "learned", length=38, **SMALL),
+    "sticks": Case(score="stick-breaking", length=43, **SMALL),
+    "sticks, rotation, gated": Case("rotation", "learned", "stick-breaking", length=30, **SMALL),
+    "sticks, householder, gated": Case("householder", "learned", "stick-breaking", length=35, **SMALL),
+    "power": Case(score=dr.Power(2), length=39, **SMALL),
+    "power, chunked, gated": Case("rotation", "learned", dr.Power(4, "chunked"), length=28, **SMALL),
+    "power, householder, gated": Case("householder", "learned", dr.Power(4), length=34, **SMALL),
+    "one token a piece": Case("householder", "learned", length=5, **SMALL),
+}
+PACKED = {
+    "plain": Case(length=48, batch=1, width=8, value_width=12),
+    "gated": Case("rotation", "learned", length=48, batch=1, width=8, value_width=12),
+    "householder": Case("householder", length=48, batch=1, width=8, value_width=12),
+    "householder, gated": Case("householder", "learned per key head", length=48, batch=1, width=8, value_width=12),
+    "both": Case("rotation and householder", "learned", length=48, batch=1, width=8, value_width=12),
+    "sticks": Case("householder", "learned", "stick-breaking", length=48, batch=1, width=8, value_width=12),
+    "power": Case("rotation", "learned", dr.Power(2), length=48, batch=1, width=8, value_width=12),
+}
+KERNELS = {
+    "plain": Case(length=40, batch=1, width=8, value_width=8),
+    "gated": Case(gate="learned", length=70, batch=1, width=8, value_width=8),
+    "householder, gated": Case("householder", "learned per key head", length=150, batch=1, width=8, value_width=16),
+    "packed, rotation": Case("rotation", length=48, batch=1, width=8, value_width=8),
+    "packed, householder, gated": Case("householder", "learned", length=48, batch=1, width=8, value_width=8),
+}
+DOCUMENTS = (0, 3, 3, 20, 24, 45, 48)  # some within a piece, one across several, an empty one, some at edges
+WORLDS = ((2, "contiguous"), (3, "zigzag"), (4, "zigzag"))
+
+
+def divided(
+    case: Case, cp: dr.ContextParallel, dtype: torch.dtype = torch.float64, device: str = "cpu", **keywords: Any
+) -> dict[str, Tensor]:
+    """As `cases.run`, with cp: each rank attends with its shard."""
+    leaves = {name: x.to(device, dtype).requires_grad_() for name, x in case.inputs().items()}
+    shards = {name: x if x.dim() == 1 else cp.shard(x) for name, x in leaves.items()}
+    output = cp.gather(case.attend(shards, cp=cp, **keywords), length=case.length)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, list(leaves.values()), grad.to(device, dtype))
+    found = {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
+    if case.gate == "constant":  # a parameter, whole on every rank, each having seen its own tokens
+        dist.all_reduce(found["log_gate"])
+    return found
+
+
+def all_cases(layout: Any) -> dict[str, dict[str, Tensor]]:
+    """Every case on this rank."""
+    cp = dr.ContextParallel(layout=layout)
+    found = {name: divided(case, cp) for name, case in CASES.items()}
+    found |= {f"packed, {name}": divided(case, cp, **packing("packed")) for name, case in PACKED.items()}
+    found["float32"] = divided(CASES["householder, gated"], cp, torch.float32)
+    found["float32, sticks"] = divided(CASES["sticks"], cp, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):  # which must not reach what is summed
+        found["float32, autocast"] = divided(CASES["householder, gated"], cp, torch.float32)
+    return found
+
+
+def with_kernels(layout: Any) -> dict[str, dict[str, Tensor]]:
+    cp = dr.ContextParallel(layout=layout)
+    return {name: divided(case, cp, torch.float32, impl="triton", **packing(name)) for name, case in KERNELS.items()}
+
+
+def packing(name: str) -> dict[str, Tensor]:
+    return {"cu_seqlens": torch.tensor(DOCUMENTS, dtype=torch.int32)} if name.startswith("packed") else {}
+
+
+@cache
+def expected(name: str) -> dict[str, Tensor]:
+    if name.startswith("packed, "):
+        return run(PACKED[name.removeprefix("packed, ")], impl="reference", **packing("packed"))
+    return run(CASES[name], impl="reference")
+
+
+@pytest.mark.parametrize(("size", "layout"), WORLDS)
+@pytest.mark.parametrize("name", [*CASES, *(f"packed, {name}" for name in PACKED)])
+def test_ranks_equal_one_process(size: int, layout: str, name: str) -> None:
+    for found in world(size, all_cases, layout):
+        errors = relative_errors(found[name], expected(name))
+        assert max(errors.values()) < 1e-10, errors
+
+
+@pytest.mark.parametrize(("size", "layout"), WORLDS)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("float32", "householder, gated"), ("float32, autocast", "householder, gated"), ("float32, sticks", "sticks")],
+)
+def test_single_precision_stays_within_1e_5(size: int, layout: str, name: str, case: str) -> None:
+    for found in world(size, all_cases, layout):
+        errors = relative_errors(found[name], expected(case))
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_inside_pieces(name: str) -> None:
+    reference = run(KERNELS[name], impl="reference", **packing(name))
+    for found in world(2, with_kernels, "zigzag"):
+        errors = relative_errors(found[name], reference)
+        assert max(errors.values()) < 1e-5, errors
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor had."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor):
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return result
+
+
+def sizes_and_bytes() -> dict[str, Any]:
+    """What two ranks hold and send of 1024 tokens, and four of 2048."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    found = dict[str, Any]()
+    for ranks, cp in ((2, dr.ContextParallel(pair)), (4, dr.ContextParallel())):
+        shape, saved = (1, 512, 2, 16), [0]
+        q, k, v, w = (torch.randn(shape, requires_grad=True) for _ in range(4))
+        beta, gate = torch.rand(shape[:3], requires_grad=True), torch.full(shape[:3], -0.1, requires_grad=True)
+
+        def pack(x: Tensor, saved: list[int] = saved) -> Tensor:
+            saved[0] += x.numel()
+            return x
+
+        with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            o = dr.attend(q, k, v, transport=dr.Householder(w, beta), log_gate=gate, cp=cp)
+            forward = cp.bytes_sent
+            o.sum().backward()
+        found |= {f"largest {ranks}": largest.numbers, f"saved {ranks}": saved[0]}
+        found |= {f"forward {ranks}": forward, f"backward {ranks}": cp.bytes_sent - forward}
+    return found
+
+
+def test_memory_is_linear_in_the_shard_and_bytes_are_counted() -> None:
+    tokens, heads, width, number = 512, 2, 16, 4
+    for found in world(4, sizes_and_bytes):
+        # Twice the tokens on twice the ranks: a rank that held all keys would hold twice as many.
+        assert found["largest 4"] == found["largest 2"]
+        products = heads * width**2 * 2  # of a rank's two pieces
+        assert found["saved 4"] <= found["saved 2"] + 4 * products
+        for ranks in (2, 4):
+            shard = tokens * heads * (2 * width + 1) * number  # keys, values, and sums of gates
+            small = (products + heads * 2 * 2) * number  # products, and totals of gates in float64
+            assert found[f"forward {ranks}"] == (ranks - 1) * (shard + small)
+            assert found[f"backward {ranks}"] == 2 * (ranks - 1) * (shard + small)
+
+
+def refusals() -> list[str]:
+    cp, said = dr.ContextParallel(), []
+    q, odd = torch.randn(1, 4, 2, 8), torch.randn(1, 5, 2, 8)
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    for call in (
+        lambda: dr.attend(odd, odd, odd, cp=cp),
+        lambda: dr.attend(q, q, q, cu_seqlens=bounds, cp=cp),
+        lambda: dr.attend(q, q, q, impl="reference", cp=cp),
+        lambda: dr.attend(q, q, q, cp="zigzag"),
+        lambda: dr.ContextParallel(layout="spiral"),
+        lambda: dr.ContextParallel(group=7),
+        lambda: dr.ContextParallel(init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))),
+        lambda: dr.AttentionLayer(16, 2, "path")(cp.shard(torch.randn(1, 4, 16)), cp=cp),
+        lambda: dr.AttentionLayer(16, 2)(torch.randn(1, 4, 16), cp=cp, state=None),
+    ):
+        with pytest.raises(ValueError, match=":") as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_refusals_say_what_was_expected() -> None:
+    expected = (
+        "cp: expected shards of a sequence padded to a multiple of 4 tokens, 12 instead of 10",
+        "cu_seqlens: expected it to run from 0 to T = 8, got 0 to 4",
+        "impl: expected 'auto', 'blockwise' or 'triton' beside cp, got 'reference'",
+        "cp: expected a ContextParallel or None, got str",
+        "layout: expected 'zigzag' or 'contiguous', got 'spiral'",
+        "group: expected a ProcessGroup or a DeviceMesh, got int",
+        "group: expected a DeviceMesh of one dimension, got 2",
+        "cp: expected pieces of at least 2 tokens, 8 in all, got 1",
+        "cp: a sequence that comes in pieces is not divided among ranks",
+    )
+    for said in world(2, refusals):
+        assert len(said) == len(expected)
+        for message, beginning in zip(said, expected, strict=True):
+            assert message.startswith(beginning), message
+
+
+ON_GPU = {
+    "gated": Case("rotation", "learned", length=1500, batch=1, heads=2, width=64, value_width=64),
+    "householder, gated": Case("householder", "learned", length=1500, batch=1, heads=2, width=64, value_width=64),
+    "power": Case("rotation", "learned", dr.Power(2), length=700, batch=1, heads=2, width=32, value_width=32),
+}
+
+
+def on_gpu(dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
+    """Two processes that share a GPU, whose messages go over the host."""
+    cp, found = dr.ContextParallel(), dict[str, dict[str, Tensor]]()
+    for name, case in ON_GPU.items():
+        results = divided(case, cp, dtype, device="cuda")
+        found[name] = {key: x.cpu() for key, x in results.items()}
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    exact = run(ON_GPU[name], impl="blockwise")
+    one = relative_errors(run(ON_GPU[name], dtype, "cuda"), exact)  # one process in the same precision
+    for found in world(2, on_gpu, dtype):
+        for key, error in relative_errors(found[name], exact).items():
+            assert error <= 2 * one[key] + 1e-5, (key, error, one[key])

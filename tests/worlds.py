@@ -1,0 +1,76 @@
+"""Several ranks on one machine, for tests: processes that speak gloo."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_world(size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60) -> list[Any]:
+    """What work(*arguments) returns on each of `size` ranks, a process each, inside one process group."""
+    context = get_context("forkserver")  # a fork of the test runner itself might inherit locks
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank, args=(rank, size, Path(folder), work, arguments, timeout), daemon=True)
+            for rank in range(size)
+        ]
+        for process in ranks:
+            process.start()
+        failed = list[Path]()
+        while not failed and any(process.is_alive() for process in ranks):
+            time.sleep(0.05)
+            failed = sorted(Path(folder).glob("*.failed"))
+        for process in ranks:
+            if failed:  # the others would wait for it
+                process.join(1)
+                process.kill()
+            process.join()
+        failures = [file.read_text() for file in failed]
+        assert not failures, "\n".join(failures)
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(size)]
+
+
+_known: dict[Any, Any] = {}
+
+
+def world(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """As `run_world`, once for all tests that ask for the same."""
+    key = (size, work, arguments)
+    if key not in _known:
+        try:
+            _known[key] = run_world(size, work, *arguments)
+        except AssertionError as error:
+            _known[key] = error
+    if isinstance(_known[key], AssertionError):
+        raise _known[key]
+    return _known[key]
+
+
+def _rank(
+    rank: int, size: int, folder: Path, work: Callable[..., Any], arguments: tuple[Any, ...], timeout: int
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+        torch.save(work(*arguments), folder / f"{rank}.pt")
+    except BaseException:  # whatever it is, the parent must hear of it
+        text = f"rank {rank} of {size}:\n{traceback.format_exc()}"
+        Path(folder, f"{rank}.text").write_text(text)
+        Path(folder, f"{rank}.text").rename(folder / f"{rank}.failed")  # whole, or not there
+    os._exit(0)  # the test runner's own exit handlers belong to the parent
