@@ -23,6 +23,7 @@ from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
+from deadreckon.models.tools import name_for_auto_classes, offer_lora_targets, refuse_unknown
 from deadreckon.ops.attention import check_documents
 from deadreckon.ops.tracing import traced
 
@@ -116,6 +117,15 @@ class DeadReckonConfig(PreTrainedConfig):
     def validate_layer_type(self) -> None:
         """Leaves out transformers' check, whose list of layer types is closed."""
 
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Saves config.json, and what Auto classes need where nothing of deadreckon has been imported."""
+        self.auto_map = name_for_auto_classes(save_directory)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing to do: `save_pretrained` names the installed package, instead of copying this file beside weights."""
+
 
 class GatedMLP(nn.Module):
     """down(act(gate x) ⊙ up x), a SwiGLU if act is SiLU."""
@@ -160,6 +170,10 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["DecoderLayer"]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
+        """Nothing to do: see :meth:`DeadReckonConfig.register_for_auto_class`."""
 
     def _init_weights(self, module: nn.Module) -> None:
         # transformers calls this for each module that directly holds parameters: the parts of an encoding, mostly.
@@ -384,6 +398,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
+        offer_lora_targets(config.model_type)
         self.model = DeadReckonModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -410,6 +425,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         skip_logits: bool = False,
+        **unused: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next tokens and, with labels, the loss, which in training includes the encodings' penalties.
 
@@ -427,10 +443,13 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             return_dict: False for a plain tuple.
             use_cache: create a KV cache if past_key_values is None, and return it.
             skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
+            unused: what tools pass to every model, such as ``output_attentions=False``: None, False, and the
+                ``token_type_ids`` that some tokenizers add, change nothing. Anything else is a TypeError.
 
         With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
         and so is the loss; logits are those of this rank's shard.
         """
+        refuse_unknown(unused)
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
         if logits_to_keep and self.cp is not None:
