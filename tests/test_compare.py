@@ -20,6 +20,7 @@ from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
 from deadreckon.lab.pages.compare import compare
 from deadreckon.lab.pages.comparison import Comparison, by_label, gather
+from deadreckon.lab.pages.page import describe_solved
 from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, score_run, train_run
@@ -103,6 +104,19 @@ def test_solved_lengths(tmp_path: Path) -> None:
     assert found.solved("held out") == {"nope": 4}
 
 
+def test_fewest_layers_by_length() -> None:
+    shares = {"path layers=1": (1.0, 0.95, 0.5), "path layers=2": (1.0, 0.2, 1.0), "path layers=3": (1.0, 1.0, 0.91)}
+    shares |= {"rope layers=1": (0.9, 1.0, 1.0)}  # 90% is not more than 90%
+    values = {
+        label: {("held out", n): [x] for n, x in zip((2, 4, 6), row, strict=True)} for label, row in shares.items()
+    }
+    found = Comparison("", find_recipe("a5-grid"), values)
+    assert found.fewest_layers("held out") == {"path": {2: 1, 4: 1, 6: 3}, "rope": {}}
+    text = describe_solved(found, "held out")
+    assert text.endswith("Fewest layers by length: PaTH 2: 1, 4: 1, 6: 3; RoPE none.")
+    assert Comparison("", find_recipe("a5-1"), {"path": values["path layers=1"]}).fewest_layers("held out") == {}
+
+
 def test_report_is_one_page(tmp_path: Path) -> None:
     compare("flipflop", ("rope", "path-fox"), changes=(*SMALL, "steps=4"), runs=tmp_path, console=quiet())
     train_run(find_recipe("copy", "tiny", "nope", 0, ("steps=2", "test_rows=3")), tmp_path / "c", console=quiet())
@@ -151,11 +165,13 @@ def test_labels_name_what_differs(tmp_path: Path) -> None:
     recipes |= {f"p{n}": small("prism", 0, f"encoding_options.prism.width={n}") for n in sizes}
     recipes |= {f"b{n}": small("rope", 0, f"batch_size={n}") for n in sizes}
     recipes |= {f"l{n}": small("nope").at_length(n) for n in (8, 16)}
+    recipes |= {f"i{n}": small("fox", 0, f"options.ignore=0.{n}") for n in (5, 6)}
     labels = by_label(Run.create(tmp_path / name, recipe) for name, recipe in recipes.items())
     assert {label: [run.path.name for run in runs] for label, runs in labels.items()} == {
         "prism width=16 prism.width=8": ["16"], "prism width=32 prism.width=8": ["32"],
         "prism width=16 prism.width=16": ["p16"], "prism width=16 prism.width=32": ["p32"],
         "rope batch_size=16": ["b16"], "rope batch_size=32": ["b32"], "nope": ["l8", "l16"],
+        "fox ignore=0.5": ["i5"], "fox ignore=0.6": ["i6"],
     }  # fmt: skip
 
 

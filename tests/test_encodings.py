@@ -364,9 +364,17 @@ def test_learned_rotations_belong_to_tokens() -> None:
     for token in range(VOCABULARY):
         same = angles[ids == token]
         assert (same == same[0]).all()
+    torch.testing.assert_close(angles, layer.encoding.angles[ids])
+    drawn = make_layer("learned-rotation", vocab_size=1000).encoding.angles  # 4000 radians from N(0, 1)
+    torch.testing.assert_close(drawn.std(0), torch.ones(4).double(), rtol=0, atol=4 / 2000**0.5)  # σ / √(2n), four-fold
+    grid = {"encoding_options": {"initial": "grid"}}
+    layer = make_layer("learned-rotation", **grid)
+    angles = angles_of(factors(layer, x, ids))[:, :, 0]
     torch.testing.assert_close(angles, layer.encoding.table[ids] * 10000.0 ** -(torch.arange(0, 8, 2) / 8))
-    table = make_layer("learned-rotation", vocab_size=1000).encoding.table  # 4000 numbers, uniform from −1 to 1
+    table = make_layer("learned-rotation", vocab_size=1000, **grid).encoding.table  # 4000 numbers, uniform from −1 to 1
     assert -1 <= table.min() < -0.99 and 0.99 < table.max() <= 1
+    with pytest.raises(ValueError, match="initial: expected one of normal, grid; got 'zero'"):
+        make_layer("learned-rotation", encoding_options={"initial": "zero"})
 
 
 def test_values_turn_where_the_name_says_so() -> None:
@@ -403,7 +411,13 @@ def test_conformal_sympow_scales_the_angles_of_sympow() -> None:
     layer = make_layer("conformal-sympow", **keywords)
     found = factors(layer, x)
     pace = 1 + (x @ layer.encoding.pace.weight.T).tanh()
-    torch.testing.assert_close(angles_of(found), (pace * grid).unsqueeze(2))
+    assert pace.shape[-1] == KV_HEADS
+    torch.testing.assert_close(angles_of(found), pace.unsqueeze(-1) * grid)
+    layer = make_layer("conformal-sympow", max_length=100, encoding_options={"p": 4, "pace": "layer"})
+    pace = 1 + (x @ layer.encoding.pace.weight.T).tanh()
+    torch.testing.assert_close(angles_of(factors(layer, x)), (pace * grid).unsqueeze(2))
+    with pytest.raises(ValueError, match="pace: expected one of head, layer; got 'token'"):
+        make_layer("conformal-sympow", encoding_options={"pace": "token"})
     gated = factors(make_layer("sympow-gated", **keywords), x)
     assert gated.log_gate is not None
     assert (gated.log_gate < 0).all()

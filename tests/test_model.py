@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,33 @@ def test_weights_begin_as_asked() -> None:
     assert [dr.DeadReckonConfig(hidden_size=n).intermediate_size for n in (64, 96, 512)] == [192, 256, 1376]
     tied = make_model(tie_word_embeddings=True)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("encoding", "option", "before", "now"),
+    [
+        ("learned-rotation", "initial", "grid", "normal"), ("learned-rotation-values", "initial", "grid", "normal"),
+        ("conformal-sympow", "pace", "layer", "head"),
+    ],
+)  # fmt: skip
+def test_models_saved_before_an_option_existed_stay_as_they_are(
+    encoding: str, option: str, before: str, now: str, tmp_path: Path
+) -> None:
+    path, ids = tmp_path / "config.json", tokens(1, 12)
+    for value, saved in ((before, False), (before, True), (now, True)):
+        model = make_model(encoding, encoding_options={encoding: {option: value}} if value == before else None)
+        model.save_pretrained(tmp_path)
+        config = json.loads(path.read_text())
+        assert config["encoding_options"][encoding].pop(option) == value
+        if not saved:
+            path.write_text(json.dumps(config))
+        loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"]
+        assert torch.equal(logits(loaded, ids), logits(model, ids))
+    # What the model becomes with another encoding is new: it has today's default, and keeps it.
+    make_model("rope").save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, encoding=encoding).save_pretrained(tmp_path)
+    assert json.loads(path.read_text())["encoding_options"] == {encoding: {option: now}}
 
 
 @pytest.mark.parametrize("encoding", ["path-fox", "rope-path-fox", "selective-rope", "learned-rotation", "prism"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from deadreckon.lab.pages.comparison import alike
 from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.probe.cursors import show
 from deadreckon.lab.recipes import EXPERIMENTS, SIZES, find_recipe
+from deadreckon.lab.recipes.prism import PRISM
 from deadreckon.lab.training import Run, Training, make_model, score_model, train, train_run
 from deadreckon.lab.training.engine import config_for_tests, model_for_tests
 
@@ -51,6 +53,27 @@ def test_recipes_are_the_papers() -> None:
     assert find_recipe("copy", "paper", "prism").options_in_training()["copy"] == 0
     assert baseline.width == 512 and baseline.options_in_training()["shift"] == 256
     assert baseline.options_in_training()["gain"] == pytest.approx(2**0.5 * baseline.initial)
+
+
+@pytest.mark.parametrize("name", PRISM)
+def test_recipes_of_figures_are_prisms(name: str) -> None:
+    """Sections 6.0.1 and 6.1 to 6.4 of the paper, for every figure; none of our own improvements."""
+    recipe, baseline = (find_recipe(name, "paper", encoding) for encoding in ("prism", "sinusoidal"))
+    assert (recipe.width, baseline.width) == (192, 512)
+    for one in (recipe, baseline):
+        assert (one.layers, one.heads, one.tied) == (5, 8, True)
+        assert (one.steps, one.batch_size, one.learning_rate, one.betas) == (150_000, 100, 9e-5, (0.9, 0.98))
+        assert (one.test_rows, one.evaluate_every, one.reporting) == (1000, 1000, "best-three")
+        assert one.evaluators == ("exact",) and not one.schedules
+    options = recipe.encoding_options["prism"]
+    assert options["width"] == 340
+    assert options["copy"] == (5 if recipe.task in ("reverse", "scan", "dynamic-copy") else 0)
+    assert options.get("modules", [0]) == ([0, 3] if recipe.task in ("odds-first", "stack") else [0])
+    assert options.keys() <= {"width", "copy", "modules", "positions", "similarity"}  # all else is the default
+    defaults = {name: one.default for name, one in inspect.signature(dr.ENCODINGS["prism"]).parameters.items()}
+    expected = {"gamma": 2.0, "noise": 0.0, "norm": None, "start": False, "orthogonality": 1e-3, "cursors": 4}
+    assert {name: defaults[name] for name in expected} == expected
+    assert baseline.encoding_options["sinusoidal"]["shift"] == "test_positions"
 
 
 def test_positions_while_training_and_testing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import places_to_test, score
-from deadreckon.lab.recipes import EXPERIMENTS, SIZES, Recipe, find_recipe
+from deadreckon.lab.recipes import EXPERIMENTS, SIZES, Recipe, find_recipe, parse_sweep
 from deadreckon.lab.recipes.texts import read_language
 from deadreckon.lab.training import Training, make_model, train_run
 from deadreckon.lab.training.engine import model_for_tests
@@ -33,6 +34,20 @@ def test_recipes_go_to_json_and_back() -> None:
             assert recipe.length in recipe.make_task(next(iter(recipe.conditions))).lengths
             assert len({length for _, length in places_to_test(recipe)}) == len(recipe.test_lengths), name
         assert set(experiment.encodings) <= set(dr.ENCODINGS)
+
+
+def test_figure_2_is_three_commands() -> None:
+    """A5 in both forms by layers, MQRAR by how far back: every encoding of the paper, every value."""
+    encodings = ("rope", "stickbreaking", "fox", "path")
+    for name, field in (("a5-grid", "layers"), ("a5-products-grid", "layers"), ("mqrar-grid", "options.back")):
+        assert EXPERIMENTS[name].encodings == encodings
+        for size in SIZES:
+            runs = EXPERIMENTS[name].recipes(size, encodings, seeds=2)
+            found = {(r.encoding, r.layers if field == "layers" else r.options["back"], r.seed) for r in runs.values()}
+            assert len(runs) == 32 and found == set(itertools.product(encodings, (1, 2, 3, 4), (0, 1)))
+            assert f"path-{field}=3-1" in runs
+    rates = parse_sweep(("options.back=1", "learning_rate=1e-3,1e-2"), ("rope",))
+    assert len(EXPERIMENTS["mqrar-grid"].recipes("paper", ("rope",), 1, (), rates)) == 2
 
 
 @pytest.fixture(scope="module")

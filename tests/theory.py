@@ -1,8 +1,6 @@
 """What "Why Do Accumulated Transformations Extrapolate?" proves, as functions of numbers; tests check it by sampling.
 
-The words are those of `deadreckon.lab.probe.theory`, whose bounds are here too. What cannot be measured on a model is
-not here: convergence in total variation (Assumption 2, Lemmas 1 and 2, Proposition 2, Theorem 4, Examples 6 to 8)
-enters only as a number, the distance to Haar measure of Theorem 5.
+The words are those of `deadreckon.lab.probe.theory`, whose bounds are here too.
 """
 
 from __future__ import annotations
@@ -66,6 +64,42 @@ def harmonic_window(steps: Sequence[float], tolerance: float) -> int | None:
     """After Theorem 1: one window for several harmonics |E[e^{ikφ}]|, the longest of theirs."""
     windows = [mixing_window(step, tolerance) for step in steps]
     return None if None in windows else max(window for window in windows if window is not None)
+
+
+# Convergence to Haar measure: the rate r is the norm of a step's operator on functions of mean zero.
+
+
+def rate_above_floor(floor: float) -> float:
+    """Lemma 1 and Remark 5: r ≤ 1 − a if a step's density by Haar measure is a or more everywhere."""
+    return 1 - floor
+
+
+def rate_of_reflections(floor: float) -> float:
+    """Remark 4: the same of two steps of determinant −1, whose density is a² or more."""
+    return 1 - floor**2
+
+
+def fisher_floor(nuclear: float) -> float:
+    """Example 7: the density exp(tr Fᵀ R) / Z is e^{−2 ‖F‖} or more, in the nuclear norm."""
+    return math.exp(-2 * nuclear)
+
+
+def to_haar(spread: float, rate: float, steps: int, smooth: int = 1) -> float:
+    """Theorem 4: the most that the total variation to Haar measure can be after `steps`, of which the first `smooth`
+    have a density f with ‖f − 1‖₂ = spread: ½ spread · r^{steps − smooth}. Reflections are counted in pairs.
+    """
+    return 1.0 if steps < smooth else min(1.0, spread / 2 * rate ** (steps - smooth))
+
+
+def second_moment_rate(steps: Tensor) -> float:
+    """‖E[T ⊗ T] − its limit‖ for steps (N, D, D), D ≥ 3: below 1 under Assumption 2, as r bounds it for two steps.
+
+    The limit keeps the trace alone: a first-moment gap does not give it (Remark 3), and it can be estimated.
+    """
+    count, dim, _ = steps.shape
+    mean = torch.einsum("nij,nkl->ikjl", steps, steps).reshape(dim * dim, dim * dim) / count
+    trace = torch.eye(dim, dtype=steps.dtype).flatten() / math.sqrt(dim)
+    return float(torch.linalg.matrix_norm(mean - torch.outer(trace, trace), 2))
 
 
 # Scores: what a route does to the match of a query and a key.

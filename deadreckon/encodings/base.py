@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,13 @@ class Encoding(SelfInitialised, nn.Module, ABC):
 
     Args (of every subclass):
         sizes: the layer's sizes. Options of an encoding follow as keywords.
+
+    Attributes:
+        saved_without: options whose default has changed since models were saved without them, and what these models
+            have. Saved configurations spell them out.
     """
+
+    saved_without: ClassVar[dict[str, Any]] = {}
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
         """Called once on the embeddings, before the first layer, for encodings that are added there."""

@@ -7,35 +7,57 @@ Cost: that of RoPE. State: keys and values, and the running angle.
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor, nn
 
 from deadreckon.encodings.base import Context, Encoding, Sizes, at_least_single, rope_angles
 from deadreckon.ops.factors import Factors, Rotation
 
+STARTS = ("normal", "grid")
+
 
 class LearnedRotation(Encoding):
-    """Queries and keys turn. Angles start uniform in [−θ, θ], θ the RoPE grid, as random rotations are drawn."""
+    """Queries and keys turn.
+
+    Args:
+        initial: what the table holds. "normal": angles in radians that start as N(0, 1), PyTorch's default for
+            embeddings, which "Why Do Accumulated Transformations Extrapolate?" has: the mean phasor of every pair is
+            e^{−1/2} a token, less than 1% after ten.
+            "grid": multiples of RoPE's grid that start uniform in [−1, 1], as random rotations are drawn: slow pairs
+            start slow and are trained on their own scale.
+        base: of the grid.
+    """
 
     values = False
+    saved_without: ClassVar[dict[str, Any]] = {"initial": "grid"}
 
-    def __init__(self, sizes: Sizes, base: float = 10000.0) -> None:
+    def __init__(self, sizes: Sizes, base: float = 10000.0, initial: str = "normal") -> None:
         super().__init__()
         if sizes.vocab_size is None:
             raise ValueError("learned-rotation: expected vocab_size, a table of angles needs it; got None")
+        if initial not in STARTS:
+            raise ValueError(f"initial: expected one of {', '.join(STARTS)}; got {initial!r}")
         self.head_dim, self.base = sizes.even_head_dim, base
-        self.table = nn.Parameter(torch.empty(sizes.vocab_size, self.head_dim // 2))
+        # Two names, so that weights in one unit do not load into the other.
+        self.name = "angles" if initial == "normal" else "table"
+        self.register_parameter(self.name, nn.Parameter(torch.empty(sizes.vocab_size, self.head_dim // 2)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # The grid multiplies the table: every pair starts, and is trained, on its own scale.
-        nn.init.uniform_(self.table, -1, 1)
+        table = self.get_parameter(self.name)
+        if self.name == "angles":
+            nn.init.normal_(table)
+        else:
+            nn.init.uniform_(table, -1, 1)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         if context.token_ids is None:
             raise ValueError("learned-rotation: expected token_ids beside x, angles are looked up by token; got None")
-        widest = rope_angles(self.head_dim, self.base, x.device)
-        angles = at_least_single(self.table[context.token_ids]) * widest
+        angles = at_least_single(self.get_parameter(self.name)[context.token_ids])
+        if self.name == "table":
+            angles = angles * rope_angles(self.head_dim, self.base, x.device)
         return Factors(Rotation(angles.unsqueeze(2), self.values))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -105,6 +106,24 @@ class DeadReckonConfig(PreTrainedConfig):
                 )
         super().__post_init__(**kwargs)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved: options whose default has changed are spelled out."""
+        data = super().to_dict()
+        defaults = {
+            name: {option: inspect.signature(ENCODINGS[name]).parameters[option].default for option in changed}
+            for name in self.encodings()
+            if (changed := ENCODINGS[name].saved_without)
+        }
+        return data | {"encoding_options": _spelled_out(data.get("encoding_options"), defaults)}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> DeadReckonConfig:
+        """What was saved: an option that is not spelled out is newer than the model, and has what it was made with."""
+        names = config_dict.get("layer_encodings") or [config_dict.get("encoding", cls.encoding)]
+        before = {name: old for name in names if name in ENCODINGS and (old := ENCODINGS[name].saved_without)}
+        options = _spelled_out(config_dict.get("encoding_options"), before)
+        return super().from_dict(config_dict | {"encoding_options": options}, **kwargs)
+
     def encodings(self) -> list[str]:
         """The name of each layer's encoding."""
         return self.layer_encodings or [self.encoding] * self.num_hidden_layers
@@ -125,6 +144,14 @@ class DeadReckonConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Nothing to do: `save_pretrained` names the installed package, instead of copying this file beside weights."""
+
+
+def _spelled_out(options: dict[str, Any] | None, defaults: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Options by encoding, with those of `defaults` that are missing."""
+    if not defaults:
+        return options
+    options = options or {}
+    return options | {name: default | options.get(name, {}) for name, default in defaults.items()}
 
 
 class GatedMLP(nn.Module):

@@ -109,6 +109,20 @@ class Comparison:
                 solved[label] = length
         return solved
 
+    def fewest_layers(self, condition: str) -> dict[str, dict[int, int]]:
+        """For each label but for its number of layers, the fewest that solve each length; nothing if none differ."""
+        fewest = dict[str, dict[int, int]]()
+        for label, reach in self.solved(condition).items():
+            words = label.split(" ")
+            layers = [int(word.removeprefix("layers=")) for word in words if word.startswith("layers=")]
+            name = " ".join(word for word in words if not word.startswith("layers="))
+            for count in layers:
+                found = fewest.setdefault(name, {})
+                for length in self.lengths(condition):
+                    if reach is not None and length <= reach:
+                        found[length] = min(count, found.get(length, count))
+        return fewest
+
 
 def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None) -> Comparison:
     """The reported scores of finished runs: at these lengths, at those of their recipes if (), or all there are."""
@@ -162,8 +176,9 @@ def by_label(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def _settings(recipe: Recipe, left_out: Sequence[str]) -> dict[str, Any]:
-    """What a label may name: fields of a recipe, and options of its encoding ("prism.width" beside "width")."""
+    """What a label may name: fields of a recipe, options of task and encoding ("prism.width" beside "width")."""
     data = recipe.to_dict()
+    of_task = {f"options.{key}" if key in data else key: value for key, value in data.pop("options").items()}
     options = data["encoding_options"].get(recipe.encoding, {})
     named = {f"{recipe.encoding}.{key}" if key in data else key: value for key, value in options.items()}
-    return {key: value for key, value in data.items() if key not in left_out} | named
+    return {key: value for key, value in data.items() if key not in left_out} | of_task | named

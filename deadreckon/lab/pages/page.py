@@ -88,4 +88,9 @@ def describe_solved(comparison: Comparison, condition: str) -> str:
         return ""
     solved = comparison.solved(condition).items()
     reached = ", ".join(f"{title_of(label)} {length or 'nowhere'}" for label, length in solved)
-    return f"Solved (more than {SOLVED:.0%} of rows right) up to length: {reached}."
+    text = f"Solved (more than {SOLVED:.0%} of rows right) up to length: {reached}."
+    fewest = [
+        f"{title_of(name)} " + (", ".join(f"{length}: {count}" for length, count in found.items()) or "none")
+        for name, found in comparison.fewest_layers(condition).items()
+    ]
+    return f"{text} Fewest layers by length: {'; '.join(fewest)}." if fewest else text

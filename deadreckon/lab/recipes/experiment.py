@@ -18,7 +18,8 @@ TITLES = {
     "rope": "RoPE", "fox": "FoX", "path": "PaTH", "path-fox": "PaTH-FoX", "alibi": "ALiBi", "nope": "NoPE",
     "prism": "PRISM", "rope-fox": "RoPE-FoX", "rope-path": "RoPE-PaTH", "rope-path-fox": "RoPE-PaTH-FoX",
 }  # fmt: skip
-Sweep = dict[str, tuple[Any, ...]]  # values by name: a field of the recipe, or an option of encodings that have it
+# Values by name: a field of the recipe, an option of its task ("options.back"), or one of encodings that have it.
+Sweep = dict[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Experiment:
                 for name, value in zip(sweep, values, strict=True):
                     if name in options_of((encoding,)):
                         recipe = recipe.change([f"encoding_options.{encoding}.{name}={json.dumps(value)}"])
-                    elif name in options or name not in vars(recipe):
+                    elif name in options or name.partition(".")[0] not in vars(recipe):
                         continue  # an option of other encodings, also where a field of the recipe has its name
                     elif name == "length":
                         recipe = recipe.at_length(value)
@@ -94,7 +95,8 @@ def parse_sweep(words: Iterable[str], encodings: Sequence[str]) -> Sweep:
     for word in words:
         name, _, values = word.partition("=")
         sweep[name] = tuple(parse(value) for value in values.split(",") if value.strip())
-        if not sweep[name] or name not in {*vars(Recipe()), *options_of(encodings)} - {"encoding", "seed"}:
+        known = name.startswith("options.") or name in {*vars(Recipe()), *options_of(encodings)} - {"encoding", "seed"}
+        if not sweep[name] or not known:
             raise ValueError(
                 f"sweep: expected values of a field of the recipe or an option, such as length=256,1024, got {word!r}"
             )

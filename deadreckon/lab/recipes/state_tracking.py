@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from deadreckon.lab.recipes.experiment import Experiment, quicker
+from dataclasses import replace
+
+from deadreckon.lab.recipes.experiment import SIZES, Experiment, quicker
 from deadreckon.lab.recipes.recipe import Recipe
 from deadreckon.tasks.curriculum import Curriculum
 
@@ -105,9 +107,19 @@ def mqrar(back: int) -> Experiment:
         )  # fmt: skip
 
 
+def grid(experiment: Experiment, about: str, name: str, values: tuple[int, ...] = (1, 2, 3, 4)) -> Experiment:
+    """The same experiment for each of some values, in one command."""
+    return replace(experiment, about=about, sweep={size: {name: values} for size in SIZES})
+
+
 STATE_TRACKING = {
     "flipflop": FLIPFLOP,
     **{f"a5-{layers}": a5(layers) for layers in (1, 2, 3, 4)},
+    "a5-grid": grid(a5(1), "The A5 word problem, is a word the identity? By number of layers, 1 to 4.", "layers"),
     "a5-products": A5_PRODUCTS,
+    "a5-products-grid": grid(
+        A5_PRODUCTS, "The A5 word problem, all products so far, by number of layers, 1 to 4.", "layers"
+    ),
     **{f"mqrar-{back}": mqrar(back) for back in (1, 2, 3, 4)},
+    "mqrar-grid": grid(mqrar(1), "MQRAR-N: what was a key's N-th last value? For N from 1 to 4.", "options.back"),
 }

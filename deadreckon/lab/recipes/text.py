@@ -104,7 +104,9 @@ TEXT = {
     "powers": text(
         "Text: loss by training length and by position, with even powers in place of exp.",
         "Kumar et al. 2025, figures 1 and 2: like GPT-2 of 124M parameters, 524 288 tokens a step at every training "
-        "length, documents of LongCrawl64. The text, the number of steps and four times the training length are ours.",
+        "length, documents of LongCrawl64, Adam (here AdamW without weight decay) at a constant rate. The text, the "
+        "number of steps, four times the training length, and RMSNorm and SwiGLU in place of GPT-2's LayerNorm and "
+        "GELU are ours.",
         ("rope", "sympow", "sympow-gated", "conformal-sympow"),
         Recipe(
             length=16_384, layers=12, width=768, heads=12, steps=20_000, batch_size=32, accumulate=16,
