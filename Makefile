@@ -5,7 +5,7 @@ BIN := .venv/bin
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1; sys_platform == "linux"
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs matrix clean
 
 demo: .venv/ready
 	$(BIN)/deadreckon demo
@@ -19,6 +19,16 @@ lint: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv/docs
+	$(BIN)/mkdocs build --strict
+
+matrix:
+	PYTHON=$(PYTHON) .ci/matrix
+
+.venv/docs: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	touch $@
+
 .venv/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) '$(TRITON)'
@@ -26,4 +36,4 @@ lint: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

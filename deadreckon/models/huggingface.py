@@ -6,127 +6,28 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import Context, Encoding, SelfInitialised
-from deadreckon.models.cache import LAYER_TYPE, StateLayer
+from deadreckon.models.cache import StateLayer
+from deadreckon.models.configuration import DeadReckonConfig
 from deadreckon.models.graphs import Steps, wanted
-from deadreckon.models.layer import AttentionLayer, spell_out
+from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
+from deadreckon.models.tools import offer_lora_targets, refuse_unknown
 from deadreckon.ops.attention import check_documents
 from deadreckon.ops.tracing import traced
 
 if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
-
-
-@strict
-class DeadReckonConfig(PreTrainedConfig):
-    """Everything that makes a :class:`DeadReckonForCausalLM`.
-
-    Args:
-        encoding: a name in :data:`deadreckon.ENCODINGS`, for every layer.
-        layer_encodings: one name a layer, instead.
-        encoding_options: keywords of the encodings, by name: ``{"path": {"rank": 16}}``.
-        qk_norm: RMS-normalise queries and keys, with `qk_norm_eps`.
-        attention_bias: whether queries, keys and values are projected with biases.
-        attention_output_bias: whether attention's output is.
-        intermediate_size: of the gated MLP; 8/3 of hidden_size, rounded up to a multiple of 32, by default.
-        hidden_act: of the gated MLP, as transformers names it.
-        mlp_bias: whether its projections have biases.
-        max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
-    """
-
-    model_type = "deadreckon"
-
-    vocab_size: int = 32000
-    hidden_size: int = 512
-    intermediate_size: int | None = None
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 8
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    encoding: str = "path-fox"
-    layer_encodings: list[str] | None = None
-    encoding_options: dict[str, Any] | None = None
-    qk_norm: bool = False
-    qk_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    attention_output_bias: bool = False
-    hidden_act: str = "silu"
-    mlp_bias: bool = False
-    max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.intermediate_size is None:
-            self.intermediate_size = -(-self.hidden_size * 8 // 3 // 32) * 32
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size: expected a multiple of num_attention_heads = {self.num_attention_heads} "
-                    f"(or head_dim), got {self.hidden_size}"
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.layer_encodings is not None and len(self.layer_encodings) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_encodings: expected a name for each of {self.num_hidden_layers} layers, "
-                f"got {len(self.layer_encodings)}"
-            )
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act: expected one of {', '.join(ACT2FN)}; got {self.hidden_act!r}")
-        for name in self.encodings():
-            if name not in ENCODINGS:
-                raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
-        for name in self.encoding_options or {}:
-            if name not in self.encodings():
-                raise ValueError(
-                    f"encoding_options: expected names of encodings in use, {sorted(set(self.encodings()))}, "
-                    f"got {name!r}"
-                )
-        super().__post_init__(**kwargs)
-
-    def to_dict(self) -> dict[str, Any]:
-        """What is saved: options whose default has changed are spelled out."""
-        data = super().to_dict()
-        return data | {"encoding_options": spell_out(self.encodings(), data.get("encoding_options"))}
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> DeadReckonConfig:
-        """What was saved: an option that is not spelled out is newer than the model, and has what it was made with."""
-        names = config_dict.get("layer_encodings") or [config_dict.get("encoding", cls.encoding)]
-        options = spell_out(names, config_dict.get("encoding_options"), saved=True)
-        return super().from_dict(config_dict | {"encoding_options": options}, **kwargs)
-
-    def encodings(self) -> list[str]:
-        """The name of each layer's encoding."""
-        return self.layer_encodings or [self.encoding] * self.num_hidden_layers
-
-    @property
-    def layer_types(self) -> list[str]:
-        """The cache that each layer needs, by the name under which transformers finds it."""
-        return [LAYER_TYPE] * self.num_hidden_layers
-
-    def validate_layer_type(self) -> None:
-        """Leaves out transformers' check, whose list of layer types is closed."""
 
 
 class GatedMLP(nn.Module):
@@ -172,6 +73,10 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["DecoderLayer"]
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
+        """Nothing to do: see :meth:`DeadReckonConfig.register_for_auto_class`."""
 
     def _init_weights(self, module: nn.Module) -> None:
         # transformers calls this for each module that directly holds parameters: the parts of an encoding, mostly.
@@ -396,6 +301,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
+        offer_lora_targets(config.model_type)
         self.model = DeadReckonModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -422,6 +328,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         skip_logits: bool = False,
+        **unused: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next tokens and, with labels, the loss, which in training includes the encodings' penalties.
 
@@ -439,10 +346,13 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             return_dict: False for a plain tuple.
             use_cache: create a KV cache if past_key_values is None, and return it.
             skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
+            unused: what tools pass to every model, such as ``output_attentions=False``: None, False, and the
+                ``token_type_ids`` that some tokenizers add, change nothing. Anything else is a TypeError.
 
         With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
         and so is the loss; logits are those of this rank's shard.
         """
+        refuse_unknown(unused)
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
         if logits_to_keep and self.cp is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -28,21 +26,6 @@ def make_encoding(name: str, sizes: Sizes, options: dict[str, Any] | None = None
         return ENCODINGS[name](sizes, **(options or {}))
     except TypeError as error:
         raise ValueError(f"encoding_options: {name!r} does not take {options}: {error}") from error
-
-
-def spell_out(names: Iterable[str], options: dict[str, Any] | None, *, saved: bool = False) -> dict[str, Any] | None:
-    """Options by encoding, with those that are missing and whose default has changed (`Encoding.saved_without`).
-
-    Args:
-        names: of the encodings in use.
-        saved: whether the options are a saved model's, which has what was the default then; else it is today's.
-    """
-    found = dict(options or {})
-    for name in names:
-        if name in ENCODINGS and (before := ENCODINGS[name].saved_without):
-            today = {option: signature(ENCODINGS[name]).parameters[option].default for option in before}
-            found[name] = (before if saved else today) | found.get(name, {})
-    return found or options
 
 
 class AttentionLayer(nn.Module):

@@ -1,0 +1,136 @@
+"""The configuration of a model: all that makes it, checked, and saved so that later defaults do not change it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from deadreckon.encodings import ENCODINGS
+from deadreckon.models.cache import LAYER_TYPE
+from deadreckon.models.tools import name_for_auto_classes
+
+
+@strict
+class DeadReckonConfig(PreTrainedConfig):
+    """Everything that makes a :class:`DeadReckonForCausalLM`.
+
+    Args:
+        encoding: a name in :data:`deadreckon.ENCODINGS`, for every layer.
+        layer_encodings: one name a layer, instead.
+        encoding_options: keywords of the encodings, by name: ``{"path": {"rank": 16}}``.
+        qk_norm: RMS-normalise queries and keys, with `qk_norm_eps`.
+        attention_bias: whether queries, keys and values are projected with biases.
+        attention_output_bias: whether attention's output is.
+        intermediate_size: of the gated MLP; 8/3 of hidden_size, rounded up to a multiple of 32, by default.
+        hidden_act: of the gated MLP, as transformers names it.
+        mlp_bias: whether its projections have biases.
+        max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
+    """
+
+    model_type = "deadreckon"
+
+    vocab_size: int = 32000
+    hidden_size: int = 512
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    encoding: str = "path-fox"
+    layer_encodings: list[str] | None = None
+    encoding_options: dict[str, Any] | None = None
+    qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.intermediate_size is None:
+            self.intermediate_size = -(-self.hidden_size * 8 // 3 // 32) * 32
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"hidden_size: expected a multiple of num_attention_heads = {self.num_attention_heads} "
+                    f"(or head_dim), got {self.hidden_size}"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_encodings is not None and len(self.layer_encodings) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_encodings: expected a name for each of {self.num_hidden_layers} layers, "
+                f"got {len(self.layer_encodings)}"
+            )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act: expected one of {', '.join(ACT2FN)}; got {self.hidden_act!r}")
+        for name in self.encodings():
+            if name not in ENCODINGS:
+                raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
+        for name in self.encoding_options or {}:
+            if name not in self.encodings():
+                raise ValueError(
+                    f"encoding_options: expected names of encodings in use, {sorted(set(self.encodings()))}, "
+                    f"got {name!r}"
+                )
+        super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved: options whose default has changed are spelled out."""
+        data = super().to_dict()
+        defaults = {
+            name: {option: inspect.signature(ENCODINGS[name]).parameters[option].default for option in changed}
+            for name in self.encodings()
+            if (changed := ENCODINGS[name].saved_without)
+        }
+        return data | {"encoding_options": _spelled_out(data.get("encoding_options"), defaults)}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> DeadReckonConfig:
+        """What was saved: an option that is not spelled out is newer than the model, and has what it was made with."""
+        names = config_dict.get("layer_encodings") or [config_dict.get("encoding", cls.encoding)]
+        before = {name: old for name in names if name in ENCODINGS and (old := ENCODINGS[name].saved_without)}
+        options = _spelled_out(config_dict.get("encoding_options"), before)
+        return super().from_dict(config_dict | {"encoding_options": options}, **kwargs)
+
+    def encodings(self) -> list[str]:
+        """The name of each layer's encoding."""
+        return self.layer_encodings or [self.encoding] * self.num_hidden_layers
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The cache that each layer needs, by the name under which transformers finds it."""
+        return [LAYER_TYPE] * self.num_hidden_layers
+
+    def validate_layer_type(self) -> None:
+        """Leaves out transformers' check, whose list of layer types is closed."""
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Saves config.json, and what Auto classes need where nothing of deadreckon has been imported."""
+        self.auto_map = name_for_auto_classes(save_directory)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing to do: `save_pretrained` names the installed package, instead of copying this file beside weights."""
+
+
+def _spelled_out(options: dict[str, Any] | None, defaults: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Options by encoding, with those of `defaults` that are missing."""
+    if not defaults:
+        return options
+    options = options or {}
+    return options | {name: default | options.get(name, {}) for name, default in defaults.items()}

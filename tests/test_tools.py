@@ -1,0 +1,116 @@
+"""Other people's tools: transformers' Auto classes in a fresh process, pipelines, peft, keywords that tools pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import deadreckon as dr
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_model() -> dr.DeadReckonForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return dr.DeadReckonForCausalLM(dr.DeadReckonConfig(encoding="path-fox", **sizes)).eval()
+
+
+def save_with_tokenizer(folder: Path) -> None:
+    make_model().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({str(word): word for word in range(50)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1").save_pretrained(folder)
+
+
+def python(cache: Path, *words: str | Path) -> str:
+    """Runs a fresh interpreter, without network, and returns what it prints."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "HF_MODULES_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    command = [sys.executable, *map(str, words)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_auto_classes_load_in_a_fresh_process(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    save_with_tokenizer(first)
+    code = f"""
+import sys
+from transformers import AutoModelForCausalLM, pipeline
+assert "deadreckon" not in sys.modules
+for folder in ({str(first)!r}, {str(second)!r}):  # what has been loaded so can be saved again
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    model.save_pretrained({str(second)!r})
+import deadreckon, torch
+assert type(model) is deadreckon.DeadReckonForCausalLM and type(model.config) is deadreckon.DeadReckonConfig
+write = pipeline("text-generation", model=model, tokenizer={str(first)!r})
+print(write(["3 4 5", "6"], max_new_tokens=2, do_sample=False, batch_size=2)[0][0]["generated_text"][:5])
+print(model(torch.arange(9)[None]).logits.double().sum().item())
+"""
+    text, logits = python(tmp_path / "modules", "-c", code).splitlines()
+    assert text == "3 4 5"
+    assert float(logits) == pytest.approx(make_model()(torch.arange(9)[None]).logits.double().sum().item(), abs=1e-4)
+    assert sorted(path.name for path in second.glob("*.py")) == ["modeling_deadreckon.py"]
+
+
+def test_keywords_of_tools_change_nothing_or_are_refused() -> None:
+    model, ids = make_model(), torch.arange(20).view(2, 10)
+    expected = model(ids).logits
+    ignored = {"output_attentions": False, "output_hidden_states": None, "position_ids": None}
+    assert torch.equal(model(ids, **ignored, token_type_ids=torch.zeros_like(ids)).logits, expected)
+    for name, value in (("output_attentions", True), ("position_ids", torch.arange(10)), ("lables", ids)):
+        with pytest.raises(TypeError, match=f"{name}: expected None or False"):
+            model(ids, **{name: value})
+
+
+def test_peft_finds_what_to_adapt(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = ModuleType("peft.utils.constants")
+    constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING = targets = {}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "peft.utils.constants", constants)
+    names = {name.rsplit(".", 1)[-1] for name, _ in make_model().named_modules()}
+    assert targets["deadreckon"] and set(targets["deadreckon"]) <= names
+
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft and accelerate")
+
+
+@needs_peft
+def test_lora_trains_adapters_alone() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_model(), LoraConfig(task_type="CAUSAL_LM", r=2))
+    ids = torch.arange(20).view(2, 10)
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert trained and all(re.search(r"(q|v)_proj\.lora_", name) for name in trained)
+
+
+@needs_peft
+@pytest.mark.slow
+def test_examples_train_and_adapt(tmp_path: Path) -> None:
+    examples, cache, trained, adapted = (
+        ROOT / "examples",
+        tmp_path / "modules",
+        tmp_path / "model",
+        tmp_path / "adapted",
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("ab " * 1000)
+    small = ("--length", "32", "--width", "32", "--layers", "1")
+    python(cache, examples / "trainer.py", text, "--out", trained, "--steps", "2", *small)
+    assert {path.name for path in trained.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    printed = python(cache, examples / "lora.py", trained, text, "--out", adapted, "--steps", "1", "--length", "32")
+    assert "trainable params" in printed
+    assert (adapted / "modeling_deadreckon.py").exists()
