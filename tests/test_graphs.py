@@ -180,7 +180,7 @@ POWERS = [dr.Power(2), dr.Power(4), dr.Power(2, "chunked"), dr.Power(2, "recurre
 def test_attention_without_data(score: Any, transport: str | None) -> None:
     """Shapes and dtypes of outputs and gradients, on the meta device and in FakeTensorMode."""
     form = score.form if isinstance(score, dr.Power) else "auto"
-    if transport == "householder" and form != "auto":
+    if "householder" in (transport or "") and form != "auto":
         pytest.skip("Householder steps have no such form")
     length = {"auto": 20, "chunked": 300, "recurrent": 3}[form]
     for gate, dtype in ((None, torch.bfloat16), ("learned", torch.float32)):
