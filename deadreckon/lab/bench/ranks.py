@@ -54,7 +54,7 @@ def _rows(flags: Ranks, folder: str) -> Iterator[Row]:
         alone: Any = None
         for size in flags.processes:
             multiprocessing.spawn(_work, args=(size, folder, flags, encoding), nprocs=size)
-            seconds, sent, loss = torch.load(Path(folder, f"{encoding}-{size}.pt"))
+            seconds, sent, loss = torch.load(Path(folder, f"{encoding}-{size}.pt"), weights_only=True)
             alone = alone or (seconds, loss)
             yield [f"{encoding}, {size}", milliseconds(seconds), ratio(seconds, alone[0]), mebibytes(sent),
                    f"{abs(loss - alone[1]):.0e}"]  # fmt: skip
