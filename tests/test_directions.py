@@ -71,6 +71,7 @@ def test_directions_of_nothing_are_nothing() -> None:
 
 def test_operators() -> None:
     x, filters, places = draw(2, 20, 2, 8, False)
-    inputs = (x.float().requires_grad_(), filters.float().requires_grad_(), places, 2, True, 0.0)
+    x, filters = (y.to(DEVICE, torch.float32).requires_grad_() for y in (x, filters))
+    inputs = (x, filters, places.to(DEVICE), 2, True, 0.0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.deadreckon.directions.default, inputs, test_utils=checks)
