@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,28 @@ torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+
+def patch_once() -> None:
+    """The interpreter replaces the functions of `tl` for each launch, and again for each call of one function of a
+    kernel by another, to no effect. To look for what it might replace takes a third of interpreted tests' time.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch, modules = interpreter._patch_lang, {}
+
+    def patch_if_needed(fn: Callable[..., Any]) -> Any:
+        if fn not in modules:
+            modules[fn] = [x for x in (tl, tl.core) if any(x is value for value in fn.__globals__.values())]
+        done = modules[fn] and not any(tl.core.is_builtin(module.load) for module in modules[fn])
+        return interpreter._LangPatchScope() if done else patch(fn)
+
+    interpreter._patch_lang = patch_if_needed
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    patch_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
