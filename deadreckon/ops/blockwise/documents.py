@@ -104,5 +104,5 @@ def unpacked(
         gates = None if log_gate is None else rows(log_gate)
         moved = Factors(factors.map_transport(rows), gates, score)
         outputs.append(attend(rows(q), rows(k), rows(v), moved, scale, None).flatten(0, 1))
-    order = everything.place[everything.real].argsort()
-    return torch.cat(outputs)[everything.real.nonzero().squeeze(1)[order]].unsqueeze(0)
+    order = everything.place.masked_fill(~everything.real, q.shape[1]).argsort()[: q.shape[1]]  # padding is last
+    return torch.cat(outputs)[order].unsqueeze(0)
