@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 import subprocess
 import sys
@@ -218,6 +219,12 @@ def test_bench_checks_in_several_processes() -> None:
     for name, error in alone[what].items():
         assert together[what][name] == pytest.approx(error, rel=0.5)
     assert together[what]["wrong"] > 1 > together[what]["PaTH"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_methods_can_be_sent_to_other_processes(packed: bool) -> None:
+    for method in attention.everyone("cuda", packed).values():
+        assert pickle.loads(pickle.dumps(method)).kind == method.kind
 
 
 @pytest.mark.gpu

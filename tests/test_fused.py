@@ -348,7 +348,7 @@ def test_angles_learn_as_well_as_what_they_turn(impl: str, case: Case) -> None:
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_precision(case: Case, dtype: torch.dtype) -> None:
     """At most twice the error that the definition makes in the same precision."""
-    if dtype == torch.float32 and case.transport == "householder":
+    if dtype == torch.float32 and case.transport is not None and "householder" in case.transport:
         # wider ones need more shared memory than there is
         case = replace(case, width=min(case.width, 64), value_width=min(case.value_width, 64))
     expected = {name: x.cpu() for name, x in run(case, device="cuda", impl="reference").items()}
