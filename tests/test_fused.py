@@ -27,7 +27,7 @@ CASES = [
     Case("householder", None, length=63, batch=1, beta=1.0),
     Case("householder", "learned", length=64, group=1),
     Case("householder", "learned per key head", length=100, batch=1),
-    Case("householder", "constant", length=257, batch=1, heads=1, beta=2.0),
+    Case("householder", "constant", length=257, batch=1, heads=1, beta=2.0, forgetting=0.02),
     Case("householder", None, length=192, batch=1, heads=1, width=40, value_width=8),
     Case(None, "learned", length=257, batch=1, heads=1),
     Case(None, "constant", length=100, scale=-0.3),
@@ -73,7 +73,7 @@ def test_definition(case: Case) -> None:
     "case",
     [
         Case("householder", "learned", length=300, batch=1, heads=2, group=1),
-        Case("householder", None, length=577, batch=1, heads=1, group=1),
+        Case("householder", None, length=577, batch=1, heads=1, group=1, beta=1.9),  # products do not fade
         Case("householder", "learned per key head", length=256, batch=1, heads=1),
     ],
 )
