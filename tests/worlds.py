@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 
-def run_world(size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60) -> list[Any]:
+def run_world(
+    size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60, backend: str = "gloo"
+) -> list[Any]:
     """What work(*arguments) returns on each of `size` ranks, a process each, inside one process group."""
     context = get_context("forkserver")  # a fork of the test runner itself might inherit locks
     context.set_forkserver_preload(
@@ -24,7 +26,9 @@ def run_world(size: int, work: Callable[..., Any], *arguments: Any, timeout: int
     )
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(rank, size, Path(folder), work, arguments, timeout), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, size, Path(folder), work, arguments, timeout, backend), daemon=True
+            )
             for rank in range(size)
         ]
         for process in ranks:
@@ -60,12 +64,12 @@ def world(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def _rank(
-    rank: int, size: int, folder: Path, work: Callable[..., Any], arguments: tuple[Any, ...], timeout: int
+    rank: int, size: int, folder: Path, work: Callable[..., Any], arguments: tuple[Any, ...], timeout: int, backend: str
 ) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size,
+            backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=size,
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
         torch.save(work(*arguments), folder / f"{rank}.pt")
