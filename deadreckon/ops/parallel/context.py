@@ -61,7 +61,8 @@ class ContextParallel:
         by_rank = [piece for rank in range(self.size) for piece in self.pieces_of(rank)]
         self._by_rank = torch.tensor(by_rank)  # the pieces as they lie, rank after rank
         self._in_order = self._by_rank.argsort()  # where each piece lies
-        self._on_host = "gloo" in str(dist.get_backend(self.group))  # which takes no CUDA tensors from rank to rank
+        # Gloo takes no CUDA tensors from rank to rank; a group may have it for CPU tensors, beside NCCL.
+        self._on_host = "cuda:gloo" in dist.get_backend_config(self.group)
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.size}, layout={self.layout!r})"
