@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
 from small_runs import small
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from worlds import run_world
 
 import deadreckon as dr
-from deadreckon.lab.training import Ranks, Run, checkpoints, train_run
+from deadreckon.lab.training import Ranks, Run, checkpoints, make_model, train_run
 from deadreckon.lab.training.ranks import sizes_in
 
 STEPS = "steps=4"
@@ -61,7 +62,20 @@ def on_meshes(folder: str) -> list[str]:
         train_run(recipe(), Path(folder, name), console=quiet, ranks=Ranks(meshes[1], timeout=60))
     with pytest.raises(ValueError, match="mesh: expected dp to divide batch_size / accumulate = 1, got 2") as error:
         train_run(recipe("rope", "accumulate=8"), Path(folder, "bad"), console=quiet, ranks=Ranks(meshes[0]))
+    wait_in_vain(meshes[0], Path(folder, "gave up"))
     return [str(error.value)]
+
+
+def wait_in_vain(mesh: DeviceMesh, gave_up: Path) -> None:
+    """One of two ranks along "cp" does not come: the other gives up after the timeout, which is not the default."""
+    Ranks(mesh, timeout=0.5).divide(make_model(recipe(), 5))
+    if dist.get_rank() == 2:
+        with pytest.raises(RuntimeError, match=r"[tT]imed out"):
+            dr.ContextParallel(mesh["cp"]).total(torch.ones(1))
+        gave_up.touch()
+    until = time.monotonic() + 20
+    while dist.get_rank() == 3 and not gave_up.exists() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def tensors_in(folder: Path, stem: str) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ has a pickled index, and pieces of tensors that nobody else can read: it is not 
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 import warnings
@@ -30,10 +31,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
-from deadreckon.lab.training.files import begin, beside, complete, to_disk
+import deadreckon as dr
+from deadreckon.lab.training.files import begin, beside, complete, to_disk, write_text
 from deadreckon.lab.training.ranks import Ranks
 
 SMALLEST = 1 << 26  # bytes that a rank writes a file of its own for
@@ -77,9 +80,20 @@ def staged(x: Tensor, rank: int, ranks: Ranks) -> Tensor | None:
     return x.to("cpu", copy=True, memory_format=torch.contiguous_format) if ranks.rank == rank else None
 
 
-def names_in(folder: Path) -> set[str]:
-    """Of all tensors of a checkpoint."""
-    return set(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """What `save_pretrained` would save of a model, sharded as it is; tied weights once."""
+    kept = model.state_dict()
+    return {name: x for name, x in [*model.named_parameters(), *model.named_buffers()] if name in kept}
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, on the meta device."""
+    known = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        for name, found in known.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
 
 
 def read(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -125,7 +139,7 @@ class Writer:
         self.ranks.same(None)  # others wait until that is done
         files, mine = list[str](), dict[str, dict[str, Tensor]]()
         for stem, tensors in groups.items():
-            sizes = {name: x.numel() * x.element_size() for name, x in tensors.items()}
+            sizes = {name: x.nbytes for name, x in tensors.items()}
             divided = divide(stem, sizes, self.ranks.size)
             if self.ranks.first and stem == "model" and len(divided) > 1:
                 (beside(folder)[0] / INDEX).write_text(index_of(divided, sizes))
@@ -170,3 +184,28 @@ def write_file(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, part, metadata={"format": "pt"})
     to_disk(part)
     part.rename(path)
+
+
+def export(source: Path, folder: Path, largest: int) -> list[str]:
+    """Copies the model of a checkpoint for `from_pretrained`, its weights in files of at most `largest` bytes.
+
+    One file is in memory at a time. Returns their names. Of what is in the folder already, weights alone are removed.
+    """
+    with torch.device("meta"):
+        names = weights_of(dr.DeadReckonForCausalLM(dr.DeadReckonConfig.from_pretrained(source)))
+    blank = tensors_in(source)
+    sizes = {name: blank[name].nbytes for name in names}
+    files = divide("model", sizes, largest=largest)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (folder / INDEX, *folder.glob("model*.safetensors")):
+        path.unlink(missing_ok=True)
+    for path in source.iterdir():
+        if path.suffix != ".safetensors" and path.name not in (INDEX, "progress.json", "score.json"):
+            shutil.copyfile(path, folder / path.name)
+    for file, held in files.items():
+        tensors = {name: torch.empty_like(blank[name], device="cpu") for name in held}
+        read(source, tensors)
+        write_file(tensors, folder / file)
+    if len(files) > 1:
+        write_text(folder / INDEX, index_of(files, sizes))
+    return list(files)

@@ -7,7 +7,7 @@ step. So a restored training continues exactly: on a CPU bit for bit, given the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, is_wrong
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import save_tokenizer
-from deadreckon.lab.training.checkpoints import staged
+from deadreckon.lab.training.checkpoints import staged, weights_of
 from deadreckon.lab.training.distillation import OBJECTIVES, freeze
 from deadreckon.lab.training.graphs import Graphs, captured_on
 from deadreckon.lab.training.ranks import Ranks
@@ -249,10 +249,8 @@ class Training:
         save_tokenizer(self.task, folder)
 
     def weights(self) -> dict[str, Tensor]:
-        """What `save_pretrained` would save, sharded as it is; tied weights once."""
-        kept = self.model.state_dict()
-        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: x for name, x in tensors if name in kept}
+        """See :func:`deadreckon.lab.training.checkpoints.weights_of`."""
+        return weights_of(self.model)
 
     def memory(self) -> dict[str, Tensor]:
         """All but the weights that the next step depends on: the optimizer's state by parameter, and the generator."""
@@ -262,10 +260,10 @@ class Training:
                 memory[f"{key}.{name}"] = value
         return memory
 
-    def blank_memory(self, names: set[str]) -> dict[str, Tensor]:
+    def blank_memory(self, names: Mapping[str, object]) -> dict[str, Tensor]:
         """Tensors like those of `memory`, to read a checkpoint into that has these names and those of weights."""
         memory, parameters = {"generator": self.generator.get_state()}, dict(self.model.named_parameters())
-        for place in names - self.weights().keys() - memory.keys():
+        for place in names.keys() - self.weights().keys() - memory.keys():
             key, name = place.split(".", 1)
             memory[place] = torch.zeros(()) if key == "step" else torch.zeros_like(parameters[name])
         return memory

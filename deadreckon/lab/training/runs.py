@@ -26,7 +26,7 @@ import deadreckon as dr
 from deadreckon.lab.environment import check_model, describe_environment
 from deadreckon.lab.evaluation.scores import Place, Score, mean_of_best
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.training.checkpoints import Writer, names_in, read
+from deadreckon.lab.training.checkpoints import Writer, read, tensors_in
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model
 from deadreckon.lab.training.files import recover, write_text
@@ -133,7 +133,7 @@ class Run:
             return Training(begun.to(device), task, recipe, teacher=teacher, ranks=ranks), Progress(0)
         model = dr.DeadReckonForCausalLM(dr.DeadReckonConfig.from_pretrained(folder)).to(device)
         training, progress = Training(model, task, recipe, teacher=teacher, ranks=ranks), self.progress()
-        memory = training.blank_memory(names_in(folder))
+        memory = training.blank_memory(tensors_in(folder))
         read(folder, training.weights() | memory)
         training.remember(memory, progress.step)
         return training, progress
