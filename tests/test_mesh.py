@@ -54,9 +54,11 @@ def on_meshes(folder: str) -> list[str]:
     meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")) for shape in ((2, 2), (1, 4))]
     quiet = Console(quiet=True)
     train_run(recipe(), Path(folder, "mesh"), console=quiet, ranks=Ranks(meshes[0], timeout=60))
-    checkpoints.SMALLEST = 1  # from here on all ranks write
+    checkpoints.SMALLEST, checkpoints.GRACE = 1, 30.0  # from here on all ranks write, and none is given up
     for name in ("moved", "left by a mesh"):
         begun(Path(folder, name), Ranks(meshes[0], timeout=60))
+        dist.barrier()
+        assert Run(Path(folder, name)).progress().step == 2
         dist.barrier()
     for name in ("moved", "left by one"):
         train_run(recipe(), Path(folder, name), console=quiet, ranks=Ranks(meshes[1], timeout=60))

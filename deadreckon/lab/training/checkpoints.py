@@ -18,8 +18,8 @@ has a pickled index, and pieces of tensors that nobody else can read: it is not 
 from __future__ import annotations
 
 import json
+import math
 import shutil
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -43,6 +43,7 @@ SMALLEST = 1 << 26  # bytes that a rank writes a file of its own for
 LARGEST = 50 * 10**9  # bytes of a file, unless a tensor has more
 INDEX = "model.safetensors.index.json"
 POLL = 0.02  # seconds between looks for the files of other ranks
+GRACE = 2.0  # seconds that these have where training has failed: perhaps they were interrupted alike, and still write
 
 
 def divide(stem: str, sizes: Mapping[str, int], ranks: int = 1, largest: int = LARGEST) -> dict[str, list[str]]:
@@ -114,7 +115,7 @@ class Writer:
         self.ranks = ranks
         self.pool = ThreadPoolExecutor(1, "checkpoints")
         self.pending: dict[Path, Future[None]] = {}
-        self.failed = threading.Event()  # in training: other ranks may never write their files
+        self.until = math.inf  # when to give up: if training has failed, other ranks may never write their files
 
     def __enter__(self) -> Writer:
         return self
@@ -123,7 +124,7 @@ class Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.failed.set()
+            self.until = time.monotonic() + GRACE
         self.pool.shutdown()
         if error is None:
             self.wait()
@@ -166,11 +167,9 @@ class Writer:
 
     def _await(self, paths: list[Path]) -> None:
         """Until files, of which other ranks write some, are there as a whole."""
-        until = time.monotonic() + self.ranks.timeout
+        began = time.monotonic()
         while absent := [path for path in paths if not path.exists()]:
-            if self.failed.is_set():
-                raise RuntimeError(f"out: {absent[0]} was not written, since training has failed")
-            if time.monotonic() > until:
+            if time.monotonic() > min(self.until, began + self.ranks.timeout):
                 raise TimeoutError(
                     f"out: expected {absent[0]} of another rank within {self.ranks.timeout:.0f} s, got none; "
                     "is it a folder that all ranks see?"
