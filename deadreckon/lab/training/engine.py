@@ -233,7 +233,7 @@ class Training:
 
     def whole_model(self) -> dr.DeadReckonForCausalLM:
         """The model, all of it on this process, to test it. All ranks must ask; only the first gets weights."""
-        if self.ranks.mesh is None:
+        if self.ranks.size == 1:
             return self.model
         weights = {name: staged(x, 0, self.ranks) for name, x in self.weights().items()}
         copy = dr.DeadReckonForCausalLM(self.model.config)

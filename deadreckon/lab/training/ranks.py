@@ -85,9 +85,10 @@ class Ranks:
         """The model, sharded over all ranks."""
         if self.mesh is not None:
             model = dr.parallelize(model, self.mesh)
-            sharded = next(model.parameters())
-            assert isinstance(sharded, DTensor)
-            for group in (*self.mesh.get_all_groups(), sharded.device_mesh.get_group()):
+            groups, parameter = self.mesh.get_all_groups(), next(model.parameters())
+            if isinstance(parameter, DTensor):
+                groups.append(parameter.device_mesh.get_group())
+            for group in groups:
                 _set_pg_timeout(timedelta(seconds=self.timeout), group)  # by default 10 minutes or 30
         return model
 
