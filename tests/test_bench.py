@@ -340,3 +340,14 @@ def test_generation_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [row[0] for row in rows] == ["Hugging Face Llama", "nope"]
     assert all(len(row) == 5 for row in rows)
     assert run_cli(monkeypatch, "bench", "decode", "--encodings", "nope", "--tokens", "0") != 0
+
+
+@pytest.mark.slow
+def test_steps_on_several_processes_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "ranks.md"
+    words = ("--encodings", "nope", "--size", "1x32", "--batch", "2x16", "--rounds", "1", "--processes", "1", "2")
+    assert run_cli(monkeypatch, "bench", "ranks", *words, "--save", str(page)) == 0
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if " ms |" in line]
+    assert [row[0] for row in rows] == ["nope, alone", "nope, cp=2", "nope, dp=2"]
+    assert all(float(row[-1]) < 1e-5 for row in rows)  # the loss of one process
+    assert run_cli(monkeypatch, "bench", "ranks", "--batch", "3x16", "--processes", "2") == 2

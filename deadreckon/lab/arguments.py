@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
+
 
 def names_in(texts: Iterable[str]) -> tuple[str, ...]:
     """Names that are separated by commas or already apart."""
@@ -16,6 +18,16 @@ def numbers_in(texts: Iterable[str], name: str = "lengths", form: str = "whole n
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"{name}: expected {form}, such as 512,4096, got {text!r}")
     return tuple(int(text) for text in names_in(texts))
+
+
+def bytes_in(text: str, name: str) -> int:
+    """A number of bytes, such as 5GB, 200 MB or 1000000."""
+    number = text.strip().upper().removesuffix("B").strip()
+    unit = UNITS.get(number[-1:], 1)
+    digits = number[:-1].strip() if unit > 1 else number
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ValueError(f"{name}: expected a number of bytes, such as 5GB or 200MB, got {text!r}")
+    return int(digits) * unit
 
 
 def sizes_in(text: str, name: str, form: str) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
 
-from deadreckon.lab.arguments import names_in, numbers_in
+from deadreckon.lab.arguments import bytes_in, names_in, numbers_in
 from deadreckon.lab.bench.flags import Attention, Benchmark
 
 Size = Literal["tiny", "small", "paper"]
@@ -77,17 +77,24 @@ class Train:
     tensorboard: bool = False  # also write metrics for TensorBoard, in the folder
     mesh: str = ""  # processes that train it together, such as dp=2,cp=2, started by torchrun
     timeout: float = 30.0  # minutes that a process waits for another before it gives up
+    export: Path | None = None  # folder for the trained model alone, as from_pretrained reads it
+    shard_size: str = "5GB"  # the most that a file of its weights has, there
 
     def run(self) -> None:
         from deadreckon.lab.recipes import find_recipe
-        from deadreckon.lab.training import Ranks, summary, train_run
+        from deadreckon.lab.training import Ranks, export, summary, train_run
 
+        largest = bytes_in(self.shard_size, "shard_size")
         recipe = find_recipe(self.recipe, self.size, self.encoding, self.seed, self.change)
         ranks, device = Ranks.start(self.mesh, self.device, self.timeout)
         console = ranks.console(None)
         run = train_run(recipe, self.out, device=device, console=console, tensorboard=self.tensorboard, ranks=ranks)
         if ranks.first:
             console.print(summary(run, run.scores()), highlight=False, soft_wrap=True)
+            if self.export is not None:
+                files = export(run.path / "last", self.export, largest)
+                words = f"Exported: {self.export}, weights in {len(files)} file{'s' * (len(files) != 1)}"
+                console.print(words, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

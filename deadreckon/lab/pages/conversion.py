@@ -18,7 +18,8 @@ from deadreckon.lab.pages.tables import markdown
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training.conversion import convert_run
 from deadreckon.lab.training.distillation import load_start, load_teacher
-from deadreckon.lab.training.runs import Run, write_text
+from deadreckon.lab.training.files import write_text
+from deadreckon.lab.training.runs import Run
 from deadreckon.lab.training.trainer import quiet_transformers
 
 PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt, tokens that are added

@@ -111,7 +111,7 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
     for path in [folder / "config.json", folder / "tokenizer.json", *weights]:
-        if path.exists() and path.name != "optimizer.safetensors":
+        if path.exists() and not path.name.startswith("optimizer"):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
             with path.open("rb") as file:

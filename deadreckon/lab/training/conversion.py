@@ -22,7 +22,7 @@ from deadreckon.lab.environment import check_device, check_model
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.recipes.texts import tokenizer_of
 from deadreckon.lab.training.distillation import load_source, load_start, load_teacher
-from deadreckon.lab.training.runs import recover, replacing
+from deadreckon.lab.training.files import recover, replacing
 from deadreckon.lab.training.trainer import quiet_transformers, train_run
 from deadreckon.tasks.language import Language
 

@@ -19,6 +19,7 @@ import deadreckon as dr
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, is_better, places_to_test, score
 from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.checkpoints import Writer
 from deadreckon.lab.training.display import Display, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
 from deadreckon.lab.training.ranks import Ranks
@@ -70,7 +71,7 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
     began = saved = time.perf_counter()
     display = Display(console, str(run.path), recipe, training.done)
     logging_to = metrics_log(run, tensorboard) if ranks.first else nullcontext(_unlogged)
-    with display, logging_to as log, noticing_termination() as terminated:
+    with display, logging_to as log, noticing_termination() as terminated, Writer(ranks) as writer:
         while training.done < recipe.steps:
             step = training.advance()
             due = step.number % recipe.evaluate_every == 0 or step.number == recipe.steps
@@ -84,7 +85,7 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
             best, metric = progress.best, recipe.metric
             if validation is not None and (best is None or is_better(metric, validation.value(metric), best)):
                 best = validation.value(metric)
-                run.save_best(training, validation)
+                run.save_best(training, validation, writer)
             now = time.perf_counter()
             progress = Progress(step.number, progress.seconds, progress.tokens + step.tokens, best)
             # Ranks must agree on it, which costs them a wait: where they wait for a step's loss anyway.
@@ -92,9 +93,10 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
             late, ending = ranks.same((late, ending)) if logged or ranks.size == 1 else (False, False)
             if due or late or ending:
                 progress = replace(progress, seconds=progress.seconds + now - began)
-                run.save(training, progress)
+                run.save(training, progress, writer)
                 began, saved = now, time.perf_counter()
             if ending and training.done < recipe.steps:
+                writer.wait()
                 console.print(f"{run.path} was terminated at step {training.done}, which is saved.", soft_wrap=True)
                 raise SystemExit(128 + signal.SIGTERM)
 
