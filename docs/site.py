@@ -1,11 +1,13 @@
-"""A hook of mkdocs: pages of results/ and the contributors' guide are on the site too, under their own names.
+"""A hook of mkdocs: results/, notebooks and the contributors' guide are on the site too, under their own names.
 
 Markdown in docs/ links to ../results/x.md, as it lies in the repository; on the site that is results/x.md.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,23 @@ def on_files(files: Any, config: Any) -> Any:
             name = path.relative_to(ROOT).as_posix()
             added = File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.NOT_IN_NAV)
             files.append(added)
+    sys.path.insert(0, str(ROOT / "docs"))
+    from notebooks import as_markdown
+
+    for path in sorted(ROOT.glob("docs/notebooks/*.ipynb")):
+        text = as_markdown(json.loads(path.read_text()))
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links as they are on the site."""
     folder = page.file.src_uri.rpartition("/")[0]
+    if folder == "notebooks":
+        return markdown.replace("](../../results/", "](../results/")
     if folder:
         return markdown
+    markdown = re.sub(r"\]\(notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", markdown)
     return re.sub(r"\]\((?:\.\./|docs/)", "](", markdown)
 
 
