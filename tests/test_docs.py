@@ -147,3 +147,33 @@ def test_a_library_that_is_not_here_is_no_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "retention", None)
     assert set(features.look("retention").values()) == {"not installed"}
     assert features.version_of("no_such_package") == "not installed"
+
+
+def measured(shape: str, name: str) -> tuple[float, ...]:
+    """Milliseconds of forward and backward on the H200, and their ratios to RoPE + FlashAttention-2 and to fla's."""
+    text = (ROOT / "results" / "bench-h200.md").read_text()
+    tables = [
+        [line.strip("| ").split(" | ") for line in part.splitlines()]
+        for part in re.findall(r"(?:^\|.*\n)+", text, re.M)
+    ]
+    for headings, _, *rows in tables:
+        for row in rows:
+            if row[0] == shape and row[1].strip().partition(" (")[0] == name:
+                place = headings.index("forward + backward")
+                return tuple(float(cell.split()[0]) for cell in row[place : place + 3] if cell.strip())
+    raise AssertionError(f"{shape} {name}: not in results")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+def test_speed_is_what_results_say(page: str) -> None:
+    names = {"learned rotation": "rotation", "the same, of values too": "rotation of values too"}
+    rows = re.findall(r"^\| ([\w\-, ]+) \| ([\d.]+) ms \| ([\d.]+) \| ([\d.]*) ?\|$", (ROOT / page).read_text(), re.M)
+    found = {names.get(row[0], row[0]): row[1:] for row in rows if "forgets" not in row[0]}
+    assert {"rotation", "FoX", "PaTH", "PaTH-FoX", "stick-breaking"} <= found.keys()
+    for name, (milliseconds, *ratios) in found.items():
+        expected = measured("32x4096x32x64", name)
+        assert float(milliseconds) == pytest.approx(expected[0], abs=0.051)
+        assert tuple(float(ratio) for ratio in ratios if ratio) == expected[1:]
+    long = {name: measured("2x32768x32x64", name)[1] for name in ("PaTH", "PaTH-FoX")}
+    text = (ROOT / page).read_text()
+    assert all(f"{ratio:.2f}" in text.partition("32 768")[2][:120] for ratio in long.values())
