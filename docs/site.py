@@ -46,3 +46,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """Docstrings name classes and functions by Sphinx's roles, which Markdown does not know."""
     return re.sub(r":(?:class|func|meth|data):(?=<code)", "", html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Nothing is fetched while reading: the theme's one script from another server is ours, and others are refused."""
+    return _at_home(output, "../" * page.url.count("/"))
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """The same, in pages that are no Markdown."""
+    return _at_home(output, "")
+
+
+def _at_home(output: str, root: str) -> str:
+    output = output.replace("https://unpkg.com/iframe-worker/shim", f"{root}worker.js")
+    if away := re.findall(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=.?https?://[^ >]*", output):
+        raise ValueError(f"site: expected nothing from other servers, got {away[0]}")
+    return output

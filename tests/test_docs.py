@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def script(path: str) -> Any:
     return module
 
 
-notebooks, features = script("docs/notebooks.py"), script("examples/matrix/features.py")
+notebooks, features, site = map(script, ("docs/notebooks.py", "examples/matrix/features.py", "docs/site.py"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -177,3 +178,21 @@ def test_speed_is_what_results_say(page: str) -> None:
     long = {name: measured("2x32768x32x64", name)[1] for name in ("PaTH", "PaTH-FoX")}
     text = (ROOT / page).read_text()
     assert all(f"{ratio:.2f}" in text.partition("32 768")[2][:120] for ratio in long.values())
+
+
+def test_pages_of_the_site_fetch_nothing() -> None:
+    page = SimpleNamespace(url="notebooks/cursors.html")
+    script = '<script src="https://unpkg.com/iframe-worker/shim"></script><a href="https://example.org">elsewhere</a>'
+    assert site.on_post_page(script, page, None).startswith('<script src="../worker.js">')
+    assert site.on_post_template(script, "404.html", None).startswith('<script src="worker.js">')
+    assert (ROOT / "docs" / "worker.js").exists()
+    with pytest.raises(ValueError, match="nothing from other servers"):
+        site.on_post_page('<link rel="stylesheet" href="https://example.org/a.css">', page, None)
+
+
+def test_links_of_pages_are_those_of_the_site() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    text = "[a](../results/a5.md) [b](notebooks/cursors.ipynb)"
+    assert site.on_page_markdown(text, page, None, None) == "[a](results/a5.md) [b](notebooks/cursors.md)"
+    page.file.src_uri = "notebooks/cursors.md"
+    assert site.on_page_markdown("[a](../../results/a5.md)", page, None, None) == "[a](../results/a5.md)"
