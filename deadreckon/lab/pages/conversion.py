@@ -14,6 +14,7 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.environment import describe_environment
 from deadreckon.lab.evaluation import evaluate, format_value
+from deadreckon.lab.pages.card import card, licence_of
 from deadreckon.lab.pages.tables import markdown
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training.conversion import convert_run
@@ -49,7 +50,7 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
     report = {name: asdict(one) for name, one in measured.items()} | {"same_tokens": agreement}
     write_text(out / "report.json", json.dumps(report | {"environment": describe_environment(device)}, indent=2) + "\n")
     table = tabulate(measured)
-    write_text(out / "README.md", model_card(conversion, out, table, agreement))
+    write_text(out / "README.md", model_card(conversion, out, table, agreement, device))
     console.print(
         f"{table}\n\n{agreement:.0%} of greedily chosen tokens are the teacher's.", highlight=False, soft_wrap=True
     )
@@ -101,24 +102,24 @@ def tabulate(measured: dict[str, Measured]) -> str:
     return markdown(["", *(f"perplexity at {n}" for n in lengths), "tokens/s reading", "tokens/s writing"], rows)
 
 
-def model_card(conversion: Conversion, out: Path, table: str, agreement: float) -> str:
+def model_card(conversion: Conversion, out: Path, table: str, agreement: float, device: str) -> str:
     """README.md, as the Hugging Face Hub shows it."""
     runs = [Run(out / stage) for stage, _ in conversion.recipes(out)]
     stages = [
         [run.path.name, run.recipe.steps, f"{run.progress().tokens:,}", f"{run.recipe.learning_rate:g}"] for run in runs
     ]
     start = "a cold swap" if conversion.cold else "an exact start"
-    environment = describe_environment("cpu")
-    return "\n".join([
-        "---", "library_name: transformers", f"base_model: {conversion.source}", "tags: [deadreckon]", "---", "",
-        f"# {Path(conversion.source).name} with {conversion.ended}", "",
-        f"Converted from `{conversion.source}` to the position encoding `{conversion.ended}` with deadreckon "
-        f"{environment['versions']['deadreckon']}, from {start}"
-        f"{', while the angles of RoPE faded to nothing' if conversion.drop_rope else ''}.", "",
-        "```python", "import deadreckon as dr", f'model = dr.DeadReckonForCausalLM.from_pretrained("{out}")', "```", "",
-        markdown(["stage", "steps", "tokens", "learning rate"], stages) if stages else "No training.", "",
-        f"Trained at {conversion.length} tokens; the same held-out text at every length:", "", table, "",
+    faded = ", while the angles of RoPE faded to nothing" if conversion.drop_rope else ""
+    sections = {
+        "": f"Converted from `{conversion.source}` to the position encoding `{conversion.ended}` with deadreckon, from "
+        f"{start}{faded}.",
+        "Stages": markdown(["stage", "steps", "tokens", "learning rate"], stages) if stages else "No training.",
+        "Scores": f"Trained at {conversion.length} tokens; the same held-out text at every length:\n\n{table}\n\n"
         f"{agreement:.0%} of {PROMPTS} × {NEW} greedily chosen tokens are the teacher's, each row up to the first that "
-        "differs.", "",
-        f"Command: `{environment['command']}`. Date: {environment['date'][:10]}.", "",
-    ])  # fmt: skip
+        "differs.",
+    }
+    held_out = f"; scored on `{conversion.held_out}`" if conversion.held_out else ""
+    return card(
+        f"{Path(conversion.source).name} with {conversion.ended}", sections, describe_environment(device),
+        base=conversion.source, data=f"`{conversion.data}`{held_out}.", licence=licence_of(conversion.source),
+    )  # fmt: skip
