@@ -111,5 +111,5 @@ def recall(keys: Tensor, values: Tensor, asks: Tensor, back: int) -> tuple[Tenso
 
 
 def stable_order(keys: Tensor) -> Tensor:
-    """Places (count, pairs) in order of their keys, below 2^15: NumPy sorts such integers ten times as fast as torch."""
+    """Places (count, pairs) in order of their keys, below 2^15: NumPy sorts these ten times as fast as torch."""
     return torch.from_numpy(keys.to(torch.int16).numpy().argsort(axis=1, kind="stable"))
