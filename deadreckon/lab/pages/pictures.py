@@ -66,19 +66,20 @@ def flipflop_picture(
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
-    """Scores against length, a panel for each test, the training length marked."""
-    conditions = comparison.pictured
+    """Scores against length, a panel for each test, and of a grid for each setting, the training length marked."""
+    conditions, settings = comparison.pictured, comparison.by_setting()
+    wanted = [(condition, setting) for condition in conditions for setting in settings]
     measures = {comparison.test(condition).measure for condition in conditions}
-    columns = min(len(conditions), 5)
-    rows, shared = -(-len(conditions) // columns), len(measures) == 1
+    columns = len(settings) if 1 < len(settings) <= 5 else min(len(wanted), 5)
+    rows, shared = -(-len(wanted) // columns), len(measures) == 1
     size = (max(1.2 + 3.6 * columns, 5.5), 3.8 * rows)
     with drawing(path, rows, columns, figsize=size, sharey=shared, squeeze=False) as (figure, panels):
-        for axes, condition in zip(panels.flat, conditions, strict=False):
-            _draw_scores(axes, comparison, condition)
-            axes.set_title(condition if len(conditions) > 1 else "", pad=18)
+        for axes, (condition, setting) in zip(panels.flat, wanted, strict=False):
+            _draw_scores(axes, settings[setting], condition)
+            axes.set_title(", ".join(filter(None, [condition * (len(conditions) > 1), setting])), pad=18)
         for axes in panels[:, 1:].flat if shared else ():
             axes.set_ylabel("")
-        for axes in panels.flat[len(conditions) :]:
+        for axes in panels.flat[len(wanted) :]:
             axes.axis("off")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
