@@ -114,6 +114,12 @@ def test_a_grid_has_a_panel_and_a_table_for_each_setting(tmp_path: Path, monkeyp
         assert part.by_setting() == {"": part}
 
 
+def test_labels_of_lengths_do_not_overlap() -> None:
+    lengths = (2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 30, 40)
+    assert pictures._apart(lengths, 20) == [2, 4, 6, 8, 10, 12, 14, 20, 30, 40]
+    assert pictures._apart([512], 512) == [512] and pictures._apart((64, 128, 256), None) == [64, 128, 256]
+
+
 def test_solved_lengths(tmp_path: Path) -> None:
     changes = ("steps=1", "test_rows=10", "validation_rows=2", "test_lengths=[2, 4, 6]")
     console = quiet()

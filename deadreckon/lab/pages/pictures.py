@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
@@ -189,7 +190,9 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         place = axes.get_xaxis_transform()
         axes.text(test.trained, 1.01, "trained", transform=place, ha="center", va="bottom", fontsize=8)
     axes.set_xscale("log", base=2)
-    ticks = lengths if test.axis != "position" else [2**n for n in range(max(lengths).bit_length())][::3]
+    ticks = [2**n for n in range(max(lengths).bit_length())][::3]
+    if test.axis != "position":
+        ticks = _apart(lengths, test.trained)
     axes.set_xticks(ticks, [str(length) for length in ticks], rotation=45 if len(ticks) > 5 else 0)
     axes.xaxis.set_minor_locator(NullLocator())
     if test.measure == "perplexity":
@@ -203,6 +206,16 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         axes.set_ylim(-0.02 * top, 1.08 * top)
     labels = {"error": "error, %", "exact": "exact match, %", "score": "score, %"}
     axes.set(xlabel=test.axis, ylabel=labels.get(test.measure, test.measure))
+
+
+def _apart(lengths: Sequence[int], first: int | None) -> list[int]:
+    """Those of the lengths, `first` before others, whose labels do not overlap on a logarithmic axis."""
+    least = 0.05 * math.log2(max(lengths) / min(lengths))
+    kept: list[int] = []
+    for length in sorted(lengths, key=lambda length: (length != first, length)):
+        if all(abs(math.log2(length / other)) >= least for other in kept):
+            kept.append(length)
+    return sorted(kept)
 
 
 def _smooth(values: list[float], span: int = 10) -> tuple[list[int], list[float]]:
