@@ -273,6 +273,15 @@ def test_powers(
     assert ("1.78" in lines[2]) == forms  # of 36 dimensions
 
 
+def test_whole_models_with_powers_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "powers.md"
+    words = ("--models", "--width", "8", "--rounds", "1", "--lengths", "32", "--save", str(page))
+    assert run_cli(monkeypatch, "bench", "powers", *words) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["sympow, 32", "sympow-gated, 32", "conformal-sympow, 32"]
+    assert rows[0][-1] == "1.00" and all(float(row[-1]) > 0 for row in rows)
+
+
 def test_decoding_is_timed_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "STEPS", 8)
     page = tmp_path / "decode.md"
