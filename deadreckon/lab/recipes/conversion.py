@@ -1,6 +1,6 @@
 """A conversion: a RoPE checkpoint to another encoding, as stages that are recipes.
 
-start     the model itself, with new parts that do nothing yet (or, cold, with whatever the encoding begins with)
+start     the model itself, with new parts at zero (or, cold, with whatever the encoding begins with)
 align     each layer's attention like the teacher's, while the factor on RoPE's angles goes from 1 to 0, if dropped
 distil    the next token's distribution like the teacher's
 extend    next-token training at a longer context
@@ -25,8 +25,7 @@ STAGES: dict[str, dict[str, Any]] = {
 LONGER = 4  # times the length: what `extend` trains at
 TESTED = (1, 2, 4, 8, 16)  # times the length: where models are scored in the end
 STEP_TOKENS = 2**16
-# Factors by the share of the first stage: on angles that are dropped, on β and log f of what is new.
-DROPPED, GROWN = [[0.0, 1.0], [0.8, 0.0]], [[0.0, 0.0], [0.8, 1.0]]
+DROPPED = [[0.0, 1.0], [0.8, 0.0]]  # the factor on angles that are dropped, by the share of the first stage
 
 
 @dataclass(frozen=True)
@@ -100,20 +99,11 @@ class Conversion:
                 betas=(0.9, 0.95), weight_decay=0.01, schedule="cosine", floor=0.1, evaluators=("perplexity",),
                 conditions={"held out": {"part": "valid"}}, test_lengths=(self.length,), test_tokens=2**18,
                 validation_rows=8, evaluate_every=200, log_every=10, freeze=self.freeze, start=str(start),
-                schedules=self._schedules() if before is None else {},
+                schedules={"angle_factor": DROPPED} if self.drop_rope and before is None else {},
                 teacher="" if stage == "extend" else self.source, **STAGES[stage],
             )  # fmt: skip
             yield stage, recipe.change(self._changes_of(stage))
             start, before = out / stage / "last", stage
-
-    @property
-    def grows(self) -> bool:
-        """Whether new parts begin as usual, times a factor that grows from 0: idle ones would hardly wake up."""
-        return bool(self.planned) and not self.cold and self.begun != "rope"
-
-    def _schedules(self) -> dict[str, list[list[float]]]:
-        grown = {"new_factor": GROWN} if self.grows else {}
-        return grown | ({"angle_factor": DROPPED} if self.drop_rope else {})
 
     def _changes_of(self, stage: str) -> list[str]:
         others = tuple(f"{other}." for other in STAGES if other != stage)
