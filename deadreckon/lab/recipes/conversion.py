@@ -102,7 +102,12 @@ class Conversion:
                 schedules={"angle_factor": DROPPED} if self.drop_rope and before is None else {},
                 teacher="" if stage == "extend" else self.source, **STAGES[stage],
             )  # fmt: skip
-            yield stage, recipe.change(self._changes_of(stage))
+            recipe = recipe.change(self._changes_of(stage))
+            if recipe.scheduled_at(recipe.steps - 1).get("angle_factor"):
+                raise ValueError(
+                    f"{stage}.steps: expected 5 or more, so that the angles reach 0 by the last, got {recipe.steps}"
+                )
+            yield stage, recipe
             start, before = out / stage / "last", stage
 
     def _changes_of(self, stage: str) -> list[str]:
