@@ -14,15 +14,11 @@ from deadreckon.ops.factors import Factors
 
 
 class FoX(Encoding):
-    """Lin et al. 2025, without the output gate and norms of its block. b starts at 0.
+    """Lin et al. 2025, without the output gate and norms of its block. b starts at 0."""
 
-    Args:
-        from_zero: whether log f is a ramp that begins at 0, see :class:`ForgetGate`.
-    """
-
-    def __init__(self, sizes: Sizes, from_zero: bool = False) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, from_zero=from_zero)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(log_gate=self.gate(x))

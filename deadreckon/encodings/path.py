@@ -23,7 +23,6 @@ class PaTH(Encoding):
         activation: behind the convolution, "none" or "silu".
         norm_eps: added to ‖w‖² where w is divided by its norm.
             (flash-linear-attention has SiLU and 1e-6.)
-        from_zero: whether β is a ramp that begins at 0, see :class:`HouseholderSteps`.
     """
 
     def __init__(
@@ -34,10 +33,9 @@ class PaTH(Encoding):
         beta: float = 1.0,
         activation: str = "none",
         norm_eps: float = 0.0,
-        from_zero: bool = False,
     ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps, from_zero)
+        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.steps(x, context))

@@ -23,7 +23,6 @@ class PaTHFoX(Encoding):
         activation: behind the convolution, "none" or "silu".
         norm_eps: added to ‖w‖² where w is divided by its norm.
         gate_scale: factor on log f. (flash-linear-attention has SiLU, 1e-6 and D^(−1/2).)
-        from_zero: whether β and log f are ramps that begin at 0, see :class:`HouseholderSteps` and :class:`ForgetGate`.
     """
 
     def __init__(
@@ -35,11 +34,10 @@ class PaTHFoX(Encoding):
         activation: str = "none",
         norm_eps: float = 0.0,
         gate_scale: float = 1.0,
-        from_zero: bool = False,
     ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps, from_zero)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, initial=initial, scale=gate_scale, from_zero=from_zero)
+        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, initial=initial, scale=gate_scale)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.steps(x, context), self.gate(x))

@@ -131,7 +131,7 @@ def cost_table(found: Sequence[Converted]) -> str:
             recipe, progress = run.recipe, run.progress()
             rows.append([
                 one.name, run.path.name, recipe.steps, f"{progress.tokens:,}", f"{recipe.length}",
-                f"{recipe.learning_rate:g}", f"{progress.seconds:.0f}", f"{one.report['same_tokens']:.0%}",
+                f"{recipe.learning_rate:g}", f"{one.report['same_tokens']:.0%}",
             ])  # fmt: skip
-    headings = ["", "stage", "steps", "tokens", "length", "learning rate", "seconds", "greedy tokens like the teacher"]
+    headings = ["", "stage", "steps", "tokens", "length", "learning rate", "greedy tokens like the teacher"]
     return markdown(headings, rows, left=2)

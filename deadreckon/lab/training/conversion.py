@@ -71,7 +71,11 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
         return
     torch.manual_seed(conversion.seed)
     source = load_source(conversion.source)
-    student = dr.convert_model(source, conversion.begun, exact=not conversion.cold)
+    student = dr.convert_model(source, conversion.begun, exact=not conversion.departs)
+    if conversion.drop_rope:
+        for name, factor in student.named_buffers():
+            if name.endswith(".new_factor"):
+                factor.zero_()
     with replacing(folder) as new:
         student.save_pretrained(new)
         AutoTokenizer.from_pretrained(conversion.source).save_pretrained(new)
