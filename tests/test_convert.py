@@ -90,7 +90,7 @@ def test_logits_are_those_of_the_source(name: str, tmp_path: Path) -> None:
 def test_models_of_ours_with_rope() -> None:
     source = dr.convert_model(make_source("llama3"), "rope")
     model = dr.convert_model(source, "rope-path").eval()
-    assert model.config.encoding_options == {"rope-path": source.config.encoding_options["rope"]}
+    assert model.config.encoding_options == {"rope-path": source.config.encoding_options["rope"] | {"from_zero": True}}
     assert source.config.encoding == "rope"
     assert off(model, source.eval(), tokens(1, 100)) < 1e-4
     with pytest.raises(ValueError, match="model: expected one of ours with encoding 'rope', got rope-path"):
