@@ -187,16 +187,23 @@ class Compare:
 
 @dataclass(frozen=True)
 class Report:
-    """Write one self-contained page of HTML about runs: tables, pictures, recipes, environments."""
+    """Write one self-contained page of HTML about runs: tables, pictures, recipes, environments.
 
-    runs: Positional[tuple[Path, ...]]  # folders of runs, or folders with such folders in them
+    With --output PAGE.md, a page about conversions of one teacher.
+    """
+
+    runs: Positional[tuple[Path, ...]]  # folders of runs, or folders with such folders in them; or of conversions
     output: Annotated[Path, arg(aliases=["-o"])] = Path("report.html")  # the page
 
     def run(self) -> None:
+        from deadreckon.lab.pages.conversions import write_conversions
         from deadreckon.lab.pages.report import write_report
 
         if not self.runs:
             raise ValueError("runs: expected one or more folders, got none")
+        if self.output.suffix == ".md":
+            write_conversions(self.output, self.runs, Console())
+            return
         count = write_report(self.runs, self.output)
         print(f"{self.output}: {count} run{'s' * (count != 1)}, {self.output.stat().st_size:,} bytes")
 
