@@ -231,7 +231,7 @@ class RopeSteps(SelfInitialised, nn.Module):
 
     def beside(self, steps: Householder) -> Householder:
         """Householder steps as strong as they are by now."""
-        return Householder(steps.w, steps.beta * self.new_factor.to(steps.beta.dtype))
+        return replace(steps, beta=steps.beta * self.new_factor.to(steps.beta.dtype))
 
     def gated(self, log_gate: Tensor) -> Tensor:
         """Gates that forget as much as they do by now."""
@@ -353,6 +353,7 @@ class HouseholderSteps(nn.Module):
         activation: behind the convolution, "none" or "silu".
         norm_eps: added to ‖w‖² where w is divided by its norm.
         from_zero: whether β is a ramp that begins at 0.
+        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
     """
 
     def __init__(
@@ -364,6 +365,7 @@ class HouseholderSteps(nn.Module):
         activation: str = "none",
         norm_eps: float = 0.0,
         from_zero: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -373,7 +375,7 @@ class HouseholderSteps(nn.Module):
         if initial < 0:
             raise ValueError(f"initial: expected 0 or more, got {initial}")
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
-        self.activation, self.norm_eps, self.from_zero = activation, norm_eps, from_zero
+        self.activation, self.norm_eps, self.from_zero, self.recompute = activation, norm_eps, from_zero, recompute
         self.down = Projection(sizes.d_model, rank, bias=False, initial=initial)
         self.up = Projection(rank, self.heads * self.head_dim, bias=False, initial=initial)
         self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
@@ -388,4 +390,5 @@ class HouseholderSteps(nn.Module):
         unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
         w = self.convolution.through(unit, self.up(self.down(x)), context)
         logit = at_least_single(self.strength(x))
-        return Householder(w, 2 * ((logit / 2).tanh().clamp(min=0) if self.from_zero else logit.sigmoid()))
+        beta = 2 * ((logit / 2).tanh().clamp(min=0) if self.from_zero else logit.sigmoid())
+        return Householder(w, beta, self.recompute)

@@ -19,6 +19,7 @@ def command() -> str:
         words = ["python", "-m", ".".join(part for part in parts if part != "__main__")]
     return shlex.join([*words, *sys.argv[1:]])
 
+
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 
 

@@ -10,6 +10,7 @@ is mostly PyTorch's kernels: wide products are what they are good at.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from deadreckon.ops.blockwise.documents import separated, unpacked
 from deadreckon.ops.blockwise.power import form_for
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, for_each_query_head, unchanged
-from deadreckon.ops.factors import Factors, Householder, Power
+from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.layout import dense
 from deadreckon.ops.tracing import traced
 from deadreckon.ops.triton.gated.operator import attend_gated
@@ -83,7 +84,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float
     if isinstance(score, Power):
         return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q))[0]
     if steps is not None:
-        return attend_householder(q, k, v, steps.w, steps.beta, log_gate, cu_seqlens, scale)
+        return attend_householder(q, k, v, steps, log_gate, cu_seqlens, scale)
     if log_gate is not None or cu_seqlens is not None:
         return attend_gated(q, k, v, log_gate, cu_seqlens, scale)
     return plain(q, k, v, scale)
@@ -96,7 +97,7 @@ def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> Turned:
     k, v, log_gate = for_each_query_head(q, k, v, factors.log_gate, rotation)
     q, k, v, phase = turn_by_steps(q, k, v, rotation.angles, rotation.values)
     if steps is not None:
-        steps = Householder(turn_by(steps.w, phase, 1), steps.beta)
+        steps = replace(steps, w=turn_by(steps.w, phase, 1))
     factors = Factors(steps, log_gate, factors.score)
     back = partial(turn_by, phase=phase, sign=-1) if rotation.values else unchanged
     return Turned(q, k, v, factors, phase, back, unit=2 * math.pi)
