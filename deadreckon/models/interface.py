@@ -6,7 +6,6 @@ score or a constant serves; gates, routes and angles that are computed from hidd
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,21 +85,22 @@ def _attention(
             raise ValueError(f"{name}: expected None with attention of deadreckon, got {keywords[name]!r:.80}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     gate = -slopes(q.shape[2], q.device) if fades else None
-    arguments = {"log_gate": gate, "score": score, "scale": scaling}
+    arguments: dict[str, Any] = {"log_gate": gate, "score": score, "scale": scaling}
     if q.shape[1] < k.shape[1]:
         return _late(q, k, v, attention_mask, **arguments), None
     if attention_mask is None:
         return attend(q, k, v, **arguments), None
-    return _packed(lambda *rows, **more: attend(*rows, **more, **arguments), q, k, v, attention_mask), None
+    return _packed(q, k, v, attention_mask, arguments), None
 
 
-def _packed(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, arguments: dict[str, Any]) -> Tensor:
     """Rows without their padding, as documents of one sequence; zeros where padding was."""
-    kept = mask.bool()
+    kept, shape = mask.bool(), (*q.shape[:-1], v.shape[-1])
     ends = kept.sum(1).cumsum(0)
     documents = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-    rows = attend(*(x[kept].unsqueeze(0) for x in (q, k, v)), cu_seqlens=documents)[0]
-    return rows.new_zeros(*q.shape[:-1], v.shape[-1]).index_put((kept,), rows)
+    q, k, v = (x[kept].unsqueeze(0) for x in (q, k, v))
+    rows = attend(q, k, v, cu_seqlens=documents, **arguments)[0]
+    return rows.new_zeros(shape).index_put((kept,), rows)
 
 
 def _late(
