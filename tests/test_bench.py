@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 import subprocess
 import sys
@@ -220,6 +221,12 @@ def test_bench_checks_in_several_processes() -> None:
     assert together[what]["wrong"] > 1 > together[what]["PaTH"]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_methods_can_be_sent_to_other_processes(packed: bool) -> None:
+    for method in attention.everyone("cuda", packed).values():
+        assert pickle.loads(pickle.dumps(method)).kind == method.kind
+
+
 @pytest.mark.gpu
 def test_bench_on_cuda() -> None:
     shape = Shape(1, 300, 2, 64)
@@ -342,3 +349,14 @@ def test_generation_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [row[0] for row in rows] == ["Hugging Face Llama", "nope"]
     assert all(len(row) == 5 for row in rows)
     assert run_cli(monkeypatch, "bench", "decode", "--encodings", "nope", "--tokens", "0") != 0
+
+
+@pytest.mark.slow
+def test_steps_on_several_processes_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "ranks.md"
+    words = ("--encodings", "nope", "--size", "1x32", "--batch", "2x16", "--rounds", "1", "--processes", "1", "2")
+    assert run_cli(monkeypatch, "bench", "ranks", *words, "--save", str(page)) == 0
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if " ms |" in line]
+    assert [row[0] for row in rows] == ["nope, alone", "nope, cp=2", "nope, dp=2"]
+    assert all(float(row[-1]) < 1e-5 for row in rows)  # the loss of one process
+    assert run_cli(monkeypatch, "bench", "ranks", "--batch", "3x16", "--processes", "2") == 2

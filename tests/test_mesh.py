@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
 from small_runs import small
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from worlds import run_world
 
 import deadreckon as dr
-from deadreckon.lab.training import Ranks, Run, train_run
+from deadreckon.lab.training import Ranks, Run, checkpoints, make_model, train_run
 from deadreckon.lab.training.ranks import sizes_in
 
 STEPS = "steps=4"
@@ -40,27 +41,60 @@ def stopped_after(steps: int) -> Any:
     return lambda: setattr(engine.Training, "advance", original)
 
 
+def begun(path: Path, ranks: Ranks | None = None) -> None:
+    """Trains half of a run."""
+    go_on = stopped_after(2)
+    with pytest.raises(KeyboardInterrupt):
+        train_run(recipe(), path, console=Console(quiet=True), ranks=ranks)
+    go_on()
+
+
 def on_meshes(folder: str) -> list[str]:
     """Trains on two meshes, and one run on both, one after the other."""
     meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")) for shape in ((2, 2), (1, 4))]
     quiet = Console(quiet=True)
-    train_run(recipe(), Path(folder, "mesh"), console=quiet, ranks=Ranks(meshes[0]))
-    go_on = stopped_after(2)
-    with pytest.raises(KeyboardInterrupt):
-        train_run(recipe(), Path(folder, "moved"), console=quiet, ranks=Ranks(meshes[0]))
-    go_on()
-    dist.barrier()
-    train_run(recipe(), Path(folder, "moved"), console=quiet, ranks=Ranks(meshes[1]))
+    train_run(recipe(), Path(folder, "mesh"), console=quiet, ranks=Ranks(meshes[0], timeout=60))
+    checkpoints.SMALLEST, checkpoints.GRACE = 1, 30.0  # from here on all ranks write, and none is given up
+    for name in ("moved", "left by a mesh"):
+        begun(Path(folder, name), Ranks(meshes[0], timeout=60))
+        dist.barrier()
+        assert Run(Path(folder, name)).progress().step == 2
+        dist.barrier()
+    for name in ("moved", "left by one"):
+        train_run(recipe(), Path(folder, name), console=quiet, ranks=Ranks(meshes[1], timeout=60))
     with pytest.raises(ValueError, match="mesh: expected dp to divide batch_size / accumulate = 1, got 2") as error:
         train_run(recipe("rope", "accumulate=8"), Path(folder, "bad"), console=quiet, ranks=Ranks(meshes[0]))
+    wait_in_vain(meshes[0], Path(folder, "gave up"))
     return [str(error.value)]
 
 
+def wait_in_vain(mesh: DeviceMesh, gave_up: Path) -> None:
+    """One of two ranks along "cp" does not come: the other gives up after the timeout, which is not the default."""
+    Ranks(mesh, timeout=0.5).divide(make_model(recipe(), 5))
+    if dist.get_rank() == 2:
+        with pytest.raises(RuntimeError, match=r"[tT]imed out"):
+            dr.ContextParallel(mesh["cp"]).total(torch.ones(1))
+        gave_up.touch()
+    until = time.monotonic() + 20
+    while dist.get_rank() == 3 and not gave_up.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def tensors_in(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    """Of all files that a checkpoint has of weights, or of the optimizer's state."""
+    return {name: x for file in folder.glob(f"{stem}*.safetensors") for name, x in load_file(file).items()}
+
+
 def test_a_mesh_trains_as_one_process(tmp_path: Path) -> None:
+    """Also where one of them begins and another goes on, whatever files they write."""
+    begun(tmp_path / "left by one")
     run_world(4, on_meshes, str(tmp_path))
     quiet = Console(quiet=True)
+    for stem in ("model", "optimizer"):
+        assert len(list((tmp_path / "left by a mesh" / "last").glob(f"{stem}-*-of-*.safetensors"))) >= 4
     one = train_run(recipe(), tmp_path / "one", console=quiet)
-    for name in ("mesh", "moved"):
+    for name in ("mesh", "moved", "left by one", "left by a mesh"):
+        train_run(recipe(), tmp_path / name, console=quiet)
         run = Run(tmp_path / name)
         assert run.finished
         for mine, its in zip(run.metrics(), one.metrics(), strict=True):
@@ -68,8 +102,9 @@ def test_a_mesh_trains_as_one_process(tmp_path: Path) -> None:
             assert mine["error"] == pytest.approx(its["error"], abs=1e-6)
             for key in its.keys() & {"loss", "validation_loss"}:
                 assert mine[key] == pytest.approx(its[key], rel=1e-4)
-        for file in ("model.safetensors", "optimizer.safetensors"):
-            mine, its = (load_file(path / "last" / file) for path in (run.path, one.path))
+        assert len(run.starts()) == (1 if name == "mesh" else 2)
+        for stem in ("model", "optimizer"):
+            mine, its = (tensors_in(path / "last", stem) for path in (run.path, one.path))
             assert mine.keys() == its.keys()
             for key, value in its.items():
                 # AdamW divides by the root of small squares: an error of rounding, 1e-6, is a share of each step.
@@ -77,9 +112,8 @@ def test_a_mesh_trains_as_one_process(tmp_path: Path) -> None:
         assert {place: score.rows for place, score in run.scores().items()} == {
             place: score.rows for place, score in one.scores().items()
         }
-    # What a mesh has left, one process takes up: nothing is left to do but read it.
-    assert train_run(recipe(), tmp_path / "mesh", console=quiet).finished
-    assert dr.DeadReckonForCausalLM.from_pretrained(tmp_path / "mesh" / "last").config.encoding == "path-fox"
+        loaded = dr.DeadReckonForCausalLM.from_pretrained(run.path / "last").state_dict()
+        assert all(torch.equal(loaded[key], value) for key, value in tensors_in(run.path / "last", "model").items())
 
 
 def test_the_flag_names_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

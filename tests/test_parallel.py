@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import world
 
 import deadreckon as dr
+from deadreckon.ops.parallel.states import sends_states
 
 SMALL = {"width": 8, "value_width": 12, "batch": 2}
 CASES = {
@@ -35,6 +37,11 @@ CASES = {
     "sticks, householder, gated": Case("householder", "learned", "stick-breaking", length=35, **SMALL),
     "power": Case(score=dr.Power(2), length=39, **SMALL),
     "power, chunked, gated": Case("rotation", "learned", dr.Power(4, "chunked"), length=28, **SMALL),
+    "power, states": Case(score=dr.Power(2, "chunked"), length=39, **SMALL),
+    "power, states, gated per key head": Case(
+        "rotation", "learned per key head", dr.Power(2, "chunked"), length=31, **SMALL
+    ),
+    "power, states, alibi": Case(gate="constant", score=dr.Power(2, "chunked"), length=26, **SMALL),
     "power, householder, gated": Case("householder", "learned", dr.Power(4), length=34, **SMALL),
     "one token a piece": Case("householder", "learned", length=5, **SMALL),
 }
@@ -46,6 +53,7 @@ PACKED = {
     "both": Case("rotation and householder", "learned", length=48, batch=1, width=8, value_width=12),
     "sticks": Case("householder", "learned", "stick-breaking", length=48, batch=1, width=8, value_width=12),
     "power": Case("rotation", "learned", dr.Power(2), length=48, batch=1, width=8, value_width=12),
+    "power, states": Case("rotation", "learned", dr.Power(2, "chunked"), length=48, batch=1, width=8, value_width=12),
 }
 KERNELS = {
     "plain": Case(length=40, batch=1, width=8, value_width=8),
@@ -175,6 +183,51 @@ def test_memory_is_linear_in_the_shard_and_bytes_are_counted() -> None:
             small = (products + heads * 2 * 2) * number  # products, and totals of gates in float64
             assert found[f"forward {ranks}"] == (ranks - 1) * (shard + small)
             assert found[f"backward {ranks}"] == 2 * (ranks - 1) * (shard + small)
+
+
+def bytes_of_states() -> dict[str, Any]:
+    """What a rank sends of squares as attention and as states, forward and in all; and a NaN of another document."""
+    cp, found = dr.ContextParallel(), dict[str, Any]()
+    for form in ("attention", "chunked"):
+        q, k, v = (torch.randn(1, 512, 2, 8, requires_grad=True) for _ in range(3))
+        cp.bytes_sent = 0
+        o = dr.attend(q, k, v, score=dr.Power(2, form), cp=cp)
+        forward = cp.bytes_sent
+        o.sum().backward()
+        found[form] = forward, cp.bytes_sent - forward
+    x = torch.zeros(1, 32, 1, 8)
+    x[:, 0], x[:, 9] = float("nan"), float("inf")  # in the first document, which ends in the third piece
+    shards = cp.shard(x + torch.randn(1, 32, 1, 8, generator=torch.Generator().manual_seed(0)))
+    bounds = torch.tensor([0, 11, 32], dtype=torch.int32)
+    o = dr.attend(shards, shards, shards, score=dr.Power(2, "chunked"), cu_seqlens=bounds, cp=cp)
+    found["finite"] = cp.gather(o).isfinite().all(3)[0, :, 0]
+    return found
+
+
+def test_states_of_powers_are_fewer_bytes_than_the_ring() -> None:
+    """One state a piece that another rank goes on from; keys and values go to all other ranks."""
+    heads, width, number = 2, 8, 4
+    state = heads * 36 * (width + 1) * number
+    for rank, found in enumerate(world(4, bytes_of_states)):
+        lengths = 3 * 2 * heads * number  # of each piece's longest key: powers stay in range
+        ring = 3 * 512 * heads * 2 * width * number
+        assert found["attention"] == (ring + lengths, 2 * ring)
+        handed_on = 1 if rank in (0, 3) else 2  # not by the last piece, nor from a rank to itself
+        assert found["chunked"] == (handed_on * state + lengths, handed_on * state)
+        # Within a piece it is gates that keep documents apart, and they do not stop a NaN; states do.
+        assert not found["finite"][:11].any() and found["finite"][12:].all()
+
+
+def test_states_are_sent_where_they_are_fewer_bytes() -> None:
+    def chosen(p: int, width: int, tokens: int, ranks: int, form: Any = "auto") -> bool:
+        cp = SimpleNamespace(size=ranks, count=2 * ranks)
+        k = torch.zeros(()).expand(1, tokens // (2 * ranks), width)
+        return sends_states(dr.Power(p, form), k, k, 1, cp)  # type: ignore[arg-type]
+
+    # A state of 64 channels is 2080 · 65 floats, a shard of keys and values T / R · 128, sent to R − 1 ranks.
+    assert [chosen(2, 64, tokens, 4) for tokens in (2048, 4096, 8192, 65536)] == [False, False, True, True]
+    assert not chosen(4, 64, 65536, 8) and not chosen(2, 64, 1 << 20, 1)
+    assert chosen(4, 64, 64, 2, "chunked") and not chosen(2, 64, 1 << 20, 8, "attention")
 
 
 def refusals() -> list[str]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from worlds import world
 
 import deadreckon as dr
@@ -100,3 +101,27 @@ def test_a_model_may_begin_on_the_meta_device() -> None:
             assert torch.equal(value, ranks[0]["meta"][name])
             assert value.shape == fresh[name].shape
             assert 0.5 < (value.std() + 1e-3) / (fresh[name].std() + 1e-3) < 2 or value.numel() < 9, name
+
+
+def on_one_rank() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+    model = model_of()
+    parameters = list(model.parameters())
+    model = parallelize(model, mesh)
+    with torch.device("meta"):
+        begun = dr.DeadReckonForCausalLM(model.config)
+    begun = parallelize(begun, mesh)
+    cast = parallelize(model_of(), mesh, dtype=torch.bfloat16)
+    return {
+        "same": all(x is y for x, y in zip(model.parameters(), parameters, strict=True)) and model.cp is None,
+        "begun": {name: float(x.detach().std()) for name, x in begun.named_parameters()},
+        "cast": all(isinstance(x, DTensor) for x in cast.parameters()),
+    }
+
+
+def test_one_rank_has_nothing_to_divide() -> None:
+    """And so costs nothing, but for mixed precision."""
+    (found,) = world(1, on_one_rank)
+    assert found["same"] and found["cast"]
+    for name, x in model_of().named_parameters():
+        assert 0.5 < (found["begun"][name] + 1e-3) / (float(x.detach().std()) + 1e-3) < 2 or x.numel() < 9, name

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from small_runs import SMALL, quiet, small
 import deadreckon as dr
 from deadreckon.lab.evaluation import score
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.training import Progress, Run, Training, make_model, runs, train, train_run
-from deadreckon.lab.training.runs import recover, replacing
+from deadreckon.lab.training import Progress, Run, Training, checkpoints, files, make_model, train, train_run
+from deadreckon.lab.training.files import recover, replacing
 from deadreckon.tasks.curriculum import Curriculum
 
 
@@ -82,18 +83,19 @@ def fate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         monkeypatch.setattr(owner, name, watched)
 
-    def write_half(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def write_half(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
         path.write_bytes(b"half of it")
         may_end()
-        save_file(tensors, path)
+        save_file(tensors, path, metadata)
 
-    save_file = runs.save_file
-    monkeypatch.setattr(runs, "save_file", write_half)
+    save_file = checkpoints.save_file
+    monkeypatch.setattr(checkpoints, "save_file", write_half)
     monkeypatch.setattr(sys.modules["deadreckon.lab.training.trainer"], "SAVE_SECONDS", 0.0)
     watch(Training, "advance", after=True)
     watch(Path, "rename", after=True)
     watch(os, "replace", after=True)
-    watch(runs, "to_disk")
+    watch(checkpoints, "to_disk")
+    watch(files, "to_disk")
     watch(shutil, "rmtree")
     return left
 
@@ -126,13 +128,24 @@ def test_ended_anywhere_in_a_checkpoint_it_goes_on(
 ) -> None:
     """Every single place where writing a checkpoint can end; what was saved once is never lost."""
     saved: list[int] = []
-    save = Run.save
 
-    def note(self: Run, training: Training, progress: Progress) -> None:
-        save(self, training, progress)
-        saved.append(progress.step)
+    class InPlace:
+        """Writes at once, so that all happens in one order."""
 
-    monkeypatch.setattr(Run, "save", note)
+        def __init__(self, *arguments: Any) -> None:
+            pass
+
+        def submit(self, work: Any, folder: Path, *arguments: Any) -> Future[None]:
+            work(folder, *arguments)
+            saved.append(Run(folder.parent).progress().step)
+            done = Future[None]()
+            done.set_result(None)
+            return done
+
+        def shutdown(self) -> None:
+            pass
+
+    monkeypatch.setattr(checkpoints, "ThreadPoolExecutor", InPlace)
     recipe = small("rope", 0, "steps=2", "evaluate_every=1", "test_lengths=[8]", "validation_rows=1", "test_rows=1")
     whole = contents(train_run(recipe, tmp_path / "whole", console=quiet()))
     for things in range(200):

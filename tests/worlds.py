@@ -16,31 +16,38 @@ import torch
 import torch.distributed as dist
 
 
-def run_world(size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60) -> list[Any]:
-    """What work(*arguments) returns on each of `size` ranks, a process each, inside one process group."""
+def run_world(
+    size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60, backend: str = "gloo", lost: int = -1
+) -> list[Any]:
+    """What work(*arguments) returns on each of `size` ranks, a process each, inside one process group.
+
+    The rank that is `lost` may be killed, and returns nothing.
+    """
     context = get_context("forkserver")  # a fork of the test runner itself might inherit locks
     context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils"]
+        ["torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils", "deadreckon.lab.training"]
     )
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank, args=(rank, size, Path(folder), work, arguments, timeout), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, size, Path(folder), work, arguments, timeout, backend), daemon=True
+            )
             for rank in range(size)
         ]
         for process in ranks:
             process.start()
         failed = list[Path]()
-        while not failed and any(process.is_alive() for process in ranks):
+        while not failed and any(process.is_alive() for rank, process in enumerate(ranks) if rank != lost):
             time.sleep(0.05)
             failed = sorted(Path(folder).glob("*.failed"))
-        for process in ranks:
-            if failed:  # the others would wait for it
-                process.join(1)
+        for rank, process in enumerate(ranks):
+            if failed or rank == lost:  # the others would wait for it
+                process.join(0 if rank == lost else 1)
                 process.kill()
             process.join()
         failures = [file.read_text() for file in failed]
         assert not failures, "\n".join(failures)
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(size)]
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(size) if rank != lost]
 
 
 _known: dict[Any, Any] = {}
@@ -60,12 +67,12 @@ def world(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 
 
 def _rank(
-    rank: int, size: int, folder: Path, work: Callable[..., Any], arguments: tuple[Any, ...], timeout: int
+    rank: int, size: int, folder: Path, work: Callable[..., Any], arguments: tuple[Any, ...], timeout: int, backend: str
 ) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size,
+            backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=size,
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
         torch.save(work(*arguments), folder / f"{rank}.pt")

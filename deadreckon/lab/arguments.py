@@ -1,8 +1,26 @@
-"""What is typed on the command line as words: names, numbers and sizes."""
+"""What is typed on the command line as words: the command itself, names, numbers and sizes."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+
+import deadreckon as dr
+
+
+def command() -> str:
+    """The command line of this process; modules of this package as `python -m` takes them."""
+    program, package = Path(sys.argv[0]), Path(dr.__file__).parent
+    words = [program.name]
+    if program.is_relative_to(package):
+        parts = program.relative_to(package.parent).with_suffix("").parts
+        words = ["python", "-m", ".".join(part for part in parts if part != "__main__")]
+    return shlex.join([*words, *sys.argv[1:]])
+
+
+UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def names_in(texts: Iterable[str]) -> tuple[str, ...]:
@@ -16,6 +34,16 @@ def numbers_in(texts: Iterable[str], name: str = "lengths", form: str = "whole n
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"{name}: expected {form}, such as 512,4096, got {text!r}")
     return tuple(int(text) for text in names_in(texts))
+
+
+def bytes_in(text: str, name: str) -> int:
+    """A number of bytes, such as 5GB, 200 MB or 1000000."""
+    number = text.strip().upper().removesuffix("B").strip()
+    unit = UNITS.get(number[-1:], 1)
+    digits = number[:-1].strip() if unit > 1 else number
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ValueError(f"{name}: expected a number of bytes, such as 5GB or 200MB, got {text!r}")
+    return int(digits) * unit
 
 
 def sizes_in(text: str, name: str, form: str) -> tuple[int, ...]:

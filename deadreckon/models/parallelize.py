@@ -31,7 +31,8 @@ def parallelize(
     Ranks along "dp" take batches of their own; ranks along "cp" take the same batch, and each computes its shard of
     every sequence (see `DeadReckonModel.cp`). Parameters, gradients and what an optimizer keeps of them are sharded
     over all ranks, each layer being gathered while it computes. Gradients are averaged: what `loss.backward()` leaves
-    is the gradient of the mean of the dp ranks' losses.
+    is the gradient of the mean of the dp ranks' losses. One rank alone, without mixed precision, has nothing to divide:
+    the model stays as it is, and costs what it did.
 
     Args:
         model: the same on all ranks, on the mesh's kind of device; the first rank's weights count. One on the meta
@@ -50,9 +51,11 @@ def parallelize(
         model.gradient_checkpointing_enable()
     ranks = mesh if mesh.ndim == 1 else mesh[names]._flatten("_".join(names))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
-    for part in (*model.model.layers, model):
+    sharded = ranks.size() > 1 or dtype is not None
+    for part in (*model.model.layers, model) if sharded else (model,):
         _materialise(model, part, ranks)
-        fully_shard(part, mesh=ranks, mp_policy=policy)
+        if sharded:
+            fully_shard(part, mesh=ranks, mp_policy=policy)
     if "cp" in names and mesh["cp"].size() > 1:
         model.cp = ContextParallel(mesh["cp"], layout)
     return model

@@ -132,16 +132,17 @@ class Text(Flags):
 
 @dataclass(frozen=True)
 class Ranks(Flags):
-    """Time training steps whose sequences are divided among processes (context parallel), and count the bytes sent.
+    """Time training steps that processes share, and count the bytes sent.
 
-    Processes are on this machine and speak gloo, a thread each: where there are fewer cores than processes, this shows
-    what dividing costs and not what it gains.
+    Sequences are divided among them ("cp", context parallel), or rows of the batch ("dp"); parameters are sharded
+    (FSDP2) either way. Processes are on this machine: on CPUs they speak gloo, a thread each, and where there are fewer
+    cores than processes this shows what dividing costs and not what it gains; on GPUs, one each, NCCL.
     """
 
     encodings: str = "rope,fox,path-fox"  # names (see `deadreckon list`), separated by commas
-    processes: tuple[int, ...] = (1, 2, 4)  # how many to divide sequences among, one after the other
+    processes: tuple[int, ...] = (1, 2, 4)  # how many share a step, one after the other
     size: str = "2x128"  # layers x width of the model; heads have 32 channels
-    batch: str = "1x2048"  # rows x tokens of a step
+    batch: str = "4x1024"  # rows x tokens of a step
     rounds: int = 3  # steps that are timed
 
 

@@ -15,7 +15,7 @@ from deadreckon.lab.pages.tables import html
 from deadreckon.lab.recipes import title_of
 from deadreckon.lab.training import Run, find_runs
 from deadreckon.lab.training.display import format_seconds
-from deadreckon.lab.training.runs import write_text
+from deadreckon.lab.training.files import write_text
 
 STYLE = """
 :root { color-scheme: light dark; }

@@ -1,5 +1,6 @@
 """Training: the engine, CUDA graphs, runs and their checkpoints."""
 
+from deadreckon.lab.training.checkpoints import export
 from deadreckon.lab.training.engine import Step, Training, make_model, train
 from deadreckon.lab.training.ranks import Ranks
 from deadreckon.lab.training.runs import Progress, Run, find_runs

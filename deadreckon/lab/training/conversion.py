@@ -22,7 +22,7 @@ from deadreckon.lab.environment import check_device, check_model
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.recipes.texts import tokenizer_of
 from deadreckon.lab.training.distillation import load_source, load_start, load_teacher
-from deadreckon.lab.training.runs import recover, replacing
+from deadreckon.lab.training.files import recover, replacing
 from deadreckon.lab.training.trainer import quiet_transformers, train_run
 from deadreckon.tasks.language import Language
 
@@ -71,10 +71,8 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
         return
     torch.manual_seed(conversion.seed)
     source = load_source(conversion.source)
-    if conversion.grows:
-        dr.convert_model(source, conversion.begun)  # refuses what cannot begin exactly
-    student = dr.convert_model(source, conversion.begun, exact=not (conversion.cold or conversion.grows))
-    if conversion.grows:
+    student = dr.convert_model(source, conversion.begun, exact=not conversion.departs)
+    if conversion.drop_rope:
         for name, factor in student.named_buffers():
             if name.endswith(".new_factor"):
                 factor.zero_()

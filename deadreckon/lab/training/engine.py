@@ -7,10 +7,11 @@ step. So a restored training continues exactly: on a CPU bit for bit, given the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,9 +21,11 @@ from torch.nn.functional import pad
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, is_wrong
 from deadreckon.lab.recipes import BLOCKS, Recipe
+from deadreckon.lab.recipes.texts import save_tokenizer
+from deadreckon.lab.training.checkpoints import staged, weights_of
 from deadreckon.lab.training.distillation import OBJECTIVES, freeze
 from deadreckon.lab.training.graphs import Graphs, captured_on
-from deadreckon.lab.training.ranks import Ranks, placed_like, whole
+from deadreckon.lab.training.ranks import Ranks
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
 COMPILE = "DEADRECKON_COMPILE"  # in the environment: 1 to compile models for training
@@ -229,22 +232,40 @@ class Training:
         return output.loss.detach(), is_wrong(output.logits, following).sum()
 
     def whole_model(self) -> dr.DeadReckonForCausalLM:
-        """The model, all of it on this process, to save or test. All ranks must ask; only the first gets weights."""
+        """The model, all of it on this process, to test it. All ranks must ask; only the first gets weights."""
         if self.ranks.size == 1:
             return self.model
-        weights = {name: whole(x) for name, x in self.model.state_dict().items()}
+        weights = {name: staged(x, 0, self.ranks) for name, x in self.weights().items()}
         copy = dr.DeadReckonForCausalLM(self.model.config)
         if self.ranks.first:
-            copy.load_state_dict(weights)
+            copy.load_state_dict(weights, strict=False)  # tied ones have one name
             copy.to(self.device)
         return copy.eval()
+
+    def describe(self, folder: Path) -> None:
+        """Writes what a saved model has beside its weights."""
+        with torch.device("meta"):
+            dr.DeadReckonForCausalLM(self.model.config).save_pretrained(folder, state_dict={})
+        save_tokenizer(self.task, folder)
+
+    def weights(self) -> dict[str, Tensor]:
+        """See :func:`deadreckon.lab.training.checkpoints.weights_of`."""
+        return weights_of(self.model)
 
     def memory(self) -> dict[str, Tensor]:
         """All but the weights that the next step depends on: the optimizer's state by parameter, and the generator."""
         memory = {"generator": self.generator.get_state()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
-                memory[f"{key}.{name}"] = whole(value)
+                memory[f"{key}.{name}"] = value
+        return memory
+
+    def blank_memory(self, names: Mapping[str, object]) -> dict[str, Tensor]:
+        """Tensors like those of `memory`, to read a checkpoint into that has these names and those of weights."""
+        memory, parameters = {"generator": self.generator.get_state()}, dict(self.model.named_parameters())
+        for place in names.keys() - self.weights().keys() - memory.keys():
+            key, name = place.split(".", 1)
+            memory[place] = torch.zeros(()) if key == "step" else torch.zeros_like(parameters[name])
         return memory
 
     def remember(self, memory: dict[str, Tensor], done: int) -> None:
@@ -257,10 +278,7 @@ class Training:
             parameter = parameters[name]
             # Without graphs AdamW keeps its count of steps on the CPU.
             on_cpu = key == "step" and not self.optimizer.defaults["capturable"]
-            if key == "step":
-                self.optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
-            else:
-                self.optimizer.state[parameter][key] = placed_like(value, parameter)
+            self.optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
         self.done = done
 
 

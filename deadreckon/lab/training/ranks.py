@@ -14,9 +14,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
 
 import deadreckon as dr
 
@@ -40,12 +41,13 @@ class Ranks:
 
     Args:
         mesh: None for one process alone; else its dimensions are among "dp" and "cp".
+        timeout: seconds that a rank waits for another.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self.mesh = mesh
-        self.size = 1 if mesh is None else mesh.size()
-        self.first = mesh is None or dist.get_rank() == 0
+    def __init__(self, mesh: DeviceMesh | None = None, timeout: float = 1800.0) -> None:
+        self.mesh, self.timeout = mesh, timeout
+        self.size, self.rank = (1, 0) if mesh is None else (mesh.size(), dist.get_rank())
+        self.first = self.rank == 0
         names = () if mesh is None else mesh.mesh_dim_names or ()
         self.parts, self.part = 1, 0  # of each batch, and which of them is this rank's
         if mesh is not None and "dp" in names:
@@ -73,7 +75,7 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
             dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
         kind = device.partition(":")[0]
-        return cls(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))), device
+        return cls(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), 60 * minutes), device
 
     def console(self, console: Console | None) -> Console:
         """Where this rank prints: nowhere, but for the first."""
@@ -81,7 +83,14 @@ class Ranks:
 
     def divide(self, model: dr.DeadReckonForCausalLM) -> dr.DeadReckonForCausalLM:
         """The model, sharded over all ranks."""
-        return model if self.mesh is None else dr.parallelize(model, self.mesh)
+        if self.mesh is not None:
+            model = dr.parallelize(model, self.mesh)
+            groups, parameter = self.mesh.get_all_groups(), next(model.parameters())
+            if isinstance(parameter, DTensor):
+                groups.append(parameter.device_mesh.get_group())
+            for group in groups:
+                _set_pg_timeout(timedelta(seconds=self.timeout), group)  # by default 10 minutes or 30
+        return model
 
     def same(self, value: T) -> T:
         """The first rank's value, on every rank. They wait for it."""
@@ -98,18 +107,3 @@ class Ranks:
         together = torch.stack([value.detach().double() for value in values])
         dist.all_reduce(together)
         return list(together)
-
-
-def whole(x: Tensor) -> Tensor:
-    """All of a tensor that may be sharded, on the CPU if it is. All ranks must ask."""
-    return x.full_tensor().cpu() if isinstance(x, DTensor) else x
-
-
-def placed_like(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A whole tensor where a parameter is: on its device, and sharded if that is."""
-    value = value.to(parameter.device)
-    return (
-        distribute_tensor(value, parameter.device_mesh, parameter.placements)
-        if isinstance(parameter, DTensor)
-        else value
-    )

@@ -7,7 +7,8 @@
     last/, best/        checkpoints: models for from_pretrained; the last one with the optimizer's state
     scores.json         by test and length
 
-Writes are atomic: files and folders are written beside their place, synced to disk, then renamed.
+Writes are atomic: files and folders are written beside their place, synced to disk, then renamed. Checkpoints are
+written in the background (`checkpoints.py`).
 """
 
 from __future__ import annotations
@@ -15,23 +16,20 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 import deadreckon as dr
 from deadreckon.lab.environment import check_model, describe_environment
 from deadreckon.lab.evaluation.scores import Place, Score, mean_of_best
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.recipes.texts import save_tokenizer
+from deadreckon.lab.training.checkpoints import Writer, read, tensors_in
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model
+from deadreckon.lab.training.files import recover, write_text
 from deadreckon.lab.training.ranks import Ranks
 
 KINDS = ("last", "best")
@@ -96,26 +94,29 @@ class Run:
         path = self.path / "environment.json"
         return json.loads(path.read_text()) if path.exists() else []
 
-    def save(self, training: Training, progress: Progress) -> None:
-        """Writes the last checkpoint, in place of the one before. All ranks must call it; the first writes."""
-        model, memory = training.whole_model(), training.memory()
-        if not training.ranks.first:
-            return
-        with replacing(self.path / "last") as folder:
-            model.save_pretrained(folder)
-            save_tokenizer(training.task, folder)
-            save_file(memory, folder / "optimizer.safetensors")
+    def save(self, training: Training, progress: Progress, writer: Writer | None = None) -> None:
+        """Begins to write the last checkpoint, in place of the one before; without a writer, waits until it is written.
+
+        All ranks must call it.
+        """
+        if writer is None:
+            with Writer(training.ranks) as writer:
+                return self.save(training, progress, writer)
+
+        def describe(folder: Path) -> None:
+            training.describe(folder)
             (folder / "progress.json").write_text(json.dumps(asdict(progress)))
 
-    def save_best(self, training: Training, score: Score) -> None:
-        """Writes the best checkpoint, in place of the one before, likewise."""
-        model = training.whole_model()
-        if not training.ranks.first:
-            return
-        with replacing(self.path / "best") as folder:
-            model.save_pretrained(folder)
-            save_tokenizer(training.task, folder)
+        writer.save(self.path / "last", {"model": training.weights(), "optimizer": training.memory()}, describe)
+
+    def save_best(self, training: Training, score: Score, writer: Writer) -> None:
+        """Begins to write the best checkpoint, in place of the one before, likewise."""
+
+        def describe(folder: Path) -> None:
+            training.describe(folder)
             (folder / "score.json").write_text(json.dumps({"step": training.done} | asdict(score)))
+
+        writer.save(self.path / "best", {"model": training.weights()}, describe)
 
     def restore(self, device: str, ranks: Ranks | None = None) -> tuple[Training, Progress]:
         """The training as it stood at the last checkpoint, or as it begins, on these ranks or others."""
@@ -130,9 +131,11 @@ class Run:
         if not folder.exists():
             begun = load_start(recipe.start) if recipe.start else make_model(recipe, task.vocab_size)
             return Training(begun.to(device), task, recipe, teacher=teacher, ranks=ranks), Progress(0)
-        model = dr.DeadReckonForCausalLM.from_pretrained(folder).to(device)
+        model = dr.DeadReckonForCausalLM(dr.DeadReckonConfig.from_pretrained(folder)).to(device)
         training, progress = Training(model, task, recipe, teacher=teacher, ranks=ranks), self.progress()
-        training.remember(load_file(folder / "optimizer.safetensors"), progress.step)
+        memory = training.blank_memory(tensors_in(folder))
+        read(folder, training.weights() | memory)
+        training.remember(memory, progress.step)
         return training, progress
 
     def progress(self) -> Progress:
@@ -242,58 +245,3 @@ def format_line(values: dict[str, Any]) -> str:
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
     }
     return json.dumps(finite) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file as a whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    to_disk(new)
-    os.replace(new, path)
-    to_disk(path.parent)
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder to write in, which takes the place of `folder` once everything is written.
-
-    Folders cannot be replaced atomically. So the old one is renamed first: if it is aside and none is in its place, the
-    new one is complete, and `recover` finishes. In any other case a new one is a leftover.
-    """
-    new, old = beside(folder)
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    new.mkdir(parents=True)
-    yield new
-    for path in (*new.rglob("*"), new):
-        to_disk(path)
-    if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
-    to_disk(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def recover(folder: Path) -> None:
-    """Finishes what `replacing` was killed in, or undoes what it had begun."""
-    new, old = beside(folder)
-    if old.exists() and not folder.exists():
-        new.rename(folder)
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def beside(folder: Path) -> tuple[Path, Path]:
-    """Where the next one is written, and where the one before is put aside."""
-    return folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
-
-
-def to_disk(path: Path) -> None:
-    """fsync of a file, or of a folder."""
-    if path.is_dir() and sys.platform == "win32":  # no fsync for folders there
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,8 +4,8 @@ Rotations are applied up front, by phases that go on from piece to piece (one su
 steps become frames at the ends of pieces and one product a piece (`blockwise/ends.py`). What is left is a ring pass
 (`ring.py`).
 
-Even powers take the same ring, as attention: it serves every p, and Householder steps too; a piece's state, which could
-be passed on instead, has C(D + p − 1, p) rows, 766 480 of them for D = 64 and p = 4. Sticks are broken from the nearest
+Even powers take the same ring, as attention, or pass on states where these are fewer bytes (`states.py`): a state has
+C(D + p − 1, p) rows, 2080 for D = 64 and p = 2, but 766 480 for p = 4. Sticks are broken from the nearest
 key to the farthest, but a ring in the layout "zigzag" brings pieces in another order: so shards are moved to the layout
 "contiguous" and back, and the last rank has up to twice the mean to do.
 """
@@ -25,6 +25,7 @@ from deadreckon.ops.blockwise.rotation import turned
 from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.parallel.context import ContextParallel
 from deadreckon.ops.parallel.ring import Inside, InsideTree, Plan, Ring
+from deadreckon.ops.parallel.states import Handover, States, sends_states
 
 
 @torch.compiler.disable
@@ -91,8 +92,12 @@ def _over_pieces(
     if steps is not None:
         w, beta = (by_head(x.to(work(dtype)), heads).squeeze(2) for x in (steps.w, steps.beta))
         queries, keys, products = Ends.apply(q, k, w, beta)
-    plan = Plan(cp, inside, score, scale, documents)
-    output = Ring.apply(plan, q, k, v, w, beta, inside_gates, queries, keys, products, sums)  # (M, C, G, E)
+    kinds = 1 if sums is None else sums.shape[2]
+    if isinstance(score, Power) and steps is None and sends_states(score, k, v, kinds, cp):
+        output = States.apply(Handover(cp, score, documents), q, k, v, inside_gates, sums)
+    else:
+        plan = Plan(cp, inside, score, scale, documents)
+        output = Ring.apply(plan, q, k, v, w, beta, inside_gates, queries, keys, products, sums)  # (M, C, G, E)
     return output.unflatten(0, (rows, heads)).transpose(1, 2).flatten(2, 3).to(dtype)
 
 

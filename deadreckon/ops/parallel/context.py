@@ -11,7 +11,7 @@ A rank's shard is its pieces, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -61,7 +61,8 @@ class ContextParallel:
         by_rank = [piece for rank in range(self.size) for piece in self.pieces_of(rank)]
         self._by_rank = torch.tensor(by_rank)  # the pieces as they lie, rank after rank
         self._in_order = self._by_rank.argsort()  # where each piece lies
-        self._on_host = "gloo" in str(dist.get_backend(self.group))  # which takes no CUDA tensors from rank to rank
+        # Gloo takes no CUDA tensors from rank to rank; a group may have it for CPU tensors, beside NCCL.
+        self._on_host = "cuda:gloo" in dist.get_backend_config(self.group)
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.size}, layout={self.layout!r})"
@@ -69,6 +70,10 @@ class ContextParallel:
     def pieces_of(self, rank: int) -> list[int]:
         """The numbers of a rank's pieces."""
         return [rank, 2 * self.size - 1 - rank] if self.layout == "zigzag" else [rank]
+
+    def rank_of(self, piece: int) -> int:
+        """Who holds a piece."""
+        return min(piece, 2 * self.size - 1 - piece) if self.layout == "zigzag" else piece
 
     @property
     def bytes_sent(self) -> int:
@@ -210,6 +215,23 @@ class ContextParallel:
             if step < self.size - 1:
                 assert coming is not None
                 held = coming.wait()
+
+    def relay(self, like: Tensor, advance: Callable[[int, Tensor], Tensor], direction: int) -> None:
+        """Passes a tensor along all pieces, in order (direction 1) or backwards (−1), zeros at first.
+
+        advance(slot, x) takes what has come to this rank's piece `slot`, and returns what goes on to the next. No
+        gradients.
+        """
+        x, leaving = torch.zeros_like(like), list[OnTheWay]()
+        for piece in self.held[::direction]:
+            before, after = piece - direction, piece + direction
+            if 0 <= before < self.count and before not in self.held:
+                (x,) = self._post([], [(like, self.rank_of(before))]).wait()
+            x = advance(self.held.index(piece), x)
+            if 0 <= after < self.count and after not in self.held:
+                leaving.append(self._post([(x, self.rank_of(after))], []))
+        for one in leaving:
+            one.wait()
 
     def moved(self, x: Tensor, to: ContextParallel, dim: int = 1) -> Tensor:
         """A shard of x in another layout of the same ranks."""

@@ -1,0 +1,76 @@
+"""Files and folders that are written as a whole or not at all, whenever a process is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file as a whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    to_disk(new)
+    os.replace(new, path)
+    to_disk(path.parent)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder to write in, which takes the place of `folder` once everything is written."""
+    yield begin(folder)
+    complete(folder)
+
+
+def begin(folder: Path) -> Path:
+    """An empty folder to write in, for what `complete` puts in the place of `folder`."""
+    new, old = beside(folder)
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir(parents=True)
+    return new
+
+
+def complete(folder: Path) -> None:
+    """Puts what was written since `begin` in the place of `folder`.
+
+    Folders cannot be replaced atomically. So the old one is renamed first: if it is aside and none is in its place, the
+    new one is complete, and `recover` finishes. In any other case a new one is a leftover.
+    """
+    new, old = beside(folder)
+    for path in (*new.rglob("*"), new):
+        to_disk(path)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    to_disk(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Finishes what `complete` was killed in, or undoes what it had begun."""
+    new, old = beside(folder)
+    if old.exists() and not folder.exists():
+        new.rename(folder)
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def beside(folder: Path) -> tuple[Path, Path]:
+    """Where the next one is written, and where the one before is put aside."""
+    return folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+
+
+def to_disk(path: Path) -> None:
+    """fsync of a file, or of a folder."""
+    if path.is_dir() and sys.platform == "win32":  # no fsync for folders there
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
