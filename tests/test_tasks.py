@@ -403,6 +403,8 @@ def test_mqrar_as_in_the_paper() -> None:
         MQRAR(back=4).sample(1, 194, seed())
     with pytest.raises(ValueError, match="back: expected 1 or more, got 0"):
         MQRAR(back=0)
+    with pytest.raises(ValueError, match="keys: expected fewer than 32768, got 32768"):
+        MQRAR(keys=2**15)
     with pytest.raises(ValueError, match=r"asking: expected a probability, got 1\.5"):
         MQRAR(asking=1.5)
 
