@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deadreckon.filters.histogram import histogram_filter, superpose
     from deadreckon.models.convert import convert_model
     from deadreckon.models.huggingface import DeadReckonConfig, DeadReckonForCausalLM, DeadReckonModel
+    from deadreckon.models.interface import register_attention
     from deadreckon.models.layer import AttentionLayer
     from deadreckon.models.parallelize import parallelize
     from deadreckon.models.state import LayerState
@@ -49,6 +50,7 @@ _HOME = {
     "Past": "ops.streaming.past",
     "parallelize": "models.parallelize",
     "convert_model": "models.convert",
+    "register_attention": "models.interface",
     "DeadReckonConfig": "models.huggingface",
     "DeadReckonModel": "models.huggingface",
     "DeadReckonForCausalLM": "models.huggingface",
@@ -78,6 +80,7 @@ __all__ = [
     "histogram_filter",
     "parallelize",
     "parameter_groups",
+    "register_attention",
     "share_in_reach",
     "superpose",
 ]

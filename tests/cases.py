@@ -33,6 +33,7 @@ class Case:
     value_width: int = 24
     beta: float | None = None  # one strength for every token, in place of random ones
     scale: float | None = None
+    forgetting: float = 1.0  # what log gates are multiplied by: with 1, little is left after a hundred tokens
     seed: int = 0
 
     def inputs(self) -> dict[str, Tensor]:
@@ -57,10 +58,10 @@ class Case:
             turns = query_heads if "per query head" in self.transport else heads if self.turns_values else 1
             leaves["angles"] = draw(batch, length, turns, self.width // 2)
         if self.gate == "constant":
-            leaves["log_gate"] = -draw(query_heads).abs()
+            leaves["log_gate"] = self.forgetting * -draw(query_heads).abs()
         elif self.gate:
             gated = query_heads if self.gate == "learned" else heads
-            leaves["log_gate"] = logsigmoid(draw(batch, length, gated) + 2)
+            leaves["log_gate"] = self.forgetting * logsigmoid(draw(batch, length, gated) + 2)
         return leaves
 
     @property

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import deadreckon.ops.triton.householder.levels
+import deadreckon.ops.triton.householder.walk
 from deadreckon.filters.triton import filter_fused, superpose_fused
 from deadreckon.ops.factors import Factors, Form, Householder, Power, Rotation, Score
 from deadreckon.ops.streaming.fused import STREAM
@@ -141,6 +142,7 @@ def call_directions(dtype: torch.dtype, width: int) -> None:
 
 JITFunction.run = compile_only  # type: ignore[method-assign]
 deadreckon.ops.triton.householder.levels.backend_for = lambda x: None  # type: ignore[attr-defined]
+deadreckon.ops.triton.householder.walk.roomy = lambda x: SHARED >= 227 * 1024  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.float16, 100, 1, 64, "rotation", False)
 call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 import subprocess
 import sys
@@ -220,6 +221,12 @@ def test_bench_checks_in_several_processes() -> None:
     assert together[what]["wrong"] > 1 > together[what]["PaTH"]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_methods_can_be_sent_to_other_processes(packed: bool) -> None:
+    for method in attention.everyone("cuda", packed).values():
+        assert pickle.loads(pickle.dumps(method)).kind == method.kind
+
+
 @pytest.mark.gpu
 def test_bench_on_cuda() -> None:
     shape = Shape(1, 300, 2, 64)
@@ -264,6 +271,15 @@ def test_powers(
     lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert len(lines) == 4 and ("attention" in lines[0]) == forms
     assert ("1.78" in lines[2]) == forms  # of 36 dimensions
+
+
+def test_whole_models_with_powers_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "powers.md"
+    words = ("--models", "--width", "8", "--rounds", "1", "--lengths", "32", "--save", str(page))
+    assert run_cli(monkeypatch, "bench", "powers", *words) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["sympow, 32", "sympow-gated, 32", "conformal-sympow, 32"]
+    assert rows[0][-1] == "1.00" and all(float(row[-1]) > 0 for row in rows)
 
 
 def test_decoding_is_timed_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from small_runs import SMALL, quiet, run_cli, small
 
 from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
-from deadreckon.lab.pages.compare import compare
+from deadreckon.lab.pages.compare import compare, print_comparison
 from deadreckon.lab.pages.comparison import Comparison, by_label, gather
 from deadreckon.lab.pages.page import describe_solved
 from deadreckon.lab.pages.report import write_report
@@ -93,6 +93,31 @@ def test_pictures_show_everything(metric: str, tmp_path: Path, monkeypatch: pyte
             assert list(lengths) == list(found), name
             assert list(heights) == pytest.approx([scale * sum(some) / len(some) for some in found.values()])
             assert all(left <= x <= right for x in lengths) and all(low <= y <= high for y in heights)
+
+
+def test_a_grid_has_a_panel_and_a_table_for_each_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = [f"{encoding} layers={layers}" for layers in (1, 2) for encoding in ("rope", "path")]
+    values = {label: {("as trained", 8): [0.1 * number]} for number, label in enumerate(labels)}
+    figures: list[Any] = []
+    monkeypatch.setattr(pictures.plt, "close", figures.append)
+    grid = Comparison("a title", small(), values)
+    pictures.comparison_picture(grid, tmp_path / "grid.png")
+    panels = figures[0].axes
+    assert [axes.get_title() for axes in panels] == ["layers=1", "layers=2"]
+    heights = [[float(curve.get_ydata()[0]) for curve in axes.lines[:-1]] for axes in panels]
+    assert heights == [pytest.approx([0, 10]), pytest.approx([20, 30])]
+    console = quiet()
+    print_comparison(grid, console)
+    assert console.file.getvalue().count("PaTH") == 2  # type: ignore[attr-defined]
+    for uneven in (labels[:3], labels[::2]):  # a setting that lacks an encoding; one encoding
+        part = Comparison("", small(), {label: values[label] for label in uneven})
+        assert part.by_setting() == {"": part}
+
+
+def test_labels_of_lengths_do_not_overlap() -> None:
+    lengths = (2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 30, 40)
+    assert pictures._apart(lengths, 20) == [2, 4, 6, 8, 10, 12, 14, 20, 30, 40]
+    assert pictures._apart([512], 512) == [512] and pictures._apart((64, 128, 256), None) == [64, 128, 256]
 
 
 def test_solved_lengths(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from small_runs import quiet, run_cli
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import deadreckon as dr
+from deadreckon.lab.pages.conversions import write_conversions
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training import Run, Training
 from deadreckon.lab.training.conversion import convert_run
@@ -86,6 +89,16 @@ def test_the_whole_command(
     assert all(weights["model.layers.1.self_attn.encoding.turns.angle_factor"] == 0 for weights in faded)
     assert all(weights["model.layers.1.self_attn.encoding.turns.new_factor"] == 1 for weights in faded)
     assert Run(out / "extend").recipe.length == 128
+    page = tmp_path / "page.md"
+    assert run_cli(monkeypatch, "report", str(out), "-o", str(page)) == 0
+    capsys.readouterr()
+    loss = {name: mean(report[name]["texts"]["512"]) for name in ("teacher", "start", "student")}
+    assert loss["start"] == pytest.approx(loss["teacher"], abs=1e-4)
+    assert loss["student"] == pytest.approx(math.log(report["student"]["perplexity"]["512"]))
+    rows = dict(row[2:].split(" | ", 1) for row in page.read_text().splitlines() if row.startswith("| converted"))
+    assert rows["converted, end"].endswith(f"{loss['student']:.4f} |")
+    assert f"{loss['student'] - loss['teacher']:+.4f} ±" in page.read_text()
+    assert page.with_suffix(".png").exists()
     assert run_cli(monkeypatch, *words) == 0  # nothing is trained again
     assert "step" not in capsys.readouterr().out
     assert run_cli(monkeypatch, *words[:-2], "align.steps=31") == 2
@@ -165,6 +178,8 @@ def test_accumulated_steps_and_resumed_ones_are_the_same(teacher: Path, tmp_path
         ({"stages": ("heal",)}, "stages: expected some of align, distil, extend; got 'heal'"),
         ({"drop_rope": True, "stages": ()}, "drop_rope: expected a stage"),
         ({"drop_rope": True, "cold": True}, "drop_rope: expected it without cold"),
+        ({"drop_rope": True, "changes": (*SMALL, "steps=4")}, "align.steps: expected 5 or more, .* got 4"),
+        ({"drop_rope": True, "encoding": "rope-values"}, "drop_rope: expected to end with path-fox, path or fox, got"),
         ({"drop_rope": True, "encoding": "alibi"}, "encoding: expected one of .* got 'rope-alibi'"),
         ({"freeze": ("mpl",)}, "freeze: expected part of a parameter's name, such as mlp, got 'mpl'"),
         ({"freeze": ("model", "lm_head")}, "freeze: expected to leave something to train"),
@@ -175,6 +190,11 @@ def test_accumulated_steps_and_resumed_ones_are_the_same(teacher: Path, tmp_path
 def test_bad_conversions(changes: dict[str, Any], message: str, teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         convert_run(conversion(teacher, **changes), tmp_path, console=quiet())
+
+
+def test_pages_are_of_conversions(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="runs: expected folders of finished conversions"):
+        write_conversions(tmp_path / "page.md", [tmp_path], quiet())
 
 
 def test_tokenizers_are_checked(teacher: Path, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
-"""The pages in docs/: their code runs, their links lead somewhere, and they name what there is."""
+"""The pages and notebooks in docs/: their code runs, their links lead somewhere, and they name what there is."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,8 +21,30 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 NEED_MORE = {"convert.md", "parallel.md"}  # a checkpoint, several processes: what they say has tests of its own
 
 
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))}
+
+
+def script(path: str) -> Any:
+    """A Python file outside the package, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+notebooks, features, site = map(script, ("docs/notebooks.py", "examples/matrix/features.py", "docs/site.py"))
+
+
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def links_of(text: str) -> list[str]:
+    """Relative ones, outside code."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    return [link for link in links if link and not re.match(r"\w+:", link)]
 
 
 @pytest.mark.parametrize(
@@ -39,9 +65,7 @@ def test_code_runs(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
-    assert [link for link in links if link and "://" not in link and not (page.parent / link).exists()] == []
+    assert [link for link in links_of(page.read_text()) if not (page.parent / link).exists()] == []
 
 
 def commands() -> list[str]:
@@ -71,3 +95,104 @@ def test_site_has_every_page_and_every_name() -> None:
     )
     results = (ROOT / "docs" / "results.md").read_text()
     assert [page.name for page in ROOT.glob("results/*.md") if f"results/{page.name}" not in results] == []
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_saved_notebooks_show_what_they_draw(name: str) -> None:
+    saved = json.loads(NOTEBOOKS[name].read_text())
+    codes = [cell for cell in saved["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in codes] == list(range(1, len(codes) + 1))
+    shown = notebooks.as_markdown(saved)
+    assert shown.startswith("# ") and "data:image/png;base64," in shown
+    assert [link for link in links_of(shown) if not (NOTEBOOKS[name].parent / link).exists()] == []
+    assert f": notebooks/{name}.md\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_notebook_of_flipflop_finds_what_it_says() -> None:
+    names = notebooks.run(json.loads(NOTEBOOKS["flipflop"].read_text()))
+    assert max(names["errors"]["path"].values()) < 0.02
+    assert names["errors"]["rope"]["sparse"] > 0.2
+    assert names["on_write"]["path"] > 0.5 > names["on_write"]["rope"]
+
+
+def test_notebook_of_cursors_finds_what_it_says() -> None:
+    names = notebooks.run(json.loads(NOTEBOOKS["cursors"].read_text()))
+    assert names["reverse"]("8349")[0] == "9438"
+    assert names["exact"][8] > 0.9 and names["exact"][60] > 0.5
+
+
+def test_notebook_cells_show_what_jupyter_would() -> None:
+    sources = ["x = 2\nprint('said')\nx + 1", "x;", "from matplotlib import pyplot\npyplot.plot([x]);"]
+    cells = [{"cell_type": "code", "source": [source], "outputs": []} for source in sources]
+    names = notebooks.run({"cells": cells})
+    assert names["x"] == 2
+    assert [output["output_type"] for output in cells[0]["outputs"]] == ["stream", "execute_result"]
+    assert cells[1]["outputs"] == [] and "image/png" in cells[2]["outputs"][0]["data"]
+    shown = notebooks.as_markdown({"cells": cells})
+    assert "```text\nsaid\n```" in shown and "```text\n3\n```" in shown
+
+
+def test_table_of_libraries_is_what_checks_find() -> None:
+    lines = (ROOT / "docs" / "rivals.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.count("|") > 5]
+    table = {row[0]: dict(zip(rows[0][1:], row[1:], strict=True)) for row in rows[2:]}
+    assert list(table) == list(features.ROWS.values()) and list(rows[0][1:]) == list(features.LIBRARIES)
+    for name in ("deadreckon", "FlexAttention"):  # both are installed wherever tests are
+        assert {features.ROWS[row]: cell for row, cell in features.look(name).items()} == {
+            title: cells[name] for title, cells in table.items()
+        }
+    assert {cells["deadreckon"] for cells in table.values()} == {"yes"}
+
+
+def test_a_library_that_is_not_here_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "retention", None)
+    assert set(features.look("retention").values()) == {"not installed"}
+    assert features.version_of("no_such_package") == "not installed"
+
+
+def measured(shape: str, name: str) -> tuple[float, ...]:
+    """Milliseconds of forward and backward on the H200, and their ratios to RoPE + FlashAttention-2 and to fla's."""
+    text = (ROOT / "results" / "bench-h200.md").read_text()
+    tables = [
+        [line.strip("| ").split(" | ") for line in part.splitlines()]
+        for part in re.findall(r"(?:^\|.*\n)+", text, re.M)
+    ]
+    for headings, _, *rows in tables:
+        for row in rows:
+            if row[0] == shape and row[1].strip().partition(" (")[0] == name:
+                place = headings.index("forward + backward")
+                return tuple(float(cell.split()[0]) for cell in row[place : place + 3] if cell.strip())
+    raise AssertionError(f"{shape} {name}: not in results")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/speed.md"])
+def test_speed_is_what_results_say(page: str) -> None:
+    names = {"learned rotation": "rotation", "the same, of values too": "rotation of values too"}
+    rows = re.findall(r"^\| ([\w\-, ]+) \| ([\d.]+) ms \| ([\d.]+) \| ([\d.]*) ?\|$", (ROOT / page).read_text(), re.M)
+    found = {names.get(row[0], row[0]): row[1:] for row in rows if "forgets" not in row[0]}
+    assert {"rotation", "FoX", "PaTH", "PaTH-FoX", "stick-breaking"} <= found.keys()
+    for name, (milliseconds, *ratios) in found.items():
+        expected = measured("32x4096x32x64", name)
+        assert float(milliseconds) == pytest.approx(expected[0], abs=0.051)
+        assert tuple(float(ratio) for ratio in ratios if ratio) == expected[1:]
+    long = {name: measured("2x32768x32x64", name)[1] for name in ("PaTH", "PaTH-FoX")}
+    text = (ROOT / page).read_text()
+    assert all(f"{ratio:.2f}" in text.partition("32 768")[2][:120] for ratio in long.values())
+
+
+def test_pages_of_the_site_fetch_nothing() -> None:
+    page = SimpleNamespace(url="notebooks/cursors.html")
+    script = '<script src="https://unpkg.com/iframe-worker/shim"></script><a href="https://example.org">elsewhere</a>'
+    assert site.on_post_page(script, page, None).startswith('<script src="../worker.js">')
+    assert site.on_post_template(script, "404.html", None).startswith('<script src="worker.js">')
+    assert (ROOT / "docs" / "worker.js").exists()
+    with pytest.raises(ValueError, match="nothing from other servers"):
+        site.on_post_page('<link rel="stylesheet" href="https://example.org/a.css">', page, None)
+
+
+def test_links_of_pages_are_those_of_the_site() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    text = "[a](../results/a5.md) [b](notebooks/cursors.ipynb)"
+    assert site.on_page_markdown(text, page, None, None) == "[a](results/a5.md) [b](notebooks/cursors.md)"
+    page.file.src_uri = "notebooks/cursors.md"
+    assert site.on_page_markdown("[a](../../results/a5.md)", page, None, None) == "[a](../results/a5.md)"

@@ -244,17 +244,24 @@ def test_rotations_that_may_fade() -> None:
         torch.testing.assert_close(layer(x), rope(x), rtol=0, atol=1e-12)
 
 
-def test_idle_parts_leave_rope_as_it_is() -> None:
-    """β = 8e-8 and log f = −4e-8: over 80 tokens they change logits by less than 80 · (1e-7 + 5e-8) of q · k."""
+def test_ramps_begin_at_zero_and_learn_at_once() -> None:
+    """RoPE to the last bit, with gradients; afterwards ramps of u · x + b, which are never negative."""
     x, _ = make_input(80)
-    layer, rope = make_layer("rope-path-fox"), make_layer("rope")
+    layer, rope = make_layer("rope-path-fox", encoding_options={"from_zero": True}), make_layer("rope")
     rope.load_state_dict(layer.state_dict(), strict=False)
-    for part in (layer.encoding.steps, layer.encoding.gate):
-        part.start_idle()
-    found, expected = layer(x), rope(x)
-    assert 0 < (found - expected).abs().max() < 80 * 1.5e-7 * expected.abs().max()
+    found = layer(x)
+    torch.testing.assert_close(found, rope(x), rtol=0, atol=1e-12)
     found.square().sum().backward()
-    assert all(p.grad.abs().max() > 1e-10 for p in layer.encoding.parameters())
+    for part in (layer.encoding.steps.strength, layer.encoding.gate):
+        assert all((p.grad.abs() > 0).all() for p in part.parameters())
+        torch.nn.init.normal_(part.weight)
+        torch.nn.init.normal_(part.bias)
+    logits = [torch.nn.functional.linear(x, part.weight, part.bias)
+              for part in (layer.encoding.steps.strength, layer.encoding.gate)]  # fmt: skip
+    steps, log_gate = factors(layer, x).parts()[1], factors(layer, x).log_gate
+    assert steps is not None
+    torch.testing.assert_close(steps.beta, (2 * (2 * logits[0].sigmoid() - 1)).relu())
+    torch.testing.assert_close(log_gate, -(-logits[1]).relu())
 
 
 def test_a_factor_on_angles_may_be_learned() -> None:

@@ -179,7 +179,7 @@ def test_segments(monkeypatch: pytest.MonkeyPatch, segments: int) -> None:
     """Chunks are gathered one after another, or in parts that are put together."""
     monkeypatch.setattr(write, "PROGRAMS", segments)
     monkeypatch.setitem(power.SINGLE, "write", {64: Tiling(1, 64, 4, 1)})
-    check(draw(1, 150, 1, 1, 8, 8))
+    check(draw(1, 150, 1, 1, 16, 8))
 
 
 def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

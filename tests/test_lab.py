@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from deadreckon.lab import cli, environment
+from deadreckon.lab import arguments, cli
 from deadreckon.lab.evaluation import score
 from deadreckon.lab.pages import demo
 from deadreckon.lab.pages.demo import demo_recipe, run_demo
@@ -160,9 +160,9 @@ def test_generate_prints_text(
 
 
 def test_commands_are_as_one_types_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", [environment.__file__, "--only", "PaTH, FoX"])
-    assert environment.command() == "python -m deadreckon.lab.environment --only 'PaTH, FoX'"
+    monkeypatch.setattr("sys.argv", [arguments.__file__, "--only", "PaTH, FoX"])
+    assert arguments.command() == "python -m deadreckon.lab.arguments --only 'PaTH, FoX'"
     monkeypatch.setattr("sys.argv", ["/some/where/bin/deadreckon", "bench"])
-    assert environment.command() == "deadreckon bench"
+    assert arguments.command() == "deadreckon bench"
     monkeypatch.setattr("sys.argv", [str(Path(cli.__file__).parents[1] / "__main__.py"), "list"])
-    assert environment.command() == "python -m deadreckon list"
+    assert arguments.command() == "python -m deadreckon list"

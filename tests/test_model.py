@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import deadreckon as dr
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training import engine
 
 VOCABULARY = 13
 RANDOM = ("randomized", "random-rotation", "random-rotation-values")
@@ -74,6 +76,33 @@ def test_the_decoder() -> None:
         gate = mlp.gate_proj(y)
         x = x + mlp.down_proj(gate * gate.sigmoid() * mlp.up_proj(y))
     torch.testing.assert_close(logits(model, ids), model.lm_head(model.model.norm(x)))
+
+
+def test_gpt2_blocks() -> None:
+    """LayerNorm, GELU without a gate and biases: logits are those of GPT-2 without positions."""
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=16)).eval()
+    theirs.transformer.wpe.weight.data.zero_()
+    for parameter in theirs.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter)
+    model = engine.make_model(Recipe(encoding="nope", block="gpt2", layers=2, width=32, heads=4, tied=True), 50).eval()
+    names = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj"}
+    names |= {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
+    weights = {}
+    for name, x in theirs.transformer.state_dict().items():
+        x = x.T if "c_" in name and x.dim() == 2 else x  # GPT-2 keeps them the other way round
+        for old, new in names.items():
+            name = name.replace(old, new)
+        name = name.replace("h.", "layers.", 1).replace("wte", "embed_tokens").replace("ln_f", "norm")
+        if "c_attn" in name:
+            parts = zip("qkv", x.chunk(3), strict=True)
+            weights |= {name.replace("attn.c_attn", f"self_attn.{one}_proj"): part for one, part in parts}
+        elif name != "wpe.weight":
+            weights[name] = x
+    model.model.load_state_dict(weights)
+    ids = torch.randint(0, 50, (2, 9))
+    torch.testing.assert_close(model(ids).logits, theirs(ids).logits)
 
 
 def test_packed_sequences() -> None:

@@ -15,7 +15,7 @@ BOUNDARIES = {
     "one": [0, 260],
 }
 CASES = {
-    "path": Case("householder", None, length=260, batch=1, heads=1, group=3),
+    "path": Case("householder", None, length=260, batch=1, heads=1, group=3, beta=1.9),  # products do not fade
     "path-fox": Case("householder", "learned", length=260, batch=1, heads=2, group=1),
     "fox": Case(None, "learned per key head", length=260, batch=1),
     "plain": Case(None, None, length=260, batch=1),
@@ -33,7 +33,7 @@ def fresh_memory_is_nan() -> Iterator[None]:
 
 @pytest.mark.usefixtures("short_walks", "fresh_memory_is_nan")
 @pytest.mark.parametrize(("name", "boundaries"), [
-    ("path", "awkward"), ("path", "on leaves"), ("path-fox", "awkward"), ("path-fox", "one"), ("fox", "awkward"),
+    ("path", "awkward"), ("path", "one"), ("path-fox", "awkward"), ("path-fox", "on leaves"), ("fox", "awkward"),
     ("fox", "on leaves"), ("plain", "awkward"), ("plain", "one"), ("rotation", "awkward"),
 ])  # fmt: skip
 def test_packed_is_the_definition(name: str, boundaries: str) -> None:

@@ -75,6 +75,7 @@ def test_householder_routes(case: Case) -> None:
 
 @pytest.mark.parametrize("transport", [None, "rotation", "rotation of values", "rotation per query head"])
 @pytest.mark.parametrize("gate", [None, "learned"])
+@pytest.mark.usefixtures("few_programs")
 def test_other_transports(transport: str | None, gate: str | None) -> None:
     case = Case(transport, gate, length=200, batch=2)
     past, (first, *later) = Past(), pieces(case, 130, 131)
@@ -85,7 +86,7 @@ def test_other_transports(transport: str | None, gate: str | None) -> None:
     torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.usefixtures("short_walks")
+@pytest.mark.usefixtures("short_walks", "few_programs")
 def test_going_on() -> None:
     """By single tokens, by a few and by many."""
     case, past, outputs = Case("householder", "learned", length=500, batch=2, heads=1), Past(), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from test_streaming import VOCABULARY, prompts
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import deadreckon as dr
@@ -191,6 +193,29 @@ def test_interrupted_replays_leave_no_trace(when: str, monkeypatch: pytest.Monke
             model(ids[:, 11:12], past_key_values=cache)
     assert cache.get_seq_length() == 11
     torch.testing.assert_close(decode(model, ids, cache, 11), expected[:, 11:], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_no_more_launches_nothing() -> None:
+    """Garbage may be collected while another graph is captured: a kernel launched then would become a part of it."""
+    model, ids, launched = kernel_model("fox"), prompts(1, 14), list[str]()
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :12], past_key_values=cache)
+    decode(model, ids, cache, 12)
+    [step] = model.model.steps.captured.values()
+    decoder: Any = step.residents[0].decoder
+    assert decoder.tails[0].segments
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            launched.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Launches():
+        del cache
+        gc.collect()
+    assert not decoder.tails[0].segments
+    assert not launched
 
 
 @torch.no_grad()

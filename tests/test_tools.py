@@ -108,9 +108,44 @@ def test_examples_train_and_adapt(tmp_path: Path) -> None:
     )
     text = tmp_path / "text.txt"
     text.write_text("ab " * 1000)
-    small = ("--length", "32", "--width", "32", "--layers", "1")
-    python(cache, examples / "trainer.py", text, "--out", trained, "--steps", "2", *small)
+    small = ["--length", "32", "--width", "32", "--layers", "1"]
+    training = [examples / "trainer.py", text, "--out", trained, "--steps", "2", *small]
+    adapting = [examples / "lora.py", trained, text, "--out", adapted, "--steps", "1", "--length", "32"]
+    code = f"""
+import runpy, sys
+for sys.argv in {[[str(word) for word in words] for words in (training, adapting)]}:  # what they import takes longest
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    printed = python(cache, "-c", code)
     assert {path.name for path in trained.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
-    printed = python(cache, examples / "lora.py", trained, text, "--out", adapted, "--steps", "1", "--length", "32")
     assert "trainable params" in printed
     assert (adapted / "modeling_deadreckon.py").exists()
+
+
+def installed(*packages: str) -> bool:
+    return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
+@pytest.mark.skipif(not installed("trl", "datasets"), reason="needs trl and datasets")
+@pytest.mark.slow
+def test_example_of_trl_trains_and_resumes(tmp_path: Path) -> None:
+    save_with_tokenizer(tmp_path / "model")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "3 4", "completion": " 5 6"}\n' * 8)
+    words = (ROOT / "examples" / "sft.py", tmp_path / "model", pairs, "--out", tmp_path / "tuned", "--steps")
+    assert "2 steps, loss" in python(tmp_path / "modules", *words, "2")
+    assert "3 steps, loss" in python(tmp_path / "modules", *words, "3")
+    assert {"checkpoint-1", "checkpoint-2", "checkpoint-3"} <= {path.name for path in (tmp_path / "tuned").iterdir()}
+    assert (tmp_path / "tuned" / "modeling_deadreckon.py").exists()
+
+
+@pytest.mark.skipif(not installed("accelerate"), reason="needs accelerate")
+@pytest.mark.slow
+def test_example_of_accelerate_trains_and_resumes(tmp_path: Path) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("ab " * 1000)
+    words = (ROOT / "examples" / "accelerated.py", text, "--out", out, "--length", "32", "--width", "32", "--steps")
+    assert "step 2: loss" in python(tmp_path / "modules", *words, "2")
+    again = python(tmp_path / "modules", *words, "3")
+    assert "resumes at step 2" in again and "step 3: loss" in again
+    assert dr.DeadReckonForCausalLM.from_pretrained(out).config.encoding == "path-fox"

@@ -231,7 +231,7 @@ class RopeSteps(SelfInitialised, nn.Module):
 
     def beside(self, steps: Householder) -> Householder:
         """Householder steps as strong as they are by now."""
-        return Householder(steps.w, steps.beta * self.new_factor.to(steps.beta.dtype))
+        return replace(steps, beta=steps.beta * self.new_factor.to(steps.beta.dtype))
 
     def gated(self, log_gate: Tensor) -> Tensor:
         """Gates that forget as much as they do by now."""
@@ -283,12 +283,20 @@ class Projection(SelfInitialised, nn.Linear):
     Args:
         initial: standard deviation of normal weights before training; 0 for PyTorch's default.
         start: of the bias.
+        from_zero: whether weights and bias are 0 before training.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool = True, *, initial: float = 0.0, start: float = 0.0
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = True,
+        *,
+        initial: float = 0.0,
+        start: float = 0.0,
+        from_zero: bool = False,
     ) -> None:
-        self.initial, self.start = initial, start  # nn.Linear initialises itself
+        self.initial, self.start, self.from_zero = initial, start, from_zero  # nn.Linear initialises itself
         super().__init__(inputs, outputs, bias)
 
     def reset_parameters(self) -> None:
@@ -297,42 +305,46 @@ class Projection(SelfInitialised, nn.Linear):
             nn.init.normal_(self.weight, std=self.initial)
         if self.bias is not None:
             nn.init.constant_(self.bias, self.start)
+        if self.from_zero:
+            nn.init.zeros_(self.weight)
+            nn.init.zeros_(self.bias)
 
 
-IDLE = 17.0  # a logit whose sigmoid is 1 − 4e-8: ten thousand tokens add up to 1e-3, and gradients are not zero
+class ForgetGate(Projection):
+    """log f for each head: (B, T, d_model) -> (B, T, heads).
 
-
-class StartsIdle(ABC):
-    """A part of an encoding that can begin with next to no effect, so that a trained model takes it on unchanged."""
-
-    @abstractmethod
-    def start_idle(self) -> None:
-        """Sets parameters so that it does next to nothing, and gradients flow."""
-
-
-class ForgetGate(StartsIdle, Projection):
-    """scale · log σ(u · x + b) for each head: (B, T, d_model) -> (B, T, heads)."""
+    log f = scale · log σ(a), a = u · x + b. With `from_zero`, log f = scale · min(0, a), which is log σ(a) for large
+    |a|, and u = b = 0 before training: nothing is forgotten, exactly, and ∂ log f / ∂a = 1, twice that of log σ at 0
+    (`clamp` passes gradients at its bound). After a step, tokens with a < 0 are on the ramp; others begin to forget
+    when u turns.
+    """
 
     def __init__(
-        self, d_model: int, heads: int, bias: bool = True, *, initial: float = 0.0, scale: float = 1.0
+        self,
+        d_model: int,
+        heads: int,
+        bias: bool = True,
+        *,
+        initial: float = 0.0,
+        scale: float = 1.0,
+        from_zero: bool = False,
     ) -> None:
-        super().__init__(d_model, heads, bias, initial=initial)
+        super().__init__(d_model, heads, bias, initial=initial, from_zero=from_zero)
         self.scale = scale
 
-    def start_idle(self) -> None:
-        """Sets log f = log σ(17) = −4e-8 at every token."""
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, IDLE)
-
     def forward(self, x: Tensor) -> Tensor:
-        log_gate = logsigmoid(at_least_single(linear(x, self.weight, self.bias)))
+        logit = at_least_single(linear(x, self.weight, self.bias))
+        log_gate = logit.clamp(max=0) if self.from_zero else logsigmoid(logit)
         return log_gate if self.scale == 1 else self.scale * log_gate
 
 
-class HouseholderSteps(StartsIdle, nn.Module):
+class HouseholderSteps(nn.Module):
     """A direction and a strength for each token and key head, as PaTH computes them.
 
-    w = normalise(activate(convolve(low-rank linear of x))), width 3; β = 2σ(u · x + b).
+    w = normalise(activate(convolve(low-rank linear of x))), width 3; β = 2σ(a), a = u · x + b.
+
+    With `from_zero`, β = 2 max(0, tanh(a / 2)) = 2 max(0, 2σ(a) − 1), and u = b = 0 before training: the route is the
+    identity, exactly, and ∂β/∂a = 1, twice that of 2σ at 0. Directions are drawn as usual, and learn once β is not 0.
 
     Args:
         rank: of the linear map.
@@ -340,6 +352,8 @@ class HouseholderSteps(StartsIdle, nn.Module):
         beta: β of a zero input before training, between 0 and 2: it sets b.
         activation: behind the convolution, "none" or "silu".
         norm_eps: added to ‖w‖² where w is divided by its norm.
+        from_zero: whether β is a ramp that begins at 0.
+        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
     """
 
     def __init__(
@@ -350,6 +364,8 @@ class HouseholderSteps(StartsIdle, nn.Module):
         beta: float = 1.0,
         activation: str = "none",
         norm_eps: float = 0.0,
+        from_zero: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -359,22 +375,20 @@ class HouseholderSteps(StartsIdle, nn.Module):
         if initial < 0:
             raise ValueError(f"initial: expected 0 or more, got {initial}")
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
-        self.activation, self.norm_eps = activation, norm_eps
+        self.activation, self.norm_eps, self.from_zero, self.recompute = activation, norm_eps, from_zero, recompute
         self.down = Projection(sizes.d_model, rank, bias=False, initial=initial)
         self.up = Projection(rank, self.heads * self.head_dim, bias=False, initial=initial)
         self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
-        self.strength = Projection(sizes.d_model, self.heads, initial=initial, start=math.log(beta / (2 - beta)))
+        start = math.log(beta / (2 - beta))
+        self.strength = Projection(sizes.d_model, self.heads, initial=initial, start=start, from_zero=from_zero)
 
     def reset_parameters(self) -> None:
         for part in (self.down, self.up, self.convolution, self.strength):
             part.reset_parameters()
 
-    def start_idle(self) -> None:
-        """Sets β = 2σ(−17) = 8e-8 at every token; directions are as they are drawn."""
-        nn.init.zeros_(self.strength.weight)
-        nn.init.constant_(self.strength.bias, -IDLE)
-
     def forward(self, x: Tensor, context: Context) -> Householder:
         unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
         w = self.convolution.through(unit, self.up(self.down(x)), context)
-        return Householder(w, 2 * at_least_single(self.strength(x)).sigmoid())
+        logit = at_least_single(self.strength(x))
+        beta = 2 * ((logit / 2).tanh().clamp(min=0) if self.from_zero else logit.sigmoid())
+        return Householder(w, beta, self.recompute)

@@ -23,6 +23,7 @@ class PaTH(Encoding):
         activation: behind the convolution, "none" or "silu".
         norm_eps: added to ‖w‖² where w is divided by its norm.
             (flash-linear-attention has SiLU and 1e-6.)
+        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class PaTH(Encoding):
         beta: float = 1.0,
         activation: str = "none",
         norm_eps: float = 0.0,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps)
+        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps, recompute=recompute)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.steps(x, context))

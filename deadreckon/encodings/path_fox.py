@@ -23,6 +23,7 @@ class PaTHFoX(Encoding):
         activation: behind the convolution, "none" or "silu".
         norm_eps: added to ‖w‖² where w is divided by its norm.
         gate_scale: factor on log f. (flash-linear-attention has SiLU, 1e-6 and D^(−1/2).)
+        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class PaTHFoX(Encoding):
         activation: str = "none",
         norm_eps: float = 0.0,
         gate_scale: float = 1.0,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps)
+        self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps, recompute=recompute)
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads, initial=initial, scale=gate_scale)
 
     def forward(self, x: Tensor, context: Context) -> Factors:

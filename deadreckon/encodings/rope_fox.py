@@ -20,6 +20,7 @@ class RoPEFoX(Encoding):
 
     Args:
         base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
+        from_zero: whether log f is a ramp that begins at 0, so that training begins with RoPE: see :class:`ForgetGate`.
     """
 
     def __init__(
@@ -28,10 +29,11 @@ class RoPEFoX(Encoding):
         base: float = 10000.0,
         scaling: dict[str, float] | None = None,
         learn_factor: bool = False,
+        from_zero: bool = False,
     ) -> None:
         super().__init__()
         self.turns = RopeSteps(sizes, base, scaling, learn_factor)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, from_zero=from_zero)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors(self.turns(x), self.turns.gated(self.gate(x)))

@@ -21,6 +21,8 @@ class RoPEPaTH(Encoding):
     Args:
         rank: of the linear map that w is computed by.
         base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
+        from_zero: whether β is a ramp that begins at 0: training begins with RoPE. See :class:`HouseholderSteps`.
+        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
     """
 
     def __init__(
@@ -30,10 +32,12 @@ class RoPEPaTH(Encoding):
         base: float = 10000.0,
         scaling: dict[str, float] | None = None,
         learn_factor: bool = False,
+        from_zero: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.turns = RopeSteps(sizes, base, scaling, learn_factor)
-        self.steps = HouseholderSteps(sizes, rank)
+        self.steps = HouseholderSteps(sizes, rank, from_zero=from_zero, recompute=recompute)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         return Factors((self.turns(x), self.turns.beside(self.steps(x, context))))

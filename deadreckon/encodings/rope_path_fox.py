@@ -21,6 +21,9 @@ class RoPEPaTHFoX(Encoding):
     Args:
         rank: of the linear map that w is computed by.
         base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
+        from_zero: whether β and log f are ramps that begin at 0: training begins with RoPE. See
+            :class:`HouseholderSteps` and :class:`ForgetGate`.
+        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
     """
 
     def __init__(
@@ -30,11 +33,13 @@ class RoPEPaTHFoX(Encoding):
         base: float = 10000.0,
         scaling: dict[str, float] | None = None,
         learn_factor: bool = False,
+        from_zero: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.turns = RopeSteps(sizes, base, scaling, learn_factor)
-        self.steps = HouseholderSteps(sizes, rank)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+        self.steps = HouseholderSteps(sizes, rank, from_zero=from_zero, recompute=recompute)
+        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, from_zero=from_zero)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         steps = self.turns.beside(self.steps(x, context))

@@ -1,8 +1,24 @@
-"""What is typed on the command line as words: names, numbers and sizes."""
+"""What is typed on the command line as words: the command itself, names, numbers and sizes."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+
+import deadreckon as dr
+
+
+def command() -> str:
+    """The command line of this process; modules of this package as `python -m` takes them."""
+    program, package = Path(sys.argv[0]), Path(dr.__file__).parent
+    words = [program.name]
+    if program.is_relative_to(package):
+        parts = program.relative_to(package.parent).with_suffix("").parts
+        words = ["python", "-m", ".".join(part for part in parts if part != "__main__")]
+    return shlex.join([*words, *sys.argv[1:]])
+
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 

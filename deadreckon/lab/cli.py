@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 try:
     import tyro
@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
 
-from deadreckon.lab.arguments import bytes_in, names_in, numbers_in
+from deadreckon.lab.arguments import bytes_in, command, names_in, numbers_in
 from deadreckon.lab.bench.flags import Attention, Benchmark
 
 Size = Literal["tiny", "small", "paper"]
@@ -67,6 +67,7 @@ class Train:
     is the same, bit for bit, as without the interruption.
     """
 
+    resumes: ClassVar[bool] = True
     recipe: Positional[str]  # what to learn, such as flipflop, mqrar-2 or reverse (see `deadreckon list`)
     out: Path  # folder of the run; made if it is not there
     encoding: str = "path-fox"  # name of the position encoding (see `deadreckon list`)
@@ -81,6 +82,7 @@ class Train:
     shard_size: str = "5GB"  # the most that a file of its weights has, there
 
     def run(self) -> None:
+        from deadreckon.lab.pages.card import write_cards
         from deadreckon.lab.recipes import find_recipe
         from deadreckon.lab.training import Ranks, export, summary, train_run
 
@@ -90,6 +92,7 @@ class Train:
         console = ranks.console(None)
         run = train_run(recipe, self.out, device=device, console=console, tensorboard=self.tensorboard, ranks=ranks)
         if ranks.first:
+            write_cards(run)
             console.print(summary(run, run.scores()), highlight=False, soft_wrap=True)
             if self.export is not None:
                 files = export(run.path / "last", self.export, largest)
@@ -104,6 +107,7 @@ class Eval:
     The suite works on any causal language model with a tokenizer. If killed, run the same command again: it resumes.
     """
 
+    resumes: ClassVar[bool] = True
     folder: Annotated[Positional[Path], arg(name="run")]  # folder of a run; with --recipe or --suite, any saved model
     lengths: tuple[str, ...] = ()  # where to score, such as 512,4096,65536; by default where its recipe says
     checkpoint: Checkpoint = "last"  # the last weights, or those that did best while training
@@ -146,7 +150,7 @@ class Eval:
         with quiet_transformers():
             if self.recipe:
                 recipe = find_recipe(self.recipe, self.size, changes=self.change)
-                lines = "\n".join(list_scores(recipe, score_model(self.folder, recipe, wanted, self.device)))
+                lines = "\n".join(list_scores(recipe, score_model(self.folder, recipe, wanted, self.device, console)))
             else:
                 run = Run(self.folder)
                 lines = summary(run, score_run(run, wanted, kind=self.checkpoint, device=self.device, console=console))
@@ -160,6 +164,7 @@ class Compare:
     Finished runs are used as they are, unfinished ones resume, missing ones are trained.
     """
 
+    resumes: ClassVar[bool] = True
     experiment: Positional[str]  # its name, such as flipflop, copy, rotations or powers (see `deadreckon list`)
     encodings: tuple[str, ...] = ()  # names, such as rope,fox,path; by default those that the experiment compares
     seeds: int = 1  # how many models of each, from seed 0 on; tables then show mean ± standard deviation
@@ -182,16 +187,23 @@ class Compare:
 
 @dataclass(frozen=True)
 class Report:
-    """Write one self-contained page of HTML about runs: tables, pictures, recipes, environments."""
+    """Write one self-contained page of HTML about runs: tables, pictures, recipes, environments.
 
-    runs: Positional[tuple[Path, ...]]  # folders of runs, or folders with such folders in them
+    With --output PAGE.md, a page about conversions of one teacher.
+    """
+
+    runs: Positional[tuple[Path, ...]]  # folders of runs, or folders with such folders in them; or of conversions
     output: Annotated[Path, arg(aliases=["-o"])] = Path("report.html")  # the page
 
     def run(self) -> None:
+        from deadreckon.lab.pages.conversions import write_conversions
         from deadreckon.lab.pages.report import write_report
 
         if not self.runs:
             raise ValueError("runs: expected one or more folders, got none")
+        if self.output.suffix == ".md":
+            write_conversions(self.output, self.runs, Console())
+            return
         count = write_report(self.runs, self.output)
         print(f"{self.output}: {count} run{'s' * (count != 1)}, {self.output.stat().st_size:,} bytes")
 
@@ -238,10 +250,13 @@ class Probe:
             console.print(answer, highlight=False)
         else:
             tokens, labels, usual = source.rows(self.data, self.rows, self.length, self.seed)
-            findings = run_probe(
-                source.model, tokens, out, labels=labels, trained=self.trained or usual, window=self.window or None,
-                queries=self.queries, seed=self.seed,
-            )  # fmt: skip
+            rows, length = tokens.shape
+            console.print(f"Reading {rows} × {length} tokens with {self.folder} …", highlight=False, soft_wrap=True)
+            with console.status("probing every head"):
+                findings = run_probe(
+                    source.model, tokens, out, labels=labels, trained=self.trained or usual,
+                    window=self.window or None, queries=self.queries, seed=self.seed,
+                )  # fmt: skip
             print_findings(findings, console)
         console.print(f"Saved: {out}", highlight=False)
 
@@ -253,6 +268,7 @@ class Convert:
     It begins with the same logits; stages then teach the new parts. If killed, run the same command again: it resumes.
     """
 
+    resumes: ClassVar[bool] = True
     source: Annotated[Positional[str], arg(name="src")]  # folder of the model and its tokenizer
     data: str  # text to learn from: a file, a folder, a folder of tokens or hf:NAME
     out: Path  # folder for the new model, its stages and the report
@@ -315,16 +331,20 @@ class Generate:
 def main() -> None:
     """The console command."""
     commands = (Demo, List, Train, Eval, Compare, Report, Probe, Convert, Bench, Generate)
+    chosen: Any = None
     try:
-        command: Any = tyro.extras.subcommand_cli_from_dict(
-            {command.__name__.lower(): command for command in commands}, prog="deadreckon",
+        chosen = tyro.extras.subcommand_cli_from_dict(
+            {one.__name__.lower(): one for one in commands}, prog="deadreckon",
             description="Attention with data-dependent position encodings.",
         )  # fmt: skip
-        command.run()
+        chosen.run()
     except (ValueError, OSError) as error:
         Console(stderr=True).print("[red]error[/]:", Text(str(error)), highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
+        resumes = getattr(chosen, "resumes", False)
+        how = "To resume, run the same command again" if resumes else "Nothing is kept; to start again"
+        Console(stderr=True).print(Text(f"Interrupted. {how}:\n  {command()}"), highlight=False, soft_wrap=True)
         sys.exit(130)
 
 

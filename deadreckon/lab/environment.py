@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import subprocess
-import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 import deadreckon as dr
+from deadreckon.lab.arguments import command
 
 PACKAGES = ("torch", "transformers", "safetensors", "triton", "numpy")
 
@@ -46,16 +45,6 @@ def describe_environment(device: str) -> dict[str, Any]:
         | {name: version for name in PACKAGES if (version := version_of(name))},
         "commit": commit(),
     }
-
-
-def command() -> str:
-    """The command line of this process; modules of this package as `python -m` takes them."""
-    program, package = Path(sys.argv[0]), Path(dr.__file__).parent
-    words = [program.name]
-    if program.is_relative_to(package):
-        parts = program.relative_to(package.parent).with_suffix("").parts
-        words = ["python", "-m", ".".join(part for part in parts if part != "__main__")]
-    return shlex.join([*words, *sys.argv[1:]])
 
 
 def version_of(package: str) -> str | None:

@@ -6,12 +6,15 @@ import inspect
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from deadreckon.encodings import ENCODINGS
 from deadreckon.models.cache import LAYER_TYPE
 from deadreckon.models.tools import name_for_auto_classes
+
+NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 
 
 @strict
@@ -25,9 +28,12 @@ class DeadReckonConfig(PreTrainedConfig):
         qk_norm: RMS-normalise queries and keys, with `qk_norm_eps`.
         attention_bias: whether queries, keys and values are projected with biases.
         attention_output_bias: whether attention's output is.
-        intermediate_size: of the gated MLP; 8/3 of hidden_size, rounded up to a multiple of 32, by default.
-        hidden_act: of the gated MLP, as transformers names it.
+        intermediate_size: of the MLP; 8/3 of hidden_size, rounded up to a multiple of 32, by default, or, if it has no
+            gate, four times hidden_size.
+        gated_mlp: down(act(gate x) ⊙ up x), as Llama has it; or else down(act(up x)), as GPT-2 has it.
+        hidden_act: of the MLP, as transformers names it.
         mlp_bias: whether its projections have biases.
+        norm: "rms" for RMSNorm, or "layer" for LayerNorm; with `rms_norm_eps`.
         max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
     """
 
@@ -47,10 +53,12 @@ class DeadReckonConfig(PreTrainedConfig):
     qk_norm_eps: float = 1e-6
     attention_bias: bool = False
     attention_output_bias: bool = False
+    gated_mlp: bool = True
     hidden_act: str = "silu"
     mlp_bias: bool = False
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
+    norm: str = "rms"
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     use_cache: bool = True
@@ -60,7 +68,8 @@ class DeadReckonConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.intermediate_size is None:
-            self.intermediate_size = -(-self.hidden_size * 8 // 3 // 32) * 32
+            gated = -(-self.hidden_size * 8 // 3 // 32) * 32
+            self.intermediate_size = gated if self.gated_mlp else 4 * self.hidden_size
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -77,6 +86,8 @@ class DeadReckonConfig(PreTrainedConfig):
             )
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act: expected one of {', '.join(ACT2FN)}; got {self.hidden_act!r}")
+        if self.norm not in NORMS:
+            raise ValueError(f"norm: expected one of {', '.join(NORMS)}; got {self.norm!r}")
         for name in self.encodings():
             if name not in ENCODINGS:
                 raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")

@@ -186,8 +186,12 @@ class CapturedStep:
 
 
 def _forgotten(decoder: StaticDecoder, _: object) -> None:
-    """Lets go of a KV cache that is no more."""
-    decoder.unload()
+    """Lets go of a KV cache that is no more.
+
+    Garbage is collected at any moment, so also while another graph is captured, of which a kernel launched here would
+    become a part.
+    """
+    decoder.release()
 
 
 def count(state: LayerState, decoder: StaticDecoder, row: int = 0) -> None:

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from deadreckon.encodings.base import Context, Encoding, SelfInitialised
 from deadreckon.models.cache import StateLayer
-from deadreckon.models.configuration import DeadReckonConfig
+from deadreckon.models.configuration import NORMS, DeadReckonConfig
 from deadreckon.models.graphs import Steps, wanted
 from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
@@ -30,36 +30,38 @@ if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate x) ⊙ up x), a SwiGLU if act is SiLU."""
+class MLP(nn.Module):
+    """down(act(gate x) ⊙ up x), a SwiGLU if act is SiLU; or down(act(up x)), where there is no gate."""
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__()
         assert config.intermediate_size is not None
         width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(width, inner, bias=config.mlp_bias) if config.gated_mlp else None
         self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(self.act(self.up_proj(x)))
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(GradientCheckpointingLayer):
-    """Attention and a gated MLP, each behind a norm and beside a residual."""
+    """Attention and an MLP, each behind a norm and beside a residual."""
 
     def __init__(self, config: DeadReckonConfig, encoding: str, number: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = NORMS[config.norm](config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = AttentionLayer(
             config.hidden_size, config.num_attention_heads, encoding, config.num_key_value_heads, config.qk_norm,
             head_dim=config.head_dim, vocab_size=config.vocab_size, max_length=config.max_position_embeddings,
             qk_norm_eps=config.qk_norm_eps, bias=config.attention_bias, output_bias=config.attention_output_bias,
             encoding_options=(config.encoding_options or {}).get(encoding), place=(number, config.num_hidden_layers),
         )  # fmt: skip
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        self.post_attention_layernorm = NORMS[config.norm](config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
 
     def forward(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
         x = x + self.self_attn.attend(self.input_layernorm(x), context, state)
@@ -101,7 +103,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         self.layers = nn.ModuleList(
             DecoderLayer(config, name, number) for number, name in enumerate(config.encodings())
         )
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = NORMS[config.norm](config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.steps: Steps | None = None
         self.cp: ContextParallel | None = None

@@ -102,7 +102,7 @@ def attend(
             if reason is None:
                 from deadreckon.ops.triton.attend import attend_fused
 
-                return attend_fused(q, k, v, factors, scale, cu_seqlens)
+                return attend_fused(q, k, v, factors, scale, cu_seqlens, documents)
             if impl == "triton":
                 raise ValueError(f"impl: 'triton' needs {reason}")
         if cu_seqlens is not None and documents is None:

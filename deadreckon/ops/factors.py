@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -36,14 +36,17 @@ class Householder:
     Args:
         w: (B, T, H, D) directions, used as given (encodings normalise them).
         beta: (B, T, H) strengths: 0 is the identity, 1 a projection, 2 (with a unit w) a reflection.
+        recompute: on CUDA, whether the backward pass computes routes of 64 tokens anew. Otherwise the forward
+            pass saves it, which takes six times the memory of keys of 64.
     """
 
     w: Tensor
     beta: Tensor
+    recompute: bool = False
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Householder:
         """The steps whose directions and strengths are changed."""
-        return Householder(change(self.w), change(self.beta))
+        return replace(self, w=change(self.w), beta=change(self.beta))
 
 
 Form = Literal["auto", "attention", "chunked", "recurrent"]

@@ -44,6 +44,8 @@ IDENTITY = 0  # its element: the first
 GENERATORS = ("23145", "24315", "25341", "31245", "41325", "51342")  # (1 2 3), (1 2 4), (1 2 5), then their inverses
 WORDS = ("g1", "g2", "g3", "g1'", "g2'", "g3'", "=", "yes", "no", "_")
 EQUALS, YES, NO, PAD = range(6, 10)  # the last is the beginning, too
+TRIES = 8  # rows that are drawn at once in place of one of the other part
+PRIME, MULTIPLIER, ADDEND = 2**31 - 1, 1_103_515_245, 12_345  # of the hash that divides rows
 
 
 @cache
@@ -98,8 +100,12 @@ class A5Products:
             wrong = is_for_testing(torch.where(there, factors, ORDER)) != (self.part == "test")
             if not wrong.any():
                 break
-            again = torch.randint(0, ORDER, (int(wrong.sum()), there.shape[1]), generator=generator)
-            factors[wrong] = torch.where(there[wrong], again, IDENTITY)
+            # Several tries at once: most rows that are wrong have a right one among them.
+            within = there[wrong][:, None]
+            tries = torch.randint(0, ORDER, (len(within), TRIES, there.shape[1]), generator=generator)
+            right = is_for_testing(torch.where(within, tries, ORDER).flatten(0, 1)) == (self.part == "test")
+            first = right.view(-1, TRIES).int().argmax(1)
+            factors[wrong] = torch.where(within[:, 0], tries[torch.arange(len(tries)), first], IDENTITY)
         labels = torch.where(there, products(factors), task.NOT_SCORED)
         tokens = torch.where(there, factors, ORDER)
         edge, silent = task.column(tokens, ORDER), task.column(labels, task.NOT_SCORED)
@@ -111,12 +117,24 @@ class A5Products:
 
 
 def is_for_testing(rows: Tensor) -> Tensor:
-    """Whether a row (count, longest), filled up with 60, is in the fifth that is kept for testing: by a hash of it."""
-    prime = 2**31 - 1
-    code = torch.zeros(len(rows), dtype=torch.long)
-    for token in rows.unbind(1):
-        code = torch.where(token < ORDER, (code * 1_103_515_245 + token + 12_345) % prime, code)
-    return (code * 48_271 % prime) % 5 == 0
+    """Whether a row (count, longest), filled up with 60, is in the fifth that is kept for testing: by a hash of it.
+
+    The hash of a row of n is the sum of MULTIPLIER^(n − 1 − i) · (row[i] + ADDEND), modulo PRIME.
+    """
+    there = rows < ORDER
+    behind = there.sum(1, keepdim=True) - 1 - torch.arange(rows.shape[1])
+    factors = powers(rows.shape[1])[behind.clamp(min=0)]
+    code = torch.where(there, factors * (rows + ADDEND) % PRIME, 0).sum(1) % PRIME
+    return (code * 48_271 % PRIME) % 5 == 0
+
+
+@cache
+def powers(count: int) -> Tensor:
+    """The hash's factors, of the last element first (count,)."""
+    found = [1]
+    for _ in range(count - 1):
+        found.append(found[-1] * MULTIPLIER % PRIME)
+    return torch.tensor(found)
 
 
 @dataclass(frozen=True)
@@ -177,12 +195,15 @@ def draw_words(lengths: Tensor, ends: Tensor, kinds: Tensor, generator: torch.Ge
     for _ in range(longest - 1):
         chances.append(chances[-1][:, steps()].mean(2))
     to_come = torch.stack(chances, dim=1)  # (kinds, letters to come, 60)
-    at, letters = torch.full_like(lengths, IDENTITY), []
-    for place in range(longest):
-        left = lengths - place - 1
-        weights = to_come[kinds[:, None], left.clamp(min=0)[:, None], steps()[at]]
-        weights = torch.where(left[:, None] < 0, 1.0, weights)
-        letter = torch.multinomial(weights, 1, generator=generator)
-        letters.append(torch.where(left[:, None] < 0, task.HOLE, letter))
-        at = torch.where(left < 0, at, steps()[at, letter[:, 0]])
-    return torch.cat(letters, dim=1), at
+    sums = to_come[:, :, steps()].cumsum(3)  # of each letter and those before it (kinds, letters to come, 60, 6)
+    shares = (sums / sums[..., -1:]).flatten(0, 2)
+    left = lengths - torch.arange(1, longest + 1)[:, None]  # letters to come (longest, count)
+    starts = (kinds * longest + left.clamp(min=0)) * ORDER  # where the shares of an element are, but for the element
+    drawn = torch.rand(longest, len(lengths), 1, generator=generator, dtype=ends.dtype)
+    at, letters, reached = torch.full_like(lengths, IDENTITY), [], []
+    for place in range(longest):  # a training loop waits for this: few operations, flat indices
+        letters.append((drawn[place] >= shares.index_select(0, starts[place] + at)).sum(1))
+        at = steps().view(-1).index_select(0, at * len(GENERATORS) + letters[-1])
+        reached.append(at)
+    words = torch.where(left < 0, task.HOLE, torch.stack(letters)).T
+    return words, torch.stack(reached)[lengths - 1, torch.arange(len(lengths))]

@@ -48,6 +48,8 @@ class MQRAR:
         for name in ("back", "keys", "values"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.keys > torch.iinfo(torch.int16).max:
+            raise ValueError(f"keys: expected fewer than 32768, got {self.keys}")
         if not 0 <= self.asking <= 1:
             raise ValueError(f"asking: expected a probability, got {self.asking!r}")
 
@@ -96,13 +98,18 @@ def recall(keys: Tensor, values: Tensor, asks: Tensor, back: int) -> tuple[Tenso
     Pairs are put in order of their keys, in each key in order of time. What is N assignments back is then of the same
     key, for a pair that asks.
     """
-    order = keys.argsort(dim=1, stable=True)
+    order = stable_order(keys)
     keys, values, asks = (x.gather(1, order) for x in (keys, values, asks))
     place = torch.arange(keys.shape[1]).expand_as(keys)
     starts = torch.cat([torch.ones_like(asks[:, :1]), keys[:, 1:] != keys[:, :-1]], dim=1)
     occurred = place - torch.where(starts, place, 0).cummax(1).values
     asks = asks & (occurred >= back)
     assigned = (~asks).cumsum(1)  # for a pair that asks: how many assignments stand before it
-    assignments = asks.long().argsort(dim=1, stable=True)  # places of assignments, in order, then those of questions
+    assignments = stable_order(asks)  # places of assignments, in order, then those of questions
     said = values.gather(1, assignments.gather(1, (assigned - back).clamp(min=0)))
     return torch.empty_like(asks).scatter(1, order, asks), torch.empty_like(said).scatter(1, order, said)
+
+
+def stable_order(keys: Tensor) -> Tensor:
+    """Places (count, pairs) in order of their keys, below 2^15: NumPy sorts these ten times as fast as torch."""
+    return torch.from_numpy(keys.to(torch.int16).numpy().argsort(axis=1, kind="stable"))

@@ -99,6 +99,8 @@ class Powers(Flags):
     # Compare the forms "attention" and "chunked" instead, over as many tokens in rows of growing length: from where on
     # is chunked the faster, which form="auto" goes by?
     forms: bool = False
+    # Time whole models instead, forward only: what gates, and angles that each token chooses, add to symmetric powers.
+    models: bool = False
     rounds: int = 3  # timings of each
 
 

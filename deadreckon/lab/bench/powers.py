@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ PATIENCE = {"cpu": 16384, "cuda": 65536}  # tokens up to which quadratic attenti
 LIMITS = {"cpu": (1e-4, 1e-3), "cuda": (1e-2, 2e-2)}  # relative errors of the output and of gradients
 TOKENS = 64  # that are decoded
 BATCH_TOKENS = {"cpu": 1 << 13, "cuda": 1 << 17}  # of all rows together, where forms are compared
+MODELS = {"cpu": (2, 2), "cuda": (12, 12)}  # layers and heads of whole models: GPT-2's on a GPU
+PASSES = {"cpu": [1024], "cuda": [16384]}  # tokens that they read
+VOCABULARY = 50257
 WEAK = 0.1  # gates forget half in some 700 tokens
 
 
@@ -91,9 +95,35 @@ def length_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
         yield [str(length), *cells, microseconds(token), mebibytes(state)]
 
 
+@torch.no_grad()
+def model_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
+    """Length, encoding, parameters, time of a forward pass and that over the first encoding's."""
+    device, (layers, heads) = flags.device, MODELS[flags.device]
+    for length in lengths:
+        base = 0.0
+        for encoding in ("sympow", "sympow-gated", "conformal-sympow"):
+            config = dr.DeadReckonConfig(
+                encoding=encoding, encoding_options={encoding: {"p": flags.power}}, vocab_size=VOCABULARY,
+                hidden_size=heads * flags.width, num_hidden_layers=layers, num_attention_heads=heads,
+                max_position_embeddings=length, tie_word_embeddings=True,
+            )  # fmt: skip
+            torch.manual_seed(0)
+            model = dr.DeadReckonForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else None).eval()
+            tokens = torch.randint(0, VOCABULARY, (1, length), device=device)
+            time = repeated(partial(model.model, tokens), flags.rounds, device)
+            base = base or time
+            count = sum(x.numel() for x in model.parameters())
+            yield [f"{encoding}, {length}", f"{count / 1e6:.2f} M", milliseconds(time), ratio(time, base)]
+
+
 def run(flags: Powers) -> None:
     """Checks, then measures."""
     page = Page(flags, "Symmetric powers")
+    if flags.models:
+        layers, heads = MODELS[flags.device]
+        page.note(f"forward; {layers} layers, {heads} heads of {flags.width}, p = {flags.power}, one sequence")
+        lengths = flags.lengths or PASSES[flags.device]
+        return page.table(["", "parameters", "time", "×"], model_rows(flags, lengths))
     lengths = flags.lengths or (FORMS if flags.forms else LENGTHS)[flags.device]
     error = check(flags.power, flags.width, flags.device)
     sizes = f"forward and backward; {flags.heads} heads of {flags.width}, gated"

@@ -45,14 +45,14 @@ def sdpa(x: Inputs) -> Tensor:
     return causal(x["q"], x["k"], x["v"])
 
 
-def by_kernel(backend: SDPBackend, x: Inputs) -> Tensor:
-    """With this one."""
-    with sdpa_kernel(backend):
+def by_kernel(backend: str, x: Inputs) -> Tensor:
+    """With this one, by name: other processes are sent it."""
+    with sdpa_kernel(getattr(SDPBackend, backend)):
         return sdpa(x)
 
 
-flash = partial(by_kernel, SDPBackend.FLASH_ATTENTION)  # FlashAttention-2
-cudnn = partial(by_kernel, SDPBackend.CUDNN_ATTENTION)  # NVIDIA's own
+flash = partial(by_kernel, "FLASH_ATTENTION")  # FlashAttention-2
+cudnn = partial(by_kernel, "CUDNN_ATTENTION")  # NVIDIA's own
 
 
 def rotate_half(x: Tensor) -> Tensor:

@@ -64,14 +64,15 @@ def folder_name(name: str, size: str, changes: Sequence[str]) -> str:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """A table for each test."""
+    """A table for each test, and of a grid for each setting."""
     for condition in comparison.tabulated:
-        console.print(f"\n{comparison.describe(condition)}", highlight=False)
-        headings, rows = comparison.table(condition)
-        for length, row in zip(comparison.lengths(condition), rows, strict=True):
-            best = 1 + list(comparison.values).index(comparison.best(condition, length))
-            row[best] = f"[bold]{row[best]}[/]"
-        console.print(terminal(headings, rows, left=0))
+        for setting, part in comparison.by_setting().items():
+            console.print(f"\n{part.describe(condition)}{f', {setting}' * bool(setting)}", highlight=False)
+            headings, rows = part.table(condition)
+            for length, row in zip(part.lengths(condition), rows, strict=True):
+                best = 1 + list(part.values).index(part.best(condition, length))
+                row[best] = f"[bold]{row[best]}[/]"
+            console.print(terminal(headings, rows, left=0))
         if solved := describe_solved(comparison, condition):
             console.print(solved, highlight=False)
         if paired := paired_table(comparison, condition):

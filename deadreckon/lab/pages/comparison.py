@@ -89,6 +89,23 @@ class Comparison:
         single = [name for name in points if len(self.lengths(name)) == 1]
         return [name for name in self.conditions if name not in single] or self.conditions
 
+    def by_setting(self) -> dict[str, Comparison]:
+        """Of a grid, such as four encodings with one to four layers, the encodings by what else is set ("layers=1").
+
+        A comparison that is no grid is whole, with nothing set.
+        """
+        settings: dict[str, dict[str, str]] = {}  # setting -> encoding -> label
+        for label in self.values:
+            encoding, _, setting = label.partition(" ")
+            settings.setdefault(setting, {})[encoding] = label
+        first = next(iter(settings.values()), {})
+        if len(settings) < 2 or len(first) < 2 or any(names.keys() != first.keys() for names in settings.values()):
+            return {"": self}
+        return {
+            setting: replace(self, values={encoding: self.values[label] for encoding, label in names.items()})
+            for setting, names in settings.items()
+        }
+
     def describe(self, condition: str) -> str:
         """What a table of one test shows."""
         test, seeds = self.test(condition), self.seeds()

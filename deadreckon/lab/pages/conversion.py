@@ -1,11 +1,13 @@
-"""What a conversion came to: teacher and student by length, in generation and in speed, as a model card."""
+"""What a conversion came to: teacher, start and student by length, in generation and in speed, as a model card."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,6 +16,7 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.environment import describe_environment
 from deadreckon.lab.evaluation import evaluate, format_value
+from deadreckon.lab.pages.card import card, licence_of
 from deadreckon.lab.pages.tables import markdown
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training.conversion import convert_run
@@ -27,29 +30,32 @@ PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt
 
 @dataclass(frozen=True)
 class Measured:
-    """One of the two models."""
+    """One of the models."""
 
     perplexity: dict[int, float]  # by length
+    texts: dict[int, Sequence[float]]  # losses on texts that are the same for all models and lengths
     reading: float  # tokens per second of a text of the training length
     writing: float  # tokens per second of generate()
 
 
 def convert(conversion: Conversion, out: Path, device: str, console: Console) -> None:
-    """Converts, measures teacher and student, and writes report.json and README.md beside the model."""
+    """Converts, measures teacher, start and student, and writes report.json and README.md beside the model."""
     convert_run(conversion, out, device=device, console=console)
+    measured, written = {}, {}
     with quiet_transformers(), console.status(f"measuring {out} and its teacher"):
-        models = {
-            "teacher": load_teacher(conversion.source).to(device),
-            "student": load_start(str(out)).to(device).eval(),
-        }
         prompts = draw_prompts(conversion).to(device)
-        written = {name: continue_greedily(model, prompts) for name, model in models.items()}
-        measured = {name: measure(model, conversion, written[name][1]) for name, model in models.items()}
-    agreement = match(written["teacher"][0], written["student"][0])
-    report = {name: asdict(one) for name, one in measured.items()} | {"same_tokens": agreement}
-    write_text(out / "report.json", json.dumps(report | {"environment": describe_environment(device)}, indent=2) + "\n")
+        for name, folder in {"teacher": conversion.source, "start": out / "start", "student": out}.items():
+            if folder == out / "start" and not conversion.planned:
+                continue  # it is the student
+            model = (load_teacher if name == "teacher" else load_start)(str(folder)).to(device).eval()
+            written[name], speed = continue_greedily(model, prompts)
+            measured[name] = measure(model, conversion, speed)
+    agreement = match(written["teacher"], written["student"])
+    report: dict[str, Any] = {name: asdict(one) for name, one in measured.items()}
+    report |= {"same_tokens": agreement, "environment": describe_environment(device), "conversion": asdict(conversion)}
+    write_text(out / "report.json", json.dumps(report, indent=2) + "\n")
     table = tabulate(measured)
-    write_text(out / "README.md", model_card(conversion, out, table, agreement))
+    write_text(out / "README.md", model_card(conversion, out, table, agreement, device))
     console.print(
         f"{table}\n\n{agreement:.0%} of greedily chosen tokens are the teacher's.", highlight=False, soft_wrap=True
     )
@@ -80,14 +86,16 @@ def match(expected: Tensor, found: Tensor) -> float:
 
 def measure(model: dr.DeadReckonForCausalLM, conversion: Conversion, writing: float) -> Measured:
     recipe = conversion.test_recipe()
-    perplexity = {one.length: one.perplexity for one in evaluate(model, recipe)}
+    scores = {one.length: one for one in evaluate(model, recipe)}
     rows, _ = recipe.make_task("held out").sample(1, recipe.length, torch.Generator().manual_seed(0))
     rows = rows.to(next(model.parameters()).device)
     with torch.no_grad():
         model(rows)  # kernels are compiled
         began = time.perf_counter()
         float(model(rows).logits[0, -1, 0])
-    return Measured(perplexity, rows.numel() / (time.perf_counter() - began), writing)
+    reading = rows.numel() / (time.perf_counter() - began)
+    perplexity = {length: one.perplexity for length, one in scores.items()}
+    return Measured(perplexity, {length: one.texts for length, one in scores.items()}, reading, writing)
 
 
 def tabulate(measured: dict[str, Measured]) -> str:
@@ -101,24 +109,24 @@ def tabulate(measured: dict[str, Measured]) -> str:
     return markdown(["", *(f"perplexity at {n}" for n in lengths), "tokens/s reading", "tokens/s writing"], rows)
 
 
-def model_card(conversion: Conversion, out: Path, table: str, agreement: float) -> str:
+def model_card(conversion: Conversion, out: Path, table: str, agreement: float, device: str) -> str:
     """README.md, as the Hugging Face Hub shows it."""
     runs = [Run(out / stage) for stage, _ in conversion.recipes(out)]
     stages = [
         [run.path.name, run.recipe.steps, f"{run.progress().tokens:,}", f"{run.recipe.learning_rate:g}"] for run in runs
     ]
     start = "a cold swap" if conversion.cold else "an exact start"
-    environment = describe_environment("cpu")
-    return "\n".join([
-        "---", "library_name: transformers", f"base_model: {conversion.source}", "tags: [deadreckon]", "---", "",
-        f"# {Path(conversion.source).name} with {conversion.ended}", "",
-        f"Converted from `{conversion.source}` to the position encoding `{conversion.ended}` with deadreckon "
-        f"{environment['versions']['deadreckon']}, from {start}"
-        f"{', while the angles of RoPE faded to nothing' if conversion.drop_rope else ''}.", "",
-        "```python", "import deadreckon as dr", f'model = dr.DeadReckonForCausalLM.from_pretrained("{out}")', "```", "",
-        markdown(["stage", "steps", "tokens", "learning rate"], stages) if stages else "No training.", "",
-        f"Trained at {conversion.length} tokens; the same held-out text at every length:", "", table, "",
+    faded = ", while the angles of RoPE faded to nothing" if conversion.drop_rope else ""
+    sections = {
+        "": f"Converted from `{conversion.source}` to the position encoding `{conversion.ended}` with deadreckon, from "
+        f"{start}{faded}.",
+        "Stages": markdown(["stage", "steps", "tokens", "learning rate"], stages) if stages else "No training.",
+        "Scores": f"Trained at {conversion.length} tokens; the same held-out text at every length:\n\n{table}\n\n"
         f"{agreement:.0%} of {PROMPTS} × {NEW} greedily chosen tokens are the teacher's, each row up to the first that "
-        "differs.", "",
-        f"Command: `{environment['command']}`. Date: {environment['date'][:10]}.", "",
-    ])  # fmt: skip
+        "differs.",
+    }
+    held_out = f"; scored on `{conversion.held_out}`" if conversion.held_out else ""
+    return card(
+        f"{Path(conversion.source).name} with {conversion.ended}", sections, describe_environment(device),
+        base=conversion.source, data=f"`{conversion.data}`{held_out}.", licence=licence_of(conversion.source),
+    )  # fmt: skip

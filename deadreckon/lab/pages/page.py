@@ -24,7 +24,9 @@ def write_page(
         *(f"    {command}" for command in dict.fromkeys(start["command"] for run in runs for start in run.starts())),
     ]  # fmt: skip
     for condition in comparison.tabulated:
-        lines += ["", f"{comparison.describe(condition)}:", "", score_table(comparison, condition, experiment)]
+        for setting, part in comparison.by_setting().items():
+            described = f"{part.describe(condition)}{f', {setting}' * bool(setting)}"
+            lines += ["", f"{described}:", "", score_table(part, condition, experiment)]
         if solved := describe_solved(comparison, condition):
             lines += ["", solved]
         if paired := paired_table(comparison, condition):
@@ -51,7 +53,7 @@ def describe_runs(runs: Sequence[Run]) -> str:
     seeds = sorted({recipe.seed for recipe in recipes})
     return (
         f"{start['date'][:10]}: {devices}; Python {start['python']}, {versions}; commit {commits}. "
-        f"{distinct('layers')} layer{'s' * (recipes[0].layers > 1)}, {distinct('heads')} heads, "
+        f"{distinct('layers')} layer{'s' * (max(recipe.layers for recipe in recipes) > 1)}, {distinct('heads')} heads, "
         f"width {distinct('width')}; {distinct('steps')} steps of {distinct('batch_size')} sequences, "
         f"learning rate {distinct('learning_rate')}; "
         f"{f'seeds 0 to {seeds[-1]}' if seeds[-1] else 'seed 0'}; tests of up to {recipes[0].test_rows} sequences or "

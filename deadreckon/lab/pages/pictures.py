@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
@@ -66,19 +67,20 @@ def flipflop_picture(
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
-    """Scores against length, a panel for each test, the training length marked."""
-    conditions = comparison.pictured
+    """Scores against length, a panel for each test, and of a grid for each setting, the training length marked."""
+    conditions, settings = comparison.pictured, comparison.by_setting()
+    wanted = [(condition, setting) for condition in conditions for setting in settings]
     measures = {comparison.test(condition).measure for condition in conditions}
-    columns = min(len(conditions), 5)
-    rows, shared = -(-len(conditions) // columns), len(measures) == 1
+    columns = len(settings) if 1 < len(settings) <= 5 else min(len(wanted), 5)
+    rows, shared = -(-len(wanted) // columns), len(measures) == 1
     size = (max(1.2 + 3.6 * columns, 5.5), 3.8 * rows)
     with drawing(path, rows, columns, figsize=size, sharey=shared, squeeze=False) as (figure, panels):
-        for axes, condition in zip(panels.flat, conditions, strict=False):
-            _draw_scores(axes, comparison, condition)
-            axes.set_title(condition if len(conditions) > 1 else "", pad=18)
+        for axes, (condition, setting) in zip(panels.flat, wanted, strict=False):
+            _draw_scores(axes, settings[setting], condition)
+            axes.set_title(", ".join(filter(None, [condition * (len(conditions) > 1), setting])), pad=18)
         for axes in panels[:, 1:].flat if shared else ():
             axes.set_ylabel("")
-        for axes in panels.flat[len(conditions) :]:
+        for axes in panels.flat[len(wanted) :]:
             axes.axis("off")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
@@ -188,7 +190,9 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         place = axes.get_xaxis_transform()
         axes.text(test.trained, 1.01, "trained", transform=place, ha="center", va="bottom", fontsize=8)
     axes.set_xscale("log", base=2)
-    ticks = lengths if test.axis != "position" else [2**n for n in range(max(lengths).bit_length())][::3]
+    ticks = [2**n for n in range(max(lengths).bit_length())][::3]
+    if test.axis != "position":
+        ticks = _apart(lengths, test.trained)
     axes.set_xticks(ticks, [str(length) for length in ticks], rotation=45 if len(ticks) > 5 else 0)
     axes.xaxis.set_minor_locator(NullLocator())
     if test.measure == "perplexity":
@@ -202,6 +206,16 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         axes.set_ylim(-0.02 * top, 1.08 * top)
     labels = {"error": "error, %", "exact": "exact match, %", "score": "score, %"}
     axes.set(xlabel=test.axis, ylabel=labels.get(test.measure, test.measure))
+
+
+def _apart(lengths: Sequence[int], first: int | None) -> list[int]:
+    """Those of the lengths, `first` before others, whose labels do not overlap on a logarithmic axis."""
+    least = 0.05 * math.log2(max(lengths) / min(lengths))
+    kept: list[int] = []
+    for length in sorted(lengths, key=lambda length: (length != first, length)):
+        if all(abs(math.log2(length / other)) >= least for other in kept):
+            kept.append(length)
+    return sorted(kept)
 
 
 def _smooth(values: list[float], span: int = 10) -> tuple[list[int], list[float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -19,12 +18,11 @@ from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
 from deadreckon.lab.pages.pictures import suite_picture
 from deadreckon.lab.pages.tables import markdown, terminal
 from deadreckon.lab.training import Run, quiet_transformers
-from deadreckon.lab.training.display import format_seconds
+from deadreckon.lab.training.display import Tally
 from deadreckon.tasks.long import make_long_tasks
 
 LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 FOLDER = "long"
-QUIET = 10.0  # seconds between lines where there is no terminal
 SAMPLED = 1 << 20  # bytes at both ends of a file of weights that tell models apart
 MEAN = "mean"
 Scores = dict[str, dict[int, float]]  # by task and length, from 0 to 1
@@ -68,8 +66,10 @@ def run_suite(
     data = [Path(path).name for path in (babi, books) if path]
     answers = Answers(out / "answers.jsonl", {"model": fingerprint(source), "seed": seed, "data": data})
     keys = [(task, length, number) for task in chosen for length in lengths for number in range(rows)]
-    progress = Progress(console, len(keys), sum(key in answers.found for key in keys))
-    if progress.done < progress.wanted:
+    tally = Tally(console, len(keys), sum(key in answers.found for key in keys))
+    if tally.done:
+        console.print(f"{tally.done} of {tally.wanted} answers are there already.", highlight=False)
+    if tally.done < tally.wanted:
         with quiet_transformers():
             model, tokenizer = load(folder, checkpoint, device, lengths)
         with console.status("") as status:
@@ -78,7 +78,7 @@ def run_suite(
                 batch_tokens=batch_tokens,
             ):  # fmt: skip
                 answers.add(batch)
-                status.update(progress.advance(batch))
+                status.update(tally.advance(len(batch), f"{batch[-1].task} at {batch[-1].length}", "answers"))
     asked = [answers.found[key] for key in keys]
     show({name: asked} | others, out, console, describe_environment(device)["command"])
     return mean_scores(asked)
@@ -119,29 +119,6 @@ def fingerprint(folder: Path) -> str:
                 file.seek(max(0, size - SAMPLED))
                 digest.update(file.read())
     return digest.hexdigest()[:16]
-
-
-class Progress:
-    """How far the suite is: shown on a terminal, elsewhere a line every few seconds."""
-
-    def __init__(self, console: Console, wanted: int, done: int) -> None:
-        self.console, self.wanted, self.done = console, wanted, done
-        self.known, self.began = done, time.perf_counter()
-        self.printed = self.began
-        if done:
-            console.print(f"{done} of {wanted} answers are there already.", highlight=False)
-
-    def advance(self, batch: Sequence[Answer]) -> str:
-        """Notes a batch; what there is to say."""
-        self.done += len(batch)
-        now = time.perf_counter()
-        left = (now - self.began) / (self.done - self.known) * (self.wanted - self.done)
-        task, length = batch[-1].task, batch[-1].length
-        words = f"{task} at {length}: {self.done}/{self.wanted} answers, {format_seconds(left)} left at this pace"
-        if not self.console.is_terminal and (now - self.printed > QUIET or self.done == self.wanted):
-            self.printed = now
-            self.console.print(words, highlight=False, soft_wrap=True)
-        return words
 
 
 def mean_scores(answers: Iterable[Answer]) -> Scores:

@@ -1,7 +1,8 @@
 """A conversion: a RoPE checkpoint to another encoding, as stages that are recipes.
 
-start     the model itself, with new parts that do nothing yet (or, cold, with whatever the encoding begins with)
-align     each layer's attention like the teacher's, while the factor on RoPE's angles goes from 1 to 0, if dropped
+start     the model itself: new parts are zero and learn at once; where RoPE is to be dropped, they are drawn as usual,
+          times a factor of 0; cold, they are whatever the encoding begins with
+align     each layer's attention like the teacher's, while RoPE's angles fade and new parts grow, if it is dropped
 distil    the next token's distribution like the teacher's
 extend    next-token training at a longer context
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deadreckon.lab.recipes.experiment import check_encodings
-from deadreckon.lab.recipes.recipe import Recipe
+from deadreckon.lab.recipes.recipe import SCHEDULABLE, Recipe
 
 STAGES: dict[str, dict[str, Any]] = {
     "align": {"objective": "align", "steps": 1000, "learning_rate": 1e-3, "warmup": 50},
@@ -25,8 +26,8 @@ STAGES: dict[str, dict[str, Any]] = {
 LONGER = 4  # times the length: what `extend` trains at
 TESTED = (1, 2, 4, 8, 16)  # times the length: where models are scored in the end
 STEP_TOKENS = 2**16
-# Factors by the share of the first stage: on angles that are dropped, on β and log f of what is new.
-DROPPED, GROWN = [[0.0, 1.0], [0.8, 0.0]], [[0.0, 0.0], [0.8, 1.0]]
+# By the share of the first stage in which RoPE is dropped: the factor on its angles, and on β and log f beside them.
+FADING = {"angle_factor": [[0.0, 1.0], [0.8, 0.0]], "new_factor": [[0.0, 0.0], [0.8, 1.0]]}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Conversion:
         check_encodings((self.encoding, self.begun))
         if self.drop_rope and self.cold:
             raise ValueError("drop_rope: expected it without cold, which begins without the rotation, got both")
+        if self.drop_rope and "angle_factor" not in SCHEDULABLE.get(self.begun, ()):
+            raise ValueError(f"drop_rope: expected to end with path-fox, path or fox, got {self.ended!r}")
         if self.drop_rope and not self.planned:
             raise ValueError("drop_rope: expected a stage in which the angles fade, got none")
 
@@ -100,20 +103,16 @@ class Conversion:
                 betas=(0.9, 0.95), weight_decay=0.01, schedule="cosine", floor=0.1, evaluators=("perplexity",),
                 conditions={"held out": {"part": "valid"}}, test_lengths=(self.length,), test_tokens=2**18,
                 validation_rows=8, evaluate_every=200, log_every=10, freeze=self.freeze, start=str(start),
-                schedules=self._schedules() if before is None else {},
+                schedules=FADING if self.drop_rope and before is None else {},
                 teacher="" if stage == "extend" else self.source, **STAGES[stage],
             )  # fmt: skip
-            yield stage, recipe.change(self._changes_of(stage))
+            recipe = recipe.change(self._changes_of(stage))
+            if recipe.scheduled_at(recipe.steps - 1).get("angle_factor"):
+                raise ValueError(
+                    f"{stage}.steps: expected 5 or more, so that the angles reach 0 by the last, got {recipe.steps}"
+                )
+            yield stage, recipe
             start, before = out / stage / "last", stage
-
-    @property
-    def grows(self) -> bool:
-        """Whether new parts begin as usual, times a factor that grows from 0: idle ones would hardly wake up."""
-        return bool(self.planned) and not self.cold and self.begun != "rope"
-
-    def _schedules(self) -> dict[str, list[list[float]]]:
-        grown = {"new_factor": GROWN} if self.grows else {}
-        return grown | ({"angle_factor": DROPPED} if self.drop_rope else {})
 
     def _changes_of(self, stage: str) -> list[str]:
         others = tuple(f"{other}." for other in STAGES if other != stage)

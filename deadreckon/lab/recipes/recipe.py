@@ -25,6 +25,14 @@ MEASURES = {
 }  # fmt: skip
 REPORTING = ("last", "best-three")
 OBJECTIVES = ("next-token", "align", "distil")
+# What a model has around its attention, as the configuration names it.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "llama": {},  # RMSNorm and SwiGLU, no biases
+    "gpt2": {
+        "norm": "layer", "rms_norm_eps": 1e-5, "gated_mlp": False, "hidden_act": "gelu_new", "mlp_bias": True,
+        "attention_bias": True, "attention_output_bias": True,
+    },
+}  # fmt: skip
 # Numbers of an encoding that a schedule may change, read in each forward pass.
 FACTORS = ("angle_factor", "new_factor")
 SCHEDULABLE = {"prism": ("noise",), "rope-fox": FACTORS, "rope-path": FACTORS, "rope-path-fox": FACTORS}
@@ -59,6 +67,7 @@ class Recipe:
     heads: int = 2
     initial: float = 0.1  # standard deviation of its weights before training
     tied: bool = False  # embeddings and outputs share a matrix
+    block: str = "llama"  # a name in `BLOCKS`
     qk_norm: bool = False  # queries and keys are RMS-normalised
     longest: int = 2048  # the longest document, for encodings that scale their angles by it
     steps: int = 500
@@ -110,7 +119,7 @@ class Recipe:
             )
         for name, chosen, known in (
             ("schedule", [self.schedule], SCHEDULES), ("reporting", [self.reporting], REPORTING),
-            ("objective", [self.objective], OBJECTIVES),
+            ("objective", [self.objective], OBJECTIVES), ("block", [self.block], BLOCKS),
             ("evaluators", self.evaluators or [""], MEASURES),
         ):  # fmt: skip
             for word in chosen:

@@ -104,15 +104,17 @@ TEXT = {
     "powers": text(
         "Text: loss by training length and by position, with even powers in place of exp.",
         "Kumar et al. 2025, figures 1 and 2: like GPT-2 of 124M parameters, 524 288 tokens a step at every training "
-        "length, documents of LongCrawl64, Adam (here AdamW without weight decay) at a constant rate. The text, the "
-        "number of steps, four times the training length, and RMSNorm and SwiGLU in place of GPT-2's LayerNorm and "
-        "GELU are ours.",
+        "length, documents of LongCrawl64, Adam (AdamW without weight decay is the same) at a constant rate. The text, "
+        "the number of steps and four times the training length are ours. Small: RMSNorm and SwiGLU in place of "
+        "GPT-2's LayerNorm and GELU (--change block=gpt2 for these), and a rate that falls.",
         ("rope", "sympow", "sympow-gated", "conformal-sympow"),
         Recipe(
             length=16_384, layers=12, width=768, heads=12, steps=20_000, batch_size=32, accumulate=16,
             learning_rate=6e-4, warmup=0, weight_decay=0.0, schedule="constant", options={"vocabulary": 32_000},
             evaluate_every=500, evaluators=("loss-by-position", "training-loss"), test_lengths=(65_536,),
+            block="gpt2", tied=True,
         ),
+        small={"block": "llama", "tied": False},
         sweep={
             "paper": {"length": (256, 1024, 4096, 16_384, 65_536), "p": (2, 4)},
             "small": {"length": (256, 1024, 4096), "p": (2, 4)},

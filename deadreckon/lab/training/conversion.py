@@ -71,10 +71,8 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
         return
     torch.manual_seed(conversion.seed)
     source = load_source(conversion.source)
-    if conversion.grows:
-        dr.convert_model(source, conversion.begun)  # refuses what cannot begin exactly
-    student = dr.convert_model(source, conversion.begun, exact=not (conversion.cold or conversion.grows))
-    if conversion.grows:
+    student = dr.convert_model(source, conversion.begun, exact=not conversion.departs)
+    if conversion.drop_rope:
         for name, factor in student.named_buffers():
             if name.endswith(".new_factor"):
                 factor.zero_()

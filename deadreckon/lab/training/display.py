@@ -1,4 +1,4 @@
-"""Progress of a training: a live line on a terminal, elsewhere a line every few seconds."""
+"""Progress of a training or of a scoring: a live line on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -25,6 +25,30 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+class Tally:
+    """Counts what is done of something that is known to be so many, and says how long the rest will take.
+
+    Args:
+        done: how many there were before.
+    """
+
+    def __init__(self, console: Console, wanted: int, done: int = 0) -> None:
+        self.console, self.wanted, self.done = console, wanted, done
+        self.known, self.began = done, time.perf_counter()
+        self.printed = self.began
+
+    def advance(self, count: int, where: str, things: str) -> str:
+        """Notes so many more; the words for a terminal's status line, which elsewhere are printed every few seconds."""
+        self.done += count
+        now = time.perf_counter()
+        left = (now - self.began) / (self.done - self.known) * (self.wanted - self.done)
+        words = f"{where}: {self.done}/{self.wanted} {things}, {format_seconds(left)} left at this pace"
+        if not self.console.is_terminal and now - self.printed > QUIET:
+            self.printed = now
+            self.console.print(words, highlight=False, soft_wrap=True)
+        return words
 
 
 class Display:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, is_wrong
-from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.recipes import BLOCKS, Recipe
 from deadreckon.lab.recipes.texts import save_tokenizer
 from deadreckon.lab.training.checkpoints import staged, weights_of
 from deadreckon.lab.training.distillation import OBJECTIVES, freeze
@@ -39,7 +39,7 @@ def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
         encoding=recipe.encoding, vocab_size=vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads, initializer_range=recipe.initial, tie_word_embeddings=recipe.tied,
         qk_norm=recipe.qk_norm, max_position_embeddings=recipe.longest,
-        encoding_options={recipe.encoding: options} if options else None,
+        encoding_options={recipe.encoding: options} if options else None, **BLOCKS[recipe.block],
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config)
 

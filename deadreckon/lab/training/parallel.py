@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from threading import Thread
 
@@ -26,9 +27,15 @@ def make_runs(
     threads = max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(threads,)) as pool:
         pending = {pool.submit(_make_quietly, recipe, path, lengths, device): path for path, recipe in wanted.items()}
-        for number, done in enumerate(as_completed(pending), 1):
-            done.result()
-            console.print(f"{pending[done]}: {number} of {len(wanted)}", highlight=False, soft_wrap=True)
+        try:
+            for number, done in enumerate(as_completed(pending), 1):
+                done.result()
+                console.print(f"{pending[done]}: {number} of {len(wanted)}", highlight=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():
+                worker.terminate()  # by SIGTERM: it saves its run first
+            raise
     return [Run(path) for path in wanted]
 
 
@@ -41,12 +48,16 @@ def make_run(recipe: Recipe, path: Path, lengths: Sequence[int], device: str, co
 
 
 def _make_quietly(recipe: Recipe, path: Path, lengths: Sequence[int], device: str) -> None:
-    make_run(recipe, path, lengths, device, Console(quiet=True))
+    try:
+        make_run(recipe, path, lengths, device, Console(quiet=True))
+    except SystemExit as terminated:
+        os._exit(int(terminated.code or 0))  # not on to the next run
 
 
 def _begin(threads: int) -> None:
     """In a worker process, which exits when its parent does."""
     torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     parent = parent_process()
     assert parent is not None
 

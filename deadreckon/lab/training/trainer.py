@@ -20,7 +20,7 @@ from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, is_better, places_to_test, score
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.checkpoints import Writer
-from deadreckon.lab.training.display import Display, format_seconds
+from deadreckon.lab.training.display import Display, Tally, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
 from deadreckon.lab.training.ranks import Ranks
 from deadreckon.lab.training.runs import Progress, Run, format_line, load_for_tests
@@ -71,7 +71,7 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
     began = saved = time.perf_counter()
     display = Display(console, str(run.path), recipe, training.done)
     logging_to = metrics_log(run, tensorboard) if ranks.first else nullcontext(_unlogged)
-    with display, logging_to as log, noticing_termination() as terminated, Writer(ranks) as writer:
+    with display, logging_to as log, noticing_signals() as came, Writer(ranks) as writer:
         while training.done < recipe.steps:
             step = training.advance()
             due = step.number % recipe.evaluate_every == 0 or step.number == recipe.steps
@@ -89,30 +89,42 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
             now = time.perf_counter()
             progress = Progress(step.number, progress.seconds, progress.tokens + step.tokens, best)
             # Ranks must agree on it, which costs them a wait: where they wait for a step's loss anyway.
-            late, ending = now - saved > SAVE_SECONDS, terminated.is_set()
-            late, ending = ranks.same((late, ending)) if logged or ranks.size == 1 else (False, False)
+            late, ending = now - saved > SAVE_SECONDS, came[0] if came else 0
+            late, ending = ranks.same((late, ending)) if logged or ranks.size == 1 else (False, 0)
             if due or late or ending:
                 progress = replace(progress, seconds=progress.seconds + now - began)
                 run.save(training, progress, writer)
                 began, saved = now, time.perf_counter()
             if ending and training.done < recipe.steps:
                 writer.wait()
-                console.print(f"{run.path} was terminated at step {training.done}, which is saved.", soft_wrap=True)
-                raise SystemExit(128 + signal.SIGTERM)
+                how = "interrupted" if ending == signal.SIGINT else "terminated"
+                console.print(f"{run.path} was {how} at step {training.done}, which is saved.", soft_wrap=True)
+                raise KeyboardInterrupt if ending == signal.SIGINT else SystemExit(128 + ending)
 
 
 @contextmanager
-def noticing_termination() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, so that a run can save what it has before it ends."""
-    terminated = threading.Event()
+def noticing_signals() -> Iterator[list[int]]:
+    """The signals that have asked for an end, SIGTERM or Ctrl-C, so that a run can save what it has before it ends.
+
+    A second Ctrl-C ends it at once. A process that ignores Ctrl-C, as those of a pool do, goes on doing so.
+    """
+    came: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # which alone has signals
-        yield terminated
+        yield came
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+
+    def note(number: int, frame: object) -> None:
+        if number == signal.SIGINT and number in came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    watched = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, note) for one in watched}
     try:
-        yield terminated
+        yield came
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _unlogged(step: int, values: dict[str, float]) -> None:
@@ -199,14 +211,16 @@ def score_run(
     places, known = places_to_test(run.recipe, lengths), run.scores(kind)
     if any(place not in known for place in places):
         model = run.load(kind, device, lengths)
-        with (console or Console()).status(f"scoring {run.path}"):
-            for one in evaluate(model, run.recipe, run.metrics(), lengths, set(known)):
-                run.add_scores([one], kind)
+        found = evaluate(model, run.recipe, run.metrics(), lengths, set(known))
+        for one in counted(found, sum(place not in known for place in places), str(run.path), console or Console()):
+            run.add_scores([one], kind)
         known = run.scores(kind)
     return {place: known[place] for place in places if place in known}
 
 
-def score_model(folder: Path, recipe: Recipe, lengths: Sequence[int] = (), device: str = "cpu") -> dict[Place, Score]:
+def score_model(
+    folder: Path, recipe: Recipe, lengths: Sequence[int] = (), device: str = "cpu", console: Console | None = None
+) -> dict[Place, Score]:
     """Scores of any saved model in the tests of a recipe."""
     encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding if (folder / "config.json").exists() else ""
     recipe = replace(recipe, encoding=encoding or recipe.encoding)
@@ -217,7 +231,17 @@ def score_model(folder: Path, recipe: Recipe, lengths: Sequence[int] = (), devic
             f"recipe: expected a task of {model.config.vocab_size} tokens, as the model has, "
             f"got {recipe.task}, of {expected}"
         )
-    return {one.place: one for one in evaluate(model, recipe, (), lengths)}
+    found, wanted = evaluate(model, recipe, (), lengths), len(places_to_test(recipe, lengths))
+    return {one.place: one for one in counted(found, wanted, str(folder), console or Console())}
+
+
+def counted(scores: Iterator[Score], wanted: int, title: str, console: Console) -> Iterator[Score]:
+    """Shows how far a scoring is."""
+    tally = Tally(console, wanted)
+    with console.status(f"scoring {title}") as status:
+        for one in scores:
+            status.update(tally.advance(1, f"{title}: {one.condition} at {one.axis} {one.length}", "scores"))
+            yield one
 
 
 @contextmanager

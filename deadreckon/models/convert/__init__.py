@@ -23,10 +23,10 @@ def convert_model(
     """A model of ours with the weights of another, on its device and in its dtype.
 
     From decoders with RoPE (`LlamaForCausalLM`, `MistralForCausalLM` without a sliding window, `Qwen2ForCausalLM`,
-    `Qwen3ForCausalLM`, and ours with encoding "rope") to any encoding. It begins with the same logits: Householder
-    steps are all but the identity (β = 8e-8), gates all but open (log f = −4e-8): ten thousand of them change a logit
-    by a thousandth, and gradients flow. Encodings that cannot begin so are refused, unless `exact` is False: a cold
-    swap, with the encoding's usual initialisation.
+    `Qwen3ForCausalLM`, and ours with encoding "rope") to any encoding. It begins with the same logits: the option
+    `from_zero` of the encoding makes Householder steps the identity (β = 0) and gates open (log f = 0) before training,
+    with gradients as large as those of a usual start. Encodings that cannot begin so are refused, unless `exact` is
+    False: a cold swap, with the encoding's usual initialisation.
 
     From PaTH and FoX models of flash-linear-attention, which need no other encoding than their own.
 

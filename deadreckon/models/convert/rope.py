@@ -11,17 +11,15 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
 
 from deadreckon.encodings import ENCODINGS
-from deadreckon.encodings.base import LLAMA3_SCALING, Context, Encoding, Sizes, StartsIdle, rope_angles
+from deadreckon.encodings.base import LLAMA3_SCALING, Context, Encoding, Sizes, rope_angles
 from deadreckon.models.convert.source import Source, fill
 from deadreckon.models.huggingface import DeadReckonConfig, DeadReckonForCausalLM
 from deadreckon.models.layer import make_encoding
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "deadreckon")
 CAN_BE_EXACT = ("rope", "rope-fox", "rope-path", "rope-path-fox")
-IDLE = 1e-5  # what a step or a gate may differ from none at the start
 
 
 def convert(source: Source, encoding: str, options: dict[str, Any], exact: bool) -> DeadReckonForCausalLM:
@@ -30,15 +28,14 @@ def convert(source: Source, encoding: str, options: dict[str, Any], exact: bool)
         raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {encoding!r}")
     angles = rope_options(source)
     taken = inspect.signature(ENCODINGS[encoding]).parameters
-    options = {name: value for name, value in angles.items() if name in taken and value is not None} | options
+    begun: dict[str, Any] = angles | {"from_zero": exact or None}
+    options = {name: value for name, value in begun.items() if name in taken and value is not None} | options
     config = configuration(source, encoding, options)
     if exact:
         check_exact(config, encoding, options, angles)
     source.check_vocabulary("model.embed_tokens.weight")
     model = source.build(config)
     fill(model, source.weights, drawn=".encoding.")
-    if exact:
-        start_idle(model)
     return model
 
 
@@ -93,13 +90,6 @@ def rope_options(source: Source) -> dict[str, Any]:
     return {"base": float(base), "scaling": {name: rope[name] for name in names} or None}
 
 
-def start_idle(model: nn.Module) -> None:
-    """Lets what RoPE has not begin so that it does next to nothing."""
-    for part in model.modules():
-        if isinstance(part, StartsIdle):
-            part.start_idle()
-
-
 def check_exact(config: DeadReckonConfig, encoding: str, options: dict[str, Any], angles: dict[str, Any]) -> None:
     """Raises a ValueError if attention with this encoding cannot begin as RoPE, saying what would differ."""
     assert config.num_key_value_heads is not None
@@ -111,7 +101,6 @@ def check_exact(config: DeadReckonConfig, encoding: str, options: dict[str, Any]
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         probed = make_encoding(encoding, sizes, options)
-        start_idle(probed)
         found = differences_from_rope(probed, sizes, angles)
     if found:
         raise ValueError(
@@ -138,9 +127,9 @@ def differences_from_rope(encoding: Encoding, sizes: Sizes, angles: dict[str, An
             found.append("its angles are not the model's")
         if rotation.values:
             found.append("it turns values too")
-    if steps is not None and bool((steps.beta.abs() > IDLE).any()):
+    if steps is not None and bool(steps.beta.any()):
         found.append("it reflects from the start")
-    if factors.log_gate is not None and bool((factors.log_gate < -IDLE).any()):
+    if factors.log_gate is not None and bool(factors.log_gate.any()):
         found.append("it forgets from the start")
     if factors.score != "softmax":
         found.append(f"its score is {factors.score}")

@@ -4,7 +4,7 @@ attention never looks from. Under a tracer, which cannot know the lengths, gates
 
 from __future__ import annotations
 
-from collections import defaultdict
+import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -51,15 +51,6 @@ def separated(log_gate: Tensor | None, cu_seqlens: Tensor, k: Tensor) -> Tensor:
     return gate.masked_fill(first.unsqueeze(-1), CLOSED)
 
 
-def buckets(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
-    """Groups of (start, end) whose lengths share a power of two: at most half of a group is padding."""
-    groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for start, end in pairwise(cu_seqlens):
-        if end > start:
-            groups[(end - start - 1).bit_length()].append((start, end))
-    return [groups[size] for size in sorted(groups)]
-
-
 class Batch(NamedTuple):
     """Documents of similar length side by side."""
 
@@ -68,16 +59,18 @@ class Batch(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         """(1, T, ...) -> (N, longest, ...), zeros for padding."""
-        picked = x[0][self.place.clamp(max=x.shape[1] - 1)]
-        return torch.where(self.real.view(*self.real.shape, *(1,) * (x.dim() - 2)), picked, 0)
+        return torch.where(self.real.view(*self.real.shape, *(1,) * (x.dim() - 2)), x[0][self.place], 0)
 
 
 def batches(cu_seqlens: list[int], device: torch.device) -> Iterator[Batch]:
-    """The documents of a row, a few batches of them."""
-    for group in buckets(cu_seqlens):
-        starts, ends = torch.tensor(group, device=device).unsqueeze(2).unbind(1)  # (N, 1)
-        place = starts + torch.arange(max(end - start for start, end in group), device=device)
-        yield Batch(place, place < ends)
+    """The documents of a row, those whose lengths share a power of two in one batch: at most half of it is padding."""
+    bounds = torch.tensor(cu_seqlens)  # in the host's memory: nobody waits for a GPU
+    starts, ends = torch.stack([bounds[:-1], bounds[1:]])[:, bounds.diff() > 0]
+    bits = torch.frexp((ends - starts - 1).double()).exponent  # of the power of two that is no smaller
+    for size in bits.unique():
+        first, end = (x[bits == size].unsqueeze(1) for x in (starts, ends))  # (N, 1)
+        place = first.to(device) + torch.arange(int((end - first).max()), device=device)
+        yield Batch(place.clamp(max=cu_seqlens[-1] - 1), place < end.to(device))
 
 
 def unpacked(
@@ -89,14 +82,27 @@ def unpacked(
     scale: float,
     cu_seqlens: list[int],
 ) -> Tensor:
-    """Runs attend over each group of documents as a batch, and packs the outputs again."""
+    """Runs attend over each batch of documents, and packs the outputs again.
+
+    Each tensor is laid out for all batches at once: its gradient, too, is then put together once, not batch by batch.
+    """
     _, log_gate, score = factors
-    outputs, order = [], []
-    for batch in batches(cu_seqlens, q.device):
-        rows = batch.rows
+    places, reals = zip(*batches(cu_seqlens, q.device), strict=True)
+    everything = Batch(torch.cat([x.flatten() for x in places]), torch.cat([x.flatten() for x in reals]))
+
+    @functools.cache  # by tensor
+    def laid_out(x: Tensor) -> list[Tensor]:
+        parts = everything.rows(x).split([place.numel() for place in places])
+        return [part.unflatten(0, place.shape) for part, place in zip(parts, places, strict=True)]
+
+    outputs = []
+    for number in range(len(places)):
+
+        def rows(x: Tensor, number: int = number) -> Tensor:
+            return laid_out(x)[number]
+
         gates = None if log_gate is None else rows(log_gate)
         moved = Factors(factors.map_transport(rows), gates, score)
-        output = attend(rows(q), rows(k), rows(v), moved, scale, None)
-        outputs.append(output[batch.real])
-        order.append(batch.place[batch.real])
-    return torch.cat(outputs)[torch.cat(order).argsort()].unsqueeze(0)
+        outputs.append(attend(rows(q), rows(k), rows(v), moved, scale, None).flatten(0, 1))
+    order = everything.place.masked_fill(~everything.real, q.shape[1]).argsort()[: q.shape[1]]  # padding is last
+    return torch.cat(outputs)[order].unsqueeze(0)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.problem import Problem
+from deadreckon.ops.blockwise.products import times_transposed
 from deadreckon.ops.blockwise.runs import Run
 
 
@@ -66,7 +67,7 @@ def rise(frames: Frames, runs: list[Run]) -> Frames:
         return frames
     for run, left_products, right_products in _products_by_run(runs, products):
         right, left = run.halves(queries)[1], run.halves(keys)[0]  # (N, pairs, right, G, D), (N, pairs, left, D)
-        right.copy_((right.flatten(2, 3) @ left_products.mT).view_as(right))
+        right.copy_(times_transposed(right.flatten(2, 3), left_products).view_as(right))
         left.copy_(left @ right_products)
     paired = 2 * (products.shape[1] // 2)  # a block without a partner keeps its product
     joined = products[:, 0:paired:2] @ products[:, 1:paired:2]
@@ -106,10 +107,10 @@ def fall(
         grad_rows = grad_right.flatten(2, 3)  # (N, pairs, right · G, D)
         grad_left_products, grad_right_products = grad_rows.mT @ queries, keys.mT @ grad_left
         grad_right.copy_((grad_rows @ left_products).view_as(grad_right))
-        grad_left.copy_(grad_left @ right_products.mT)
+        grad_left.copy_(times_transposed(grad_left, right_products))
         if grad_products is not None:
             above = grad_products[:, first : first + run.pairs]
-            grad_left_products += above @ right_products.mT
+            grad_left_products += times_transposed(above, right_products)
             grad_right_products += left_products.mT @ above
         first += run.pairs
         grad_pairs.append(torch.stack([grad_left_products, grad_right_products], dim=2).flatten(1, 2))

@@ -20,10 +20,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deadreckon.ops.blockwise.products import times_transposed
+
 
 def plain_logits(q: Tensor, k: Tensor) -> Tensor:
     """(N, n, S, G, D) × (N, n, S, D) -> (N, n, S, G, S)."""
-    return (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])
+    return times_transposed(q.flatten(2, 3), k).unflatten(2, q.shape[2:4])
 
 
 class HouseholderLeaf:
@@ -41,7 +43,7 @@ class HouseholderLeaf:
         self.w, self.beta = w, beta.unsqueeze(-1)
         self.from_rows = torch.cat([q.flatten(2, 3), w], dim=2)  # [Q; W]
         self.to_rows = torch.cat([w, k], dim=2)  # [W; K]
-        inner = self.from_rows @ self.to_rows.mT
+        inner = times_transposed(self.from_rows, self.to_rows)
         (q_w, q_k), (self.w_w, w_k) = self._quarters(inner)
         self.a = self._lower(q_w)
         self.right = torch.cat([w, w_k.tril(-1)], dim=-1)  # [W, C]
@@ -80,17 +82,17 @@ class HouseholderLeaf:
         grad_from_a = torch.cat([grad_queries, grad_logits], dim=-1)  # what −A [X, Y] receives
         grad_from_w = torch.cat([grad_products, grad_keys], dim=2)  # what −[X, Y]ᵀ W receives
         grad_solved = self.a.mT @ grad_from_a
-        grad_solved += self.w @ grad_from_w.mT
+        grad_solved += times_transposed(self.w, grad_from_w)
         # Through the solve: with R = M⁻ᵀ d[X, Y], its right-hand side receives R, and M receives −R [X, Y]ᵀ.
         back = torch.linalg.solve_triangular(
             (self.beta * self.w_w).mT, grad_solved, upper=True, unitriangular=True
         ).neg_()
-        grad_m = (back @ self.solved.mT).tril(-1).neg_()
+        grad_m = times_transposed(back, self.solved).tril(-1).neg_()
         grad_beta = (back * self.right).sum(-1) + (grad_m * self.w_w).sum(-1)
         back *= self.beta
         grad_inner = grad_logits.new_empty(*grad_logits.shape[:2], self.rows + self.size, 2 * self.size)
         (grad_q_w, grad_q_k), (grad_w_w, grad_w_k) = self._quarters(grad_inner)
-        grad_q_w.copy_(self._lower(grad_from_a @ self.solved.mT)).neg_()
+        grad_q_w.copy_(self._lower(times_transposed(grad_from_a, self.solved))).neg_()
         grad_q_k.copy_(grad_logits)
         torch.mul(grad_m, self.beta, out=grad_w_w)
         grad_w_k.copy_(back[..., self.width :].tril(-1))

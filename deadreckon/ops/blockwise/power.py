@@ -28,6 +28,7 @@ from deadreckon.ops.blockwise.finite import contained
 from deadreckon.ops.blockwise.forward import forward
 from deadreckon.ops.blockwise.precision import exact, faded, in_range, work
 from deadreckon.ops.blockwise.problem import Problem, by_head, gates_by_head
+from deadreckon.ops.blockwise.products import times_transposed
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import dimension, monomial_gradients, monomials, multiplicities, symmetric_power
 from deadreckon.ops.blockwise.tree import first_derivatives_only, tree_backward_pass, tree_forward_pass
@@ -132,7 +133,7 @@ def read_gradients(state: Tensor, q: Tensor, p: int, grad: Tensor, grad_state: T
         for kind, heads in _kinds(q, state.shape[2]):
             rows, grad_rows = q[:, tokens, heads], grad[:, tokens, heads].flatten(1, 2)
             columns = rows.flatten(1, 2).mT.contiguous()
-            grad_columns = monomial_gradients(columns, p, state[:, :, kind] @ grad_rows.mT)
+            grad_columns = monomial_gradients(columns, p, times_transposed(state[:, :, kind], grad_rows))
             grad_q[:, tokens, heads] = grad_columns.mT.unflatten(1, rows.shape[1:3])
             grad_state[:, :, kind] += monomials(columns, p) @ grad_rows
     return grad_q
@@ -157,7 +158,7 @@ def write_gradients(k: Tensor, v: Tensor, fade: Tensor, p: int, grad: Tensor) ->
     for tokens in _pieces(k.shape[1], k.shape[0] * grad.shape[1], k.device):
         keys = k[:, tokens].mT.contiguous()
         grad_columns[:, tokens] = monomials(keys, p).mT @ grad
-        grad_k[:, tokens] = monomial_gradients(keys, p, grad @ columns[:, tokens].mT).mT
+        grad_k[:, tokens] = monomial_gradients(keys, p, times_transposed(grad, columns[:, tokens])).mT
     grad_columns = grad_columns.unflatten(2, (fade.shape[2], -1)) * fade.unsqueeze(3)
     return grad_k, grad_columns[..., :-1].sum(2), (grad_columns * values).sum(3)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.precision import exact, work
-from deadreckon.ops.factors import Factors, Householder, Rotation
+from deadreckon.ops.factors import Factors, Rotation
 
 
 def _without_broadcast(x: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor | No
     cos, sin = angle.cos(), angle.sin()
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     if steps is not None:
-        steps = Householder(_rotate(steps.w, cos, sin), steps.beta)
+        steps = replace(steps, w=_rotate(steps.w, cos, sin))
     factors = Factors(steps, log_gate, factors.score)
     if not rotation.values:
         return Turned(q, k, v, factors, phase, unchanged)

@@ -24,6 +24,20 @@ class Run(NamedTuple):
         blocks = x[:, self.start : self.start + self.pairs * size].view(x.shape[0], self.pairs, size, *x.shape[2:])
         return blocks[:, :, : self.left], blocks[:, :, self.left :]
 
+    def left_of(self, x: Tensor) -> Tensor:
+        """The left halves alone, in one operation: half a level's launches wait for such views."""
+        return self._blocks(x, 0, self.left)
+
+    def right_of(self, x: Tensor) -> Tensor:
+        """The right halves alone."""
+        return self._blocks(x, self.left, self.right)
+
+    def _blocks(self, x: Tensor, offset: int, tokens: int) -> Tensor:
+        heads, along, *rest = x.stride()
+        strides = (heads, (self.left + self.right) * along, along, *rest)
+        shape = (x.shape[0], self.pairs, tokens, *x.shape[2:])
+        return x.as_strided(shape, strides, x.storage_offset() + (self.start + offset) * along)
+
 
 def levels(length: int, leaf: int) -> Iterator[list[Run]]:
     """The pairs of each level, near to far: whole ones, and a ragged last one where the length is no power of two."""

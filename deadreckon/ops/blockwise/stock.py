@@ -11,9 +11,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 aten = torch.ops.aten
 Backend = Literal["cpu", "cudnn", "flash", "efficient"]
+ALIGNED = 32  # rows that the efficient kernel wants a log-sum-exp to be padded to
 
 
 def backend_for(x: Tensor) -> Backend | None:
@@ -91,6 +93,7 @@ def dense_backward(
         )
     if backend == "efficient":
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        lse = pad(lse, (0, -rows % ALIGNED), value=torch.inf)
         return aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
         )[:3]

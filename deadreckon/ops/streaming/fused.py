@@ -181,6 +181,10 @@ class KernelDecoder:
         self.parts[row].zero_()
         self.tails[row].segments, self.folded[row] = [], None
 
+    def release(self) -> None:
+        for row, tail in enumerate(self.tails):
+            tail.segments, self.folded[row] = [], None
+
     def select(self, change: Change, past: Past) -> None:
         last, tail = self.last, self.tails[0]
         for x in last[:7]:

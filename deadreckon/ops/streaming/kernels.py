@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, padded, power_of_two, store_matrix
 
 CHUNK = 64  # tokens of the tail that a program turns
@@ -254,6 +255,7 @@ def _look_at_state(
         tl.store(partial.greatest + partial_at + g, tl.load(state.noise + i_n * KINDS + kind) * fade)
 
 
+@Kernel
 @triton.jit
 def _look(
     p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, state, p_segments, p_parts, scale, N, HEADS, ROOM, F, SPLIT,
@@ -317,6 +319,7 @@ def _look(
             tl.store(partial.greatest + partial_at + query, tl.full([BG], -1e30, tl.float32), mask=query < G)
 
 
+@Kernel
 @triton.jit
 def _combine(
     p_out, partial, p_tokens, HEADS, PARTS, SPLIT,

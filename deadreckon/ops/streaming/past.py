@@ -70,7 +70,10 @@ class StaticDecoder(Decoder, Protocol):
         """Whether the kernels have added a token that is not counted. Waits for them."""
 
     def unload(self, row: int = 0) -> None:
-        """Lets go of the segments of a row."""
+        """Lets go of the segments of a row, at which the kernels no longer look."""
+
+    def release(self) -> None:
+        """Lets go of all segments before the next `load`. Nothing happens on the device."""
 
     def select(self, change: Change, past: Past) -> None:
         """Goes on from other rows of the same past, which `change` chooses, and which have a past by now."""

@@ -20,6 +20,7 @@ from deadreckon.ops.blockwise.dense import DenseBlocks
 from deadreckon.ops.blockwise.forward import Top, forward_to_top
 from deadreckon.ops.blockwise.precision import lengths, work
 from deadreckon.ops.blockwise.problem import Problem, by_head, gates_by_head, leaf_tokens
+from deadreckon.ops.blockwise.products import times_transposed
 from deadreckon.ops.blockwise.runs import Gate
 from deadreckon.ops.blockwise.scores import EvenPower
 from deadreckon.ops.factors import Householder, Score
@@ -114,7 +115,7 @@ def look_back(
             gate, shift = Gate(shift, bias), shift + total
         dense.forward(queries, keys, values, gate, out, statistic)
         if segment.product is not None:
-            crossed = queries.flatten(2, 3) @ segment.product.mT.unsqueeze(1)
+            crossed = times_transposed(queries.flatten(2, 3), segment.product.unsqueeze(1))
             queries = crossed.unflatten(2, queries.shape[2:4])
     if past.folded is not None:
         assert isinstance(dense.score, EvenPower)

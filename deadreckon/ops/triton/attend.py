@@ -10,6 +10,7 @@ is mostly PyTorch's kernels: wide products are what they are good at.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,9 +21,8 @@ from deadreckon.ops.blockwise.documents import separated, unpacked
 from deadreckon.ops.blockwise.power import form_for
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import Turned, for_each_query_head, unchanged
-from deadreckon.ops.factors import Factors, Householder, Power
+from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.layout import dense
-from deadreckon.ops.tracing import traced
 from deadreckon.ops.triton.gated.operator import attend_gated
 from deadreckon.ops.triton.householder.operator import attend_householder
 from deadreckon.ops.triton.power.operator import WIDEST, attend_power
@@ -64,26 +64,32 @@ def _widest_head(dtype: torch.dtype, factors: Factors, packed: bool) -> int:
     return widest // 2 if dtype == torch.float32 and has_tiles_of_ours else widest
 
 
-def attend_fused(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None) -> Tensor:
-    """See :func:`deadreckon.attend`; the arguments are already checked, and there is no reason against."""
+def attend_fused(
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None,
+    documents: list[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """See :func:`deadreckon.attend`; the arguments are already checked, and there is no reason against.
+
+    `documents` are the numbers of cu_seqlens, where the host knows them: with powers they are batches of documents.
+    """
     _, log_gate, score = factors
     rotation, steps = factors.parts()
     q, scale = usual_scale(q, scale, score)
     if rotation is not None:  # phases go on from document to document: only differences matter
         turn = turned(q, k, v, factors)
-        return turn.back(attend_fused(turn.q, turn.k, turn.v, turn.factors, scale, cu_seqlens))
+        return turn.back(attend_fused(turn.q, turn.k, turn.v, turn.factors, scale, cu_seqlens, documents))
     if isinstance(score, Power) and cu_seqlens is not None:
-        if traced(cu_seqlens):  # documents are kept apart by gates
+        if documents is None:  # they are kept apart by gates
             factors = factors._replace(log_gate=separated(log_gate, cu_seqlens, k))
             return attend_fused(q, k, v, factors, scale, None)
-        return unpacked(attend_fused, q, k, v, factors, scale, cu_seqlens.tolist())
+        return unpacked(attend_fused, q, k, v, factors, scale, documents)
     q, k, v = (dense(x) for x in (q, k, v))
     if score == "stick-breaking":
         return stick_breaking(q, k, v, scale, cu_seqlens)
     if isinstance(score, Power):
         return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q))[0]
     if steps is not None:
-        return attend_householder(q, k, v, steps.w, steps.beta, log_gate, cu_seqlens, scale)
+        return attend_householder(q, k, v, steps, log_gate, cu_seqlens, scale)
     if log_gate is not None or cu_seqlens is not None:
         return attend_gated(q, k, v, log_gate, cu_seqlens, scale)
     return plain(q, k, v, scale)
@@ -96,7 +102,7 @@ def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> Turned:
     k, v, log_gate = for_each_query_head(q, k, v, factors.log_gate, rotation)
     q, k, v, phase = turn_by_steps(q, k, v, rotation.angles, rotation.values)
     if steps is not None:
-        steps = Householder(turn_by(steps.w, phase, 1), steps.beta)
+        steps = replace(steps, w=turn_by(steps.w, phase, 1))
     factors = Factors(steps, log_gate, factors.score)
     back = partial(turn_by, phase=phase, sign=-1) if rotation.values else unchanged
     return Turned(q, k, v, factors, phase, back, unit=2 * math.pi)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import ceil_div, power_of_two
 
 WIDTH = 3  # tokens of the convolution
@@ -47,6 +48,7 @@ def _silu(b_y):
     return b_y / (1 + tl.exp(-b_y))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["RECENT", "T", "s_place"])
 def _forward(
     p_x, p_filter, p_place, p_w, s_place, RECENT, T, C, D, epsilon,
@@ -89,6 +91,7 @@ def _arriving(
     return b_da
 
 
+@Kernel
 @triton.jit(do_not_specialize=["RECENT", "T", "s_place"])
 def _backward(
     p_x, p_filter, p_place, p_grad, p_dx, p_dfilter, s_place, RECENT, T, C, D, epsilon,

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.layout import dense
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import ceil_div, power_of_two, strides
 
 TURN = tl.constexpr(2 * math.pi)
@@ -99,6 +100,7 @@ def _turn_heads(
     return b_cross
 
 
+@Kernel
 @triton.jit
 def _step_totals(p_angle, s_angle, p_total, T, TURNS, TILES, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     i_tile, i_r, _, i_b, token, channel, mask = _place(T, TURNS, 1, D, BT, BD)
@@ -110,6 +112,7 @@ def _step_totals(p_angle, s_angle, p_total, T, TURNS, TILES, D: tl.constexpr, BT
     tl.store(p_total + channel, b_total, mask=channel < D // 2)
 
 
+@Kernel
 @triton.jit
 def _before(p_total, TILES, WIDTH, REVERSE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """Replaces each tile's total by the sum of those before it, or after it: (B, TILES, WIDTH), int64 or float64."""
@@ -128,6 +131,7 @@ def _before(p_total, TILES, WIDTH, REVERSE: tl.constexpr, CHUNK: tl.constexpr, C
         b_carry += tl.sum(b_total, 0)
 
 
+@Kernel
 @triton.jit
 def _turn_by_steps(
     p_angle, s_angle, p_before, p_phase, p_q, s_q, p_q_turned, p_k, s_k, p_k_turned, p_v, s_v, p_v_turned,
@@ -162,6 +166,7 @@ def _turn_by_steps(
         )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _turn_by_phase(
     p_phase, p_grad_phase, p_gradient, p_total,
@@ -204,6 +209,7 @@ def _turn_by_phase(
             tl.store(p_total + channel, tl.sum(b_gradient, 0).to(tl.float64), mask=channel < D // 2)
 
 
+@Kernel
 @triton.jit
 def _step_gradient(p_gradient, p_after, p_angle, T, TURNS, TILES, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     i_tile, i_r, _, i_b, _, channel, _ = _place(T, TURNS, 1, D, BT, BD)

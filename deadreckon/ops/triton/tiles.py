@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,16 @@ def padded(width: int) -> int:
 def warps_for(width: int) -> int:
     """Warps of programs that multiply or add up whole (D, D) matrices: as many as keep them in registers."""
     return 4 if padded(width) == 64 else 8
+
+
+@cache
+def _generation(device: int) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def roomy(x: Tensor) -> bool:
+    """Whether programs have 227 KiB of shared memory, as on an H100 or B200: an A100 has 163, most others have 99."""
+    return x.is_cuda and _generation(x.get_device()) in (9, 10)
 
 
 def strides(*tensors: Tensor) -> Iterator[tuple[int, ...]]:

@@ -22,6 +22,7 @@ from deadreckon.ops.triton.gated.launch import (
     edge_before,
     gates_since,
 )
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import LOG2E, load_columns, load_rows, store_rows, strides
 
 
@@ -60,6 +61,7 @@ def _query_gradients_along(
     return b_dq, b_by_query
 
 
+@Kernel
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _query_gradients(
     p_q, p_k, p_v, p_do, p_dq, p_by_query, p_delta, p_lse, p_row_shift, p_left, p_rest, p_edge, p_first, p_start,
@@ -79,6 +81,13 @@ def _query_gradients(
     )
     row = first_row + tl.arange(0, BM)
     m_row = row < ROWS
+    b_start, begin, inner = first_keys(
+        p_first + i_c * BLOCKS, p_start, origin_q, origin_k, first_row, row, ROWS, whole, BN, PRUNED, PACKED
+    )
+    if PACKED:
+        if not CAUSAL:
+            if begin >= keys:  # no row sees any of these keys, and nothing reads this gradient
+                return
     p_q += i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair * s_qp
     p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp
     p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
@@ -95,13 +104,6 @@ def _query_gradients(
     if GATED:
         reference = edge_before(p_edge, origin_q + first_row)
         b_row_shift += (edge_before(p_edge, tl.where(m_row, origin_q + row, 0)) - reference).to(tl.float32)
-    b_start, begin, inner = first_keys(
-        p_first + i_c * BLOCKS, p_start, origin_q, origin_k, first_row, row, ROWS, whole, BN, PRUNED, PACKED
-    )
-    if PACKED:
-        if not CAUSAL:
-            if begin >= keys:  # no row sees any of these keys, and nothing reads this gradient
-                return
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_by_query = tl.zeros([BM], tl.float32)
     if PACKED:
@@ -167,6 +169,7 @@ def _key_gradients_along(
     return b_dk, b_dv, b_by_key
 
 
+@Kernel
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _key_gradients(
     p_q, p_k, p_v, p_do, p_dk, p_dv, p_by_key, p_delta, p_lse, p_row_shift, p_left, p_rest, p_edge, p_last, p_end,
@@ -190,12 +193,6 @@ def _key_gradients(
     key = first_key + tl.arange(0, BN)
     m_key = key < KEYS
     i_pair = i_pair.to(tl.int64)
-    p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp
-    p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
-    b_k = load_rows(p_k, key, s_kr, tl.arange(0, BD), m_key, D, BD)
-    b_v = load_rows(p_v, key, s_vr, tl.arange(0, BE), m_key, E, BE)
-    b_dk = tl.zeros([BN, BD], tl.float32)
-    b_dv = tl.zeros([BN, BE], tl.float32)
     whole = tl.minimum(first_key + BN, ROWS) if CAUSAL else 0
     b_end, oldest, newest = key, 0, 0  # where the documents of these keys end, first and last of these ends
     if PACKED:
@@ -206,6 +203,12 @@ def _key_gradients(
         if not CAUSAL:
             if newest <= 0:
                 return
+    p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp
+    p_v += i_b * s_vb + i_h * s_vh + i_pair * s_vp
+    b_k = load_rows(p_k, key, s_kr, tl.arange(0, BD), m_key, D, BD)
+    b_v = load_rows(p_v, key, s_vr, tl.arange(0, BE), m_key, E, BE)
+    b_dk = tl.zeros([BN, BD], tl.float32)
+    b_dv = tl.zeros([BN, BE], tl.float32)
     for g in range(GROUP):
         i_g = tl.cast(g, tl.int64)
         i_stat = i_b * s_lb + i_h * s_lh + i_g * s_lg + i_pair * s_lp

@@ -8,9 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import Sums, edge_before, gates_since
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import padded, place_of, strides
 
 
+@Kernel
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS", "GATES"])
 def _prepare(
     p_out, p_grad, p_lse, p_left, p_rest, p_edge, p_out_to, p_grad_to, p_delta, p_row_shift,

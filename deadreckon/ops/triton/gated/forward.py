@@ -19,6 +19,7 @@ from deadreckon.ops.triton.gated.launch import (
     edge_before,
     gates_since,
 )
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import LOG2E, load_columns, load_rows, poison_of, store_rows, strides, zeroed
 
 
@@ -108,6 +109,7 @@ def _forward_along(
     return b_acc, b_max, b_sum
 
 
+@Kernel
 @triton.jit(do_not_specialize=["ROWS", "KEYS", "TILES", "HEADS", "GATES", "BLOCKS", "start", "left", "right"])
 def _forward(
     p_q, p_k, p_v, p_o, p_lse, p_left, p_rest, p_edge, p_first, p_start, scale2,

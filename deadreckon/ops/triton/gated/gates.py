@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import EDGE, Reach, Sums
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded, strides
 
 PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
@@ -36,6 +37,7 @@ def _gates(p_gate, token, s_t, mask, floor):
     return tl.where(b_poison == 0, b_gate, 0.0).to(tl.float64) * 1.4426950408889634, b_poison
 
 
+@Kernel
 @triton.jit(do_not_specialize=["s_b", "s_t", "s_h", "T", "BLOCKS", "GATES"])
 def _block_sums(p_gate, p_left, p_rest, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
     i_block, i_c = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -67,6 +69,7 @@ def gate_sums(log_gate: Tensor, heads: int) -> Sums:
     return Sums(left.view(shape), rest.view(shape), total.cumsum(1).view(shape))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "TILES", "HEADS"])
 def _longest(p_x, p_out, s_x, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
     s_b, s_t, s_h = s_x

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import Documents
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import (
     DTYPES,
     ceil_div,
@@ -71,6 +72,7 @@ def _kept(p_bound, row, origin, rows, GROUP, QUERIES: tl.constexpr):
         return tl.load(p_bound + origin + tl.minimum(last, rows - 1)) > origin + rows
 
 
+@Kernel
 @triton.jit(do_not_specialize=["start", "count", "rows", "step", "first", "every", "CHUNKS"])
 def _cross(
     p_x, p_kept, p_to, p_products, p_bound, s_x, s_to, start, count, rows, step, s_products, first, every,
@@ -107,6 +109,7 @@ def _cross(
             tl.store(p_to + offsets, through(b_x, b_p, TRANSPOSED, DTYPE).to(DTYPE), mask=mask)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["start", "count", "rows", "step", "first", "CHUNKS"])
 def _cross_back(
     p_grad, p_kept, p_fresh, p_outer, p_products, p_bound, s_x, start, count, rows, step, s_products, first,
@@ -114,7 +117,10 @@ def _cross_back(
     TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     DTYPE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of rows before they crossed, the block's own (fresh) added; and this chunk's part of P's gradient."""
+    """Gradients of rows before they crossed, the block's own (fresh) added; and this chunk's part of P's gradient.
+
+    Packed: of rows that see or are seen from the other block. Others have no gradients from here up, nor room for any.
+    """
     i_chunk, i_block = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
     i_n, i_pair = (i_block // count).to(tl.int64), i_block % count
     channel = tl.arange(0, BD)
@@ -128,24 +134,27 @@ def _cross_back(
         row = (i_chunk * TILES + tile) * BM + tl.arange(0, BM)
         mask = (row < rows)[:, None] & (channel < D)[None, :]
         offsets = row.to(tl.int64)[:, None] * D + channel[None, :]
-        onward = 1
-        m_fresh = mask
+        looking, onward = 1, 1
+        m_onward = mask
         if PACKED:
             looks, beyond = _related(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)
-            m_fresh, onward = mask & looks[:, None], tl.max(beyond.to(tl.int32), 0)
-        b_new = tl.load(p_fresh + offsets, mask=m_fresh, other=0.0).to(tl.float32)
+            m_onward, mask = mask & beyond[:, None], mask & looks[:, None]
+            looking, onward = tl.max(looks.to(tl.int32), 0), tl.max(beyond.to(tl.int32), 0)
+        b_new = tl.load(p_fresh + offsets, mask=mask, other=0.0).to(tl.float32)
         if onward > 0:
-            b_grad = tl.load(p_grad + offsets, mask=mask, other=0.0)
+            b_grad = tl.load(p_grad + offsets, mask=m_onward, other=0.0)
             b_kept = tl.load(p_kept + offsets, mask=mask, other=0.0)
             if TRANSPOSED:  # rows crossed by x Pᵀ
                 b_outer += mul(tl.trans(b_grad), b_kept, DTYPE)
             else:
                 b_outer += mul(tl.trans(b_kept), b_grad, DTYPE)
             b_new += through(b_grad, b_p, not TRANSPOSED, DTYPE)
-        tl.store(p_grad + offsets, b_new.to(DTYPE), mask=mask)
+        if looking > 0:
+            tl.store(p_grad + offsets, b_new.to(DTYPE), mask=mask)
     store_matrix(p_outer + tl.program_id(0).to(tl.int64) * D * D, b_outer, D, BD)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count"])
 def _multiply(p_products, p_above, s_products, s_above, count, D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr):
     """P_left P_right of each pair."""
@@ -155,6 +164,7 @@ def _multiply(p_products, p_above, s_products, s_above, count, D: tl.constexpr, 
     store_matrix(p_above + i_n * s_above + i_pair.to(tl.int64) * D * D, b_product, D, BD)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count", "first", "first_above", "LEFT_PARTS", "RIGHT_PARTS"])
 def _multiply_back(
     p_products, p_above, p_left_parts, p_right_parts, p_grad, s_products, s_above, s_grad, count, first, first_above,
@@ -184,6 +194,7 @@ def _multiply_back(
         store_matrix(p_grad + side * D * D, b_grad, D, BD)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "boundary"])
 def _place(
     p_x, p_fresh, p_bound, s_x, boundary, rows, TILES, GROUP,
@@ -200,6 +211,7 @@ def _place(
     if PACKED:
         b_bound = tl.load(p_bound + tl.minimum(row, rows - 1) // GROUP)
         m_fresh = m_fresh & ((b_bound > boundary) if BEFORE else (b_bound < boundary // GROUP))
+        mask = mask & m_fresh[:, None]
     at = i_n * fresh_rows * D + at.to(tl.int64)[:, None] * D + channel[None, :]
     b_x = tl.load(p_fresh + at, mask=mask & m_fresh[:, None], other=0.0)
     tl.store(p_x + i_n * s_x + row.to(tl.int64)[:, None] * D + channel[None, :], b_x, mask=mask)
@@ -208,7 +220,10 @@ def _place(
 def place(
     x: Tensor, fresh: Tensor, boundary: int, before: bool, documents: Documents | None = None, group: int = 1
 ) -> None:
-    """Fills the rows of x (n, rows, D) before or from the boundary on with fresh ones, the others with zeros."""
+    """Fills the rows of x (n, rows, D) before or from the boundary on with fresh ones, the others with zeros.
+
+    With documents, only rows of such as go across the boundary: see `_cross_back`.
+    """
     count, rows, width = x.shape
     tiles = ceil_div(rows, 128)
     _place[(count * tiles,)](

@@ -32,6 +32,7 @@ from torch import Tensor
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.triton.gated.launch import Documents, Sums
 from deadreckon.ops.triton.householder.frames import Back, Frames, Place
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import (
     DTYPES,
     LOG2E,
@@ -92,6 +93,7 @@ def _leaf(p_start, first, LEAVES, HEADS, PACKED: tl.constexpr):
     return i_leaf, i_n, (i_n + first) // HEADS, (i_n + first) % HEADS, i_row, token, lower, strict, visible
 
 
+@Kernel
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_forward(
     p_q, p_k, p_v, p_w, p_beta, p_left, p_rest, p_start, p_end, p_frame_q, p_frame_k, p_values, p_products, p_inverse,
@@ -171,14 +173,17 @@ def sum_runs(
         at = i_tile * 64 - start
         i_pair, at = at // (left + right), at % (left + right)
         inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left) & (row >= 0)
+        offset = ((i_n * count + i_pair) * left + at) * W
         if PACKED:  # keys that are looked at from the run's right blocks, of which the last run has none
             inside = inside & ((b_end > start + i_pair * (left + right) + left) | (right == 0))
-        offset = ((i_n * count + i_pair) * left + at) * W
-        # A mask rather than a branch: the loads of all runs are under way at once.
-        b_total += load_rows(p_x + offset, row, W, channel, inside, W, BW).to(tl.float32)
+            if tl.max(inside.to(tl.int32), 0) > 0:  # few runs have any
+                b_total += load_rows(p_x + offset, row, W, channel, inside, W, BW).to(tl.float32)
+        else:  # a mask rather than a branch: the loads of all runs are under way at once
+            b_total += load_rows(p_x + offset, row, W, channel, inside, W, BW).to(tl.float32)
     return b_total
 
 
+@Kernel
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_backward(
     p_q, p_k, p_v, p_w, p_beta, p_left, p_rest, p_start, p_end, p_inverse, p_do, p_delta, p_lse, p_row_shift,

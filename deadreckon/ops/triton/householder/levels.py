@@ -83,8 +83,7 @@ class Levels:
             at_top = number == len(self.runs) - 1
             outer, first = [], 0
             for i, run in enumerate(self.runs[number]):
-                right, left = run.halves(self.frames.queries)[1], run.halves(self.frames.keys)[0]
-                q, k = (right, left) if at_top else kept[number][i]
+                q, k = (run.right_of(self.frames.queries), run.left_of(self.frames.keys)) if at_top else kept[number][i]
                 fresh_q, fresh_k, fresh_v = self._attend_back(run, q, k, rows)
                 parts.append((fresh_v, run))
                 if at_top:  # one pair of blocks
@@ -126,7 +125,7 @@ class Levels:
 
     def _attend(self, run: Run) -> Part:
         """Output and log-sum-exp of a run's queries (n, pairs, right, G, D) over its keys (n, pairs, left, D)."""
-        q, k, v = run.halves(self.frames.queries)[1], run.halves(self.frames.keys)[0], run.halves(self.frames.values)[0]
+        q, k, v = run.right_of(self.frames.queries), run.left_of(self.frames.keys), run.left_of(self.frames.values)
         if self.stock:
             out, lse = dense_forward(self.stock, q.flatten(2, 3), k, v, self.routes.scale)
             return (out.contiguous(), lse.contiguous()), run
@@ -141,9 +140,9 @@ class Levels:
 
     def _attend_back(self, run: Run, q: Tensor, k: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q (n, pairs, right, G, D), k and v (n, pairs, left, ·); q and k are in the run's frames."""
-        v = run.halves(self.frames.values)[0]
+        v = run.left_of(self.frames.values)
         if self.stock and not torch.are_deterministic_algorithms_enabled():  # cuDNN adds up dq in any order
-            grad, out, lse = (run.halves(x)[1].flatten(2, 3) for x in (rows.back.grad, rows.out, rows.back.lse))
+            grad, out, lse = (run.right_of(x).flatten(2, 3) for x in (rows.back.grad, rows.out, rows.back.lse))
             gradients = dense_backward(
                 self.stock, grad, q.flatten(2, 3), k, v, out, lse, self.routes.scale, steady=True
             )
@@ -152,7 +151,7 @@ class Levels:
         sums, reach, documents, scale = self.routes
         back = rows.back
         grad, delta, lse, row_shift, by_query = (
-            run.halves(x)[1] for x in (back.grad, back.delta, back.lse, back.row_shift, back.by_query)
+            run.right_of(x) for x in (back.grad, back.delta, back.lse, back.row_shift, back.by_query)
         )
         grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         flash_backward(

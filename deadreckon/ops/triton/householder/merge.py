@@ -9,9 +9,23 @@ from torch import Tensor
 from deadreckon.ops.triton.gated.launch import Documents
 from deadreckon.ops.triton.householder.frames import Place
 from deadreckon.ops.triton.householder.leaf import in_fours
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import ceil_div, padded, place_of
 
 
+@triton.jit
+def _add_run(b_out, b_lse, p_x, p_lse, i_row, m_run, channel, E: tl.constexpr):
+    """Rows with what one run has for those of them that are in it."""
+    b_run_lse = tl.load(p_lse + i_row, mask=m_run, other=float("-inf"))
+    mask = (channel < E)[None, :] & m_run[:, None]
+    b_x = tl.load(p_x + i_row[:, None] * E + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    high = tl.maximum(b_lse, b_run_lse)
+    keep, add = tl.exp(b_lse - high), tl.exp(b_run_lse - high)
+    total = keep + add
+    return (b_out * keep[:, None] + b_x * add[:, None]) / total[:, None], high + tl.log(total)
+
+
+@Kernel
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS"])
 def _merge(
     p_out, p_lse, runs, places, p_start, p_to, p_lse_to, s_out, s_lse, first, T, TILES, HEADS, GROUP,
@@ -38,19 +52,13 @@ def _merge(
         place = i_tile * 64 - start
         i_pair, place = place // (left + right), place % (left + right)
         m_run = (i_tile * 64 >= start) & (i_pair < count) & (place >= left) & (row >= 0)
+        i_row = ((i_n * count + i_pair) * right + (place - left) + row) * GROUP + i_g
         if PACKED:  # rows that look at the run's keys: what stands elsewhere was never written
             m_run = m_run & (b_start < start + i_pair * (left + right) + left)
-        i_row = ((i_n * count + i_pair) * right + (place - left) + row) * GROUP + i_g
-        # A mask rather than a branch: the loads of all runs are under way at once.
-        b_run_lse = tl.load(p_lse_x + i_row, mask=m_run, other=float("-inf"))
-        b_x = tl.load(p_x + i_row[:, None] * E + channel[None, :], mask=inside & m_run[:, None], other=0.0).to(
-            tl.float32
-        )
-        high = tl.maximum(b_lse, b_run_lse)
-        keep, add = tl.exp(b_lse - high), tl.exp(b_run_lse - high)
-        total = keep + add
-        b_out = (b_out * keep[:, None] + b_x * add[:, None]) / total[:, None]
-        b_lse = high + tl.log(total)
+            if tl.max(m_run.to(tl.int32), 0) > 0:  # few runs have any
+                b_out, b_lse = _add_run(b_out, b_lse, p_x, p_lse_x, i_row, m_run, channel, E)
+        else:  # a mask rather than a branch: the loads of all runs are under way at once
+            b_out, b_lse = _add_run(b_out, b_lse, p_x, p_lse_x, i_row, m_run, channel, E)
     tl.store(p_lse_to + i_n * s_lse + token * GROUP + i_g, b_lse)
     if LAST:
         i_b, i_h = (i_n + first) // HEADS, (i_n + first) % HEADS
@@ -86,5 +94,5 @@ def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, lse_to: Tenso
             out, buffers[number % 2], runs, places, to if documents is None else documents.start, to,
             buffers[(number + 1) % 2], out.stride(0), lse_to.stride(0), first,
             to.shape[1], tokens // 64, to.shape[2] // group, group, E=width, BE=padded(width), RUNS=len(runs),
-            LAST=number + 1 == passes, PACKED=documents is not None,
+            LAST=number + 1 == passes, PACKED=documents is not None, num_warps=2 if padded(width) == 64 else 8,
         )  # fmt: skip

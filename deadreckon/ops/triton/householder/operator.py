@@ -15,8 +15,8 @@ Forward, for a slice of key heads at a time: (1) leaves, (2) the walk inside blo
 block's start and keys to its end, (3) levels of dense attention, (4) merge: all parts of a row by their log-sum-exp.
 
 Backward, the other way around, with the log-sum-exp of *whole* rows, so that every part has its exact gradient as in
-ring attention: levels from the top down, the walk once more and back, leaves. Frames of leaves are saved, all else is
-computed again. Nothing inverts a step, nothing uses atomics.
+ring attention: levels from the top down, the walk once more and back, leaves. Frames of leaves are saved (unless they
+too are to be computed again), all else is computed again. Nothing inverts a step, nothing uses atomics.
 
 Gates ride along as sums that each stage subtracts; packed documents as masks where they begin and end: what crosses a
 boundary is computed with the rest, and nobody looks.
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.runs import LEAF, Run, levels
+from deadreckon.ops.factors import Householder
 from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.gated.delta import prepare
 from deadreckon.ops.triton.gated.gates import (
@@ -73,6 +74,14 @@ class Heads(NamedTuple):
         """Room for queries (n, T padded, G, D) and keys (n, T padded, D)."""
         width = self.leaves.k.shape[3]
         return self.buffer(self.leaves.group, width), self.buffer(width)
+
+    def with_leaves(self) -> Heads:
+        """The same, with what the forward pass has not saved of leaves."""
+        leaves = self.leaves
+        inverse = leaves.q.new_empty(leaves.taken, leaves.leaves, LEAF, LEAF)
+        out = self.buffer(leaves.group, leaves.v.shape[3])
+        leaves.forward(self.frames, inverse, out, out.new_empty(out.shape[:3], dtype=torch.float32))
+        return self._replace(inverse=inverse)
 
     def walk(self) -> Walk:
         """Of these heads, which have more than one leaf."""
@@ -183,7 +192,7 @@ def householder_forward(
     """Attention along Householder routes, gated or not, packed or not; `prune`: gates are asked what is in reach.
 
     Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what gates leave in reach, and :class:`Saved`, which is empty
-    unless there will be a backward pass.
+    unless there will be a backward pass that does not compute it again.
     """
     out, lse = results(q, k, v)
     saved = Saved.room(q, k, v) if keep else None
@@ -213,11 +222,12 @@ def householder_backward(
     """Gradients of q, k, v, w, beta and, if there is one, log_gate."""
     grad = dense(grad)
     gradients = tuple(gradients_for(q, k, v, w, beta))
-    saved = Saved(queries, keys, values, products, inverse)
+    saved = Saved(queries, keys, values, products, inverse) if inverse.numel() else None
     sides = []
     with torch.cuda.device_of(q):
         routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale, False, reach_in(reach, k, log_gate))
         for part, heads in _head_slices(q, k, v, w, beta, routes, lse, saved):
+            heads = heads if saved else heads.with_leaves()
             sides.append(_backward(heads, out, grad, lse[part], gradients))
     if log_gate is None:
         return list(gradients)
@@ -253,12 +263,13 @@ def directions(w: Tensor) -> Tensor:
 
 
 def attend_householder(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
-    cu_seqlens: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, steps: Householder, log_gate: Tensor | None, cu_seqlens: Tensor | None,
+    scale: float,
 ) -> Tensor:  # fmt: skip
     """See :func:`deadreckon.attend`; log_gate (B, T, H or Hq) -> (B, T, Hq, E)."""
-    inputs = q, k, v, directions(w), beta, log_gate, cu_seqlens
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    inputs = q, k, v, directions(steps.w), steps.beta, log_gate, cu_seqlens
+    learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    keep = learning and not steps.recompute
     return householder_forward(*inputs, pruned(k, log_gate), scale, keep)[0]
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.triton.gated.launch import Documents, Sums, edge_before, gates_since
 from deadreckon.ops.triton.householder.frames import Back, Frames
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import (
     DTYPES,
     LOG2E,
@@ -28,6 +29,7 @@ from deadreckon.ops.triton.tiles import (
     mul,
     mul_exact,
     padded,
+    roomy,
     store_columns,
     store_matrix,
     store_rows,
@@ -62,6 +64,7 @@ def _within(p_start, i_leaf, walked):
     return tl.minimum(walked, i_leaf - tl.load(p_start + i_leaf * 64) // 64)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _walk_forward(
     p_q, p_k, p_v, p_products, p_left, p_rest, p_edge, p_start, p_out, p_lse, p_to, p_passing, scale2,
@@ -119,6 +122,7 @@ def _walk_forward(
         store_tile(p_to + i_n * s_to + i_g * D, token, GROUP * D, b_q, D, BD)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _walk_back(
     p_k, p_v, p_products, p_left, p_edge, p_start, p_do, p_delta, p_row_shift, p_grad, p_passing, p_passing_grad,
@@ -150,6 +154,7 @@ def _walk_back(
     if PACKED:
         b_start = tl.load(p_start + token)
         begin = i_leaf - _within(p_start, i_leaf, i_leaf - first)
+        b_grad = tl.where((b_start < first * 64)[:, None], b_grad, 0.0)  # queries of others never left the block
     for j in range(begin, i_leaf):
         key = j * 64 + row
         b_half = b_grad.to(DTYPE)
@@ -173,6 +178,7 @@ def _walk_back(
         tl.store(p_by_query + p_at, tl.load(p_by_query + p_at) + b_sums)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["LEAVES", "GATES"])
 def _gather(
     p_k, p_v, p_suffix, p_left, p_edge, p_start, p_end, p_do, p_delta, p_row_shift, p_passing, p_passing_grad,
@@ -193,6 +199,8 @@ def _gather(
     b_dk = tl.zeros([64, BD], tl.float32)
     if ONWARD:  # keys went on to the block's end
         b_onward = load_tile(p_grad_k, key, D, D, BD)
+        if PACKED:  # those of other documents are not seen from beyond
+            b_onward = tl.where((tl.load(p_end + key) > (j // WALK + 1) * (WALK * 64))[:, None], b_onward, 0.0)
         b_dk += through(b_onward, matrix(p_suffix + at, D, BD), True, DTYPE)
         store_matrix(p_grad_suffix + at, mul(tl.trans(b_k), b_onward, DTYPE), D, BD)
     b_dv = tl.zeros([64, BE], tl.float32)
@@ -232,6 +240,7 @@ def _gather(
     store_matrix(p_grad_products + at, b_dp, D, BD)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["LEAVES"])
 def _suffixes(
     p_products, p_k, p_to, p_suffix, p_block, s_p, s_k, s_to, LEAVES,
@@ -265,6 +274,7 @@ def _suffixes(
     store_columns(p_block + (i_n * blocks + i_block) * D * D, b_suffix, column, D, BD)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["LEAVES"])
 def _suffixes_back(
     p_products, p_suffix, p_grad_suffix, p_grad_block, p_grad, LEAVES,
@@ -341,12 +351,13 @@ class Walk:
             passing, passing_grad, back.by_query,
             self.scale, self.scale * LOG2E, *steps, grad_q.stride(0), *self.sizes, **flags, num_stages=1,
         )  # fmt: skip
+        stages = 3 if self.narrow["BD"] == 64 else 2 if roomy(k) else 1
         _gather[(self.count * self.leaves,)](
             k, v, k if suffixes is None else suffixes, *self.gates[::2], *self.documents, back.grad, back.delta,
             back.row_shift, passing, passing_grad, grad_k, grad_v, grad_products,
             k if grad_suffixes is None else grad_suffixes, back.by_key, self.scale, self.scale * LOG2E,
             *steps, grad_k.stride(0), grad_v.stride(0), *self.sizes,
-            **flags | {"num_warps": warps_for(k.shape[2])}, num_stages=3 if self.narrow["BD"] == 64 else 1,
+            **flags | {"num_warps": warps_for(k.shape[2])}, num_stages=stages,
         )  # fmt: skip
         return grad_v, grad_products, grad_suffixes
 
@@ -359,9 +370,10 @@ class Walk:
         _, k, _, products = self.frames
         suffixes = torch.empty_like(products, dtype=k.dtype) if keep else None
         blocks = products.new_empty(self.count, self.blocks, *products.shape[2:])
+        options = {"num_stages": 2, "num_warps": warps_for(k.shape[2])} if roomy(k) else {"num_stages": 1}
         _suffixes[(self.count * self.blocks * (self.narrow["BD"] // 64),)](
             products, k, to, products if suffixes is None else suffixes, blocks, products.stride(0), k.stride(0),
-            to.stride(0), self.leaves, **self.narrow, KEEP=keep, num_stages=1,
+            to.stride(0), self.leaves, KEEP=keep, **self.narrow | options,
         )  # fmt: skip
         return suffixes, blocks
 

@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.power.chunks import Chunks, plus, strides_by_group, tiling_for
 from deadreckon.ops.triton.power.write import States
 from deadreckon.ops.triton.tiles import DTYPES, ceil_div, load_rows, mul_exact, padded, store_rows
 
 
+@Kernel
 @triton.jit
 def _read(
     p_x, p_state, p_moments, p_factor, p_out, p_sum, T, CHUNK, CHUNKS, TILES, GROUP, empty,
@@ -94,6 +96,7 @@ def _row_of(a, b, BLOCKS: tl.constexpr):
     return pair * 64 + tl.where(forth, (a % 8) * 8 + b % 8, (b % 8) * 8 + a % 8)
 
 
+@Kernel
 @triton.jit
 def _read_gradient(
     p_x, p_y, p_state, p_moments, p_factor, p_weight, p_out, p_dot, s_y,
@@ -173,6 +176,7 @@ def read_gradient(
     return out, dots.sum(0)
 
 
+@Kernel
 @triton.jit
 def _overlap(
     p_state, p_other, p_out, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr

@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import Sums, gates_since
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.power.chunks import PADDING, Chunks
 from deadreckon.ops.triton.tiles import ceil_div, load_rows, padded, store_rows, strides
 
 
+@Kernel
 @triton.jit
 def _normalise(
     p_x, p_unit, p_y, s_x, T, TILES, HEADS, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
@@ -51,6 +53,7 @@ def normalise(x: Tensor, unit: Tensor | None, dtype: torch.dtype) -> tuple[Tenso
     return out, unit
 
 
+@Kernel
 @triton.jit
 def _largest(p_x, p_out, s_x, T, TILES, HEADS, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr):
     i_tile, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
@@ -87,6 +90,7 @@ def rescaled(values: Tensor, moments: Tensor, unit: Tensor, p: int) -> tuple[Ten
     return values * half * half, moments * half * half
 
 
+@Kernel
 @triton.jit
 def _decays(p_left, p_rest, p_edge, p_rise, p_fall, p_whole, T, CHUNK, CHUNKS, BLOCKS):
     i_block, i_n = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -122,6 +126,7 @@ def decays_of(chunks: Chunks, sums: Sums | None, device: torch.device) -> Decays
     return decays
 
 
+@Kernel
 @triton.jit
 def _transpose(p_x, p_factor, p_y, T, TP, TILES, D: tl.constexpr, BT: tl.constexpr):
     i_tile, i_part = tl.program_id(0) % TILES, tl.program_id(1)
@@ -144,6 +149,7 @@ def transposed(x: Tensor, factor: Tensor) -> Tensor:
     return out
 
 
+@Kernel
 @triton.jit
 def _delta(
     p_o, p_do, p_out, s_o, s_g, T, TILES, HEADS, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,

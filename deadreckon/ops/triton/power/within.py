@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import Sums, difference, edge_before, gates_since
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.power.chunks import Chunks, plus, tiling_for
 from deadreckon.ops.triton.tiles import DTYPES, load_columns, load_rows, mul, padded, store_rows, strides
 
@@ -62,6 +63,7 @@ def _faded(b_tile_gate, b_step_gate, SIGN: tl.constexpr, MASKED: tl.constexpr):
         return tl.exp2(-SIGN * b_step_gate.to(tl.float32))[None, :]
 
 
+@Kernel
 @triton.jit
 def _forward(
     p_q, p_k, p_v, p_left, p_rest, p_edge, p_read, p_read_sum, p_o, p_inverse, s_v, s_o, T, CHUNK, TILES, HEADS,
@@ -113,6 +115,7 @@ def _forward(
     tl.store(p_inverse + i_head * T + row, b_inverse, mask=m_row)
 
 
+@Kernel
 @triton.jit
 def _query_gradients(
     p_q, p_k, p_v, p_do, p_left, p_rest, p_edge, p_delta, p_inverse, p_unit, p_state_dq, p_dq, p_by_query,
@@ -169,6 +172,7 @@ def _query_gradients(
         tl.store(p_by_query + i_head * T + row, b_by_query * b_inverse, mask=m_row)
 
 
+@Kernel
 @triton.jit
 def _key_gradients(
     p_q, p_k, p_v, p_do, p_left, p_rest, p_edge, p_delta, p_inverse, p_unit, p_state_dk, p_state_dv, p_dk, p_dv,

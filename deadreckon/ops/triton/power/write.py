@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.power.chunks import Chunks, plus, strides_by_group, tiling_for
 from deadreckon.ops.triton.tiles import DTYPES, ceil_div, load_rows, mul_exact, padded
 
@@ -37,6 +38,7 @@ def pairs_of(width: int) -> int:
     return blocks * (blocks + 1) // 2
 
 
+@Kernel
 @triton.jit
 def _write(
     p_x, p_y, p_initial, p_decay, p_state, p_total, s_y,
@@ -82,6 +84,7 @@ def _write(
     tl.store(p_total + (i_n * SEGMENTS + i_segment) * ROWS * E + at, b_sum, mask=m_state)
 
 
+@Kernel
 @triton.jit
 def _moments(
     p_x, p_weight, p_out, T, TP, CHUNK, CHUNKS, GROUP,
@@ -112,6 +115,7 @@ def _moments(
     tl.store(p_out, b_sum, mask=(first < D)[:, None] & (second < D)[None, :])
 
 
+@Kernel
 @triton.jit
 def _carry(
     p_initial, p_total, p_decay, p_state, p_final, s_initial, SIZE, CHUNKS, SEGMENT, SEGMENTS, FROM, TILES,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.stick.launch import constants, rest_scale, steps_per_check, strip_for, tiling_for
 from deadreckon.ops.triton.stick.sticks import break_stick, key_order, load_tokens, logit_gradients, rounded
 from deadreckon.ops.triton.tiles import LOG2E, ceil_div, strides
@@ -44,6 +45,7 @@ def _query_gradients_along(
     return b_dq, b_left, b_debt
 
 
+@Kernel
 @triton.jit(do_not_specialize=["begin", "stop", "T", "STATES", "HEADS", "GROUP"])
 def _query_gradients(
     p_q, p_k, p_v, p_o, p_rest, p_do, p_dq, p_sum, p_left, p_debt, p_lefts, p_debts, scale, scale2,
@@ -142,6 +144,7 @@ def _key_gradients_along(
     return b_dk, b_dv
 
 
+@Kernel
 @triton.jit(do_not_specialize=["begin", "stop", "T", "STATES", "HEADS", "GROUP"])
 def _key_gradients(
     p_q, p_k, p_v, p_do, p_dk, p_dv, p_lefts, p_debts, scale, scale2,

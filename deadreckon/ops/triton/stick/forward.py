@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.stick.launch import constants, rest_scale, steps_per_check, tiling_for
 from deadreckon.ops.triton.stick.sticks import break_stick, key_order, load_tokens
 from deadreckon.ops.triton.tiles import LOG2E, ceil_div, strides
@@ -34,6 +35,7 @@ def _forward_along(
     return b_acc, b_left
 
 
+@Kernel
 @triton.jit(do_not_specialize=["T", "HEADS", "GROUP"])
 def _forward(
     p_q, p_k, p_v, p_o, p_rest, scale2, s_q, s_k, s_v, T, HEADS, GROUP,

@@ -1,0 +1,106 @@
+"""Model cards: README.md beside saved weights, as the Hugging Face Hub shows it, by all commands that save models."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from deadreckon.lab.evaluation import SHARES, Place, Score, format_value
+from deadreckon.lab.pages.tables import markdown
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.runs import KINDS, Run, write_text
+
+UNKNOWN = "unknown"  # the Hub's word for a licence that nobody has stated
+
+
+def card(
+    title: str,
+    sections: Mapping[str, str],
+    environment: Mapping[str, Any],
+    *,
+    base: str = "",
+    data: str = "",
+    licence: str = UNKNOWN,
+) -> str:
+    """The text of a card.
+
+    Args:
+        title: of the page.
+        sections: Markdown by heading; the first has none, its key is not shown.
+        environment: as `describe_environment` gives it: date, command, device, versions, commit.
+        base: the model that this one was made from.
+        data: what it was trained on, for the section that says so.
+        licence: of the weights, an identifier of the Hub.
+    """
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [deadreckon]"]
+    head += [f"license: {licence}", *([f"base_model: {base}"] if base else []), "---", "", f"# {title}", ""]
+    first, *others = sections.items()
+    body = [first[1], "", *(line for name, text in others for line in (f"## {name}", "", text, ""))]
+    stated = " No licence of these weights has been stated; say one above to publish." if licence == UNKNOWN else ""
+    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
+    return "\n".join([
+        *head, *body,
+        *(["## Data", "", data + stated, ""] if data else [stated.strip(), ""]),
+        "## Loading", "",
+        "```python", "from transformers import AutoModelForCausalLM", "",
+        "# runs one line that imports the installed package: pip install 'deadreckon[models]'",
+        'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", trust_remote_code=True)', "```", "",
+        "## How it was made", "", f"    {environment['command']}", "",
+        f"{environment['date'][:10]}, {environment['device']}, Python {environment['python']}, {versions}"
+        f"{', commit ' + environment['commit'] if environment['commit'] else ''}.", "",
+    ])  # fmt: skip
+
+
+def licence_of(model: str) -> str:
+    """What the card of a saved model says of its licence."""
+    path = Path(model) / "README.md"
+    front = path.read_text().split("---\n")[1:2] if model and path.exists() else []
+    found = re.search(r"^license: *(\S+)", "".join(front), re.MULTILINE)
+    return found.group(1) if found else UNKNOWN
+
+
+def write_cards(run: Run) -> None:
+    """Writes the card of each checkpoint of a run that has been trained and scored."""
+    for kind in KINDS:
+        if (run.path / kind / "config.json").exists():
+            write_text(run.path / kind / "README.md", run_card(run, kind))
+
+
+def run_card(run: Run, kind: str = "last") -> str:
+    """What a run's recipe, progress and scores say of a checkpoint."""
+    recipe, progress = run.recipe, run.progress()
+    which = "the last checkpoint" if kind == "last" else f"the best checkpoint by {recipe.metric} while training"
+    about = (
+        f"A causal language model with the position encoding `{recipe.encoding}`, trained on `{recipe.task}` with "
+        f"deadreckon: {which}, after {progress.step:,} of {recipe.steps:,} steps and {progress.tokens:,} tokens."
+    )
+    scores = scores_table(recipe, run.scores(kind)) or "Not scored."
+    sections = {"": about, "Scores": scores, "Recipe": f"```json\n{json.dumps(settings(recipe), indent=1)}\n```"}
+    options = f", options {json.dumps(recipe.options)}" if recipe.options else ""
+    data = f"The task `{recipe.task}`{options}; sequences of {recipe.length} tokens, seed {recipe.seed}."
+    title, environment = f"{recipe.task} with {recipe.encoding}", run.starts()[-1]
+    return card(title, sections, environment, base=recipe.start, data=data, licence=licence_of(recipe.start))
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe that differ from their defaults, and always those that people ask for first."""
+    asked, plain = recipe.to_dict(), Recipe(task=recipe.task).to_dict()
+    always = ("task", "encoding", "layers", "width", "heads", "steps", "batch_size", "length", "learning_rate", "seed")
+    names = [one.name for one in fields(recipe) if one.name in asked]
+    return {name: asked[name] for name in names if name in always or asked[name] != plain.get(name)}
+
+
+def scores_table(recipe: Recipe, scores: Mapping[Place, Score]) -> str:
+    """In Markdown: a row for each test, by length."""
+    rows: dict[str, dict[int, str]] = {}
+    for one in scores.values():
+        measure = one.measure or recipe.metric
+        unit = ", %" if measure in SHARES else ""
+        rows.setdefault(f"{one.condition}: {measure}{unit}", {})[one.length] = format_value(measure, one.value(measure))
+    lengths: Sequence[int] = sorted({length for row in rows.values() for length in row})
+    table = [[name, *(row.get(length, "") for length in lengths)] for name, row in rows.items()]
+    return markdown(["", *(str(length) for length in lengths)], table) if table else ""

@@ -1,0 +1,53 @@
+"""Kernels that are launched in half the time: Triton binds and inspects some thirty arguments anew at every launch.
+
+A call of PaTH on a long row is ninety launches. Triton takes 50 microseconds of Python for each, most of it to find out
+which of the kernels that it has compiled these arguments are for. Arguments with the same types, numbers and alignment
+are for the same one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+MOST = 4096  # kinds of calls that are remembered of a kernel: lengths may all be different
+
+
+def _kind(argument: Any) -> Any:
+    """What Triton may compile a kernel for, or more: numbers count with their values, tensors by type and alignment."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() & 15
+    if isinstance(argument, tuple):
+        return tuple([_kind(part) for part in argument])
+    return argument
+
+
+class Kernel:
+    """A decorator on top of ``triton.jit``: launched as before, ``kernel[grid](*arguments, **constants)``.
+
+    Arguments in order, tensors first; constants and options by name.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.compiled: dict[Any, tuple[CompiledKernel, list[Any]]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        key = arguments[0].get_device(), _kind(arguments), tuple(constants.items())
+        known = self.compiled.get(key)
+        if known is not None:
+            kernel, rest = known
+            kernel[(*grid, 1, 1)[:3]](*arguments, *rest)
+            return
+        kernel = self.function[grid](*arguments, **constants)
+        if isinstance(kernel, CompiledKernel):  # interpreted kernels are not
+            if len(self.compiled) == MOST:
+                self.compiled.clear()
+            names = self.function.arg_names[len(arguments) :]
+            self.compiled[key] = kernel, [constants[name] for name in names]

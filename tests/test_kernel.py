@@ -1,0 +1,84 @@
+"""Launches that skip Triton's own binding of arguments: the same kernel for the same kinds, another for any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+
+from deadreckon.ops.triton import kernel
+from deadreckon.ops.triton.kernel import Kernel
+
+
+class Compiled(CompiledKernel):
+    """Writes down what it is launched with."""
+
+    def __init__(self) -> None:
+        self.launched = list[Any]()
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments: self.launched.append((grid, arguments))
+
+
+class Function:
+    """In place of a function that Triton compiles: one kernel for each launch that comes as far as this."""
+
+    arg_names = ("p_x", "sizes", "T", "scale", "BLOCK", "GATED")
+
+    def __init__(self) -> None:
+        self.kernels = list[Compiled]()
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> Compiled:
+            self.kernels.append(Compiled())
+            return self.kernels[-1]
+
+        return launch
+
+
+X = torch.zeros(64)
+
+
+def test_the_second_launch_goes_straight_to_the_kernel() -> None:
+    function = Function()
+    launch = Kernel(function)
+    for x in (X, X[4:], torch.zeros(7)):  # all aligned to 16 bytes
+        launch[(3, 2)](x, (x, 8), 16, 0.5, num_warps=4, GATED=True, BLOCK=64)
+    [compiled] = function.kernels
+    assert [grid for grid, _ in compiled.launched] == [(3, 2, 1)] * 2
+    *_, last = compiled.launched
+    assert last[1][2:] == (16, 0.5, 64, True)  # constants in the order of the signature, no options
+    assert last[1][0].data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "constants"),
+    [
+        ((X[1:], (X, 8), 16, 0.5), {}),  # alignment
+        ((X.double(), (X, 8), 16, 0.5), {}),
+        ((X, (X[1:], 8), 16, 0.5), {}),
+        ((X, (X, 1), 16, 0.5), {}),
+        ((X, (X, 8), 17, 0.5), {}),
+        ((X, (X, 8), 16, None), {}),
+        ((X, (X, 8), 16, 0.5), {"GATED": False}),
+        ((X, (X, 8), 16, 0.5), {"num_warps": 8}),
+    ],
+)
+def test_other_arguments_are_another_kernels(arguments: Any, constants: Any) -> None:
+    function = Function()
+    launch = Kernel(function)
+    known = {"BLOCK": 64, "GATED": True, "num_warps": 4}
+    launch[(1,)](X, (X, 8), 16, 0.5, **known)
+    launch[(1,)](*arguments, **known | constants)
+    assert len(function.kernels) == 2
+    assert not any(one.launched for one in function.kernels)
+
+
+def test_kinds_are_forgotten_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "MOST", 3)
+    launch = Kernel(Function())
+    for length in range(10):
+        launch[(1,)](X, (X, 8), length, 0.5, BLOCK=64, GATED=True)
+    assert 0 < len(launch.compiled) <= 3
