@@ -137,7 +137,7 @@ def test_an_exported_model_has_files_of_the_size_asked_for(
     names = {path.name for path in folder.iterdir()}
     count = int(capsys.readouterr().out.split("weights in ")[1].split()[0])
     assert count > 2 and f"model-0000{count}-of-0000{count}.safetensors" in names
-    assert {"config.json", "generation_config.json", "model.safetensors.index.json"} <= names
+    assert {"config.json", "generation_config.json", "model.safetensors.index.json", "README.md"} <= names
     assert not any(name.startswith(("optimizer", "progress")) for name in names)
     trained, loaded = (dr.DeadReckonForCausalLM.from_pretrained(path).state_dict() for path in (out / "last", folder))
     assert trained.keys() == loaded.keys() and all(torch.equal(x, loaded[name]) for name, x in trained.items())

@@ -160,7 +160,7 @@ class Writer:
     def _write(self, folder: Path, mine: dict[str, dict[str, Tensor]], files: list[str]) -> None:
         new, _ = beside(folder)
         for name, tensors in mine.items():
-            write_file(tensors, new / name)
+            write_file(tensors, new / name, sync=not self.ranks.first)  # what `complete` does on the first rank
         if self.ranks.first:
             self._await([new / name for name in files])
             complete(folder)
@@ -177,11 +177,12 @@ class Writer:
             time.sleep(POLL)
 
 
-def write_file(tensors: dict[str, Tensor], path: Path) -> None:
+def write_file(tensors: dict[str, Tensor], path: Path, sync: bool = True) -> None:
     """Writes a file of tensors as a whole or not at all."""
     part = path.with_name(path.name + ".part")
     save_file(tensors, part, metadata={"format": "pt"})
-    to_disk(part)
+    if sync:
+        to_disk(part)
     part.rename(path)
 
 
