@@ -101,10 +101,13 @@ def run(
 
 
 def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """‖found − expected‖ / ‖expected‖, by name; absolute where the expected is zero."""
+    """‖found − expected‖ / ‖expected‖, by name; absolute where the expected is zero, infinite where it is no number.
+
+    (No number is no maximum either: `max` would pass over it.)
+    """
     errors = {}
     for name, reference in expected.items():
         difference = (found[name].cpu().double() - reference).norm()
         norm = reference.norm()
-        errors[name] = float(difference / norm if norm > 1e-10 else difference)
+        errors[name] = float((difference / norm if norm > 1e-10 else difference).nan_to_num(torch.inf))
     return errors
