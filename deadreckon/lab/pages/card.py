@@ -12,7 +12,8 @@ from typing import Any
 from deadreckon.lab.evaluation import SHARES, Place, Score, format_value
 from deadreckon.lab.pages.tables import markdown
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.training.runs import KINDS, Run, write_text
+from deadreckon.lab.training.files import write_text
+from deadreckon.lab.training.runs import KINDS, Run
 
 UNKNOWN = "unknown"  # the Hub's word for a licence that nobody has stated
 
