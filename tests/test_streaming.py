@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,20 @@ STEADY = [name for name in dr.ENCODINGS if name not in DRAWN]
 SPLITS = ([300], [200, 100], [64] * 4 + [44], [7, 120, 1, 1, 1, 64, 106], [1] * 70 + [230])
 
 
+def in_pieces(case: Case, leaves: dict[str, Tensor], split: Sequence[int]) -> tuple[Tensor, Past]:
+    past, outputs, start = Past(), [], 0
+    for length in split:
+        piece = {name: x[:, start : start + length] for name, x in leaves.items()}
+        outputs.append(
+            attend_next(
+                piece["q"], piece["k"], piece["v"],
+                transport=case.steps(piece), log_gate=piece.get("log_gate"), score=case.score, past=past,
+            )
+        )  # fmt: skip
+        start += length
+    return torch.cat(outputs, dim=1), past
+
+
 @pytest.mark.parametrize("score", SCORES, ids=str)
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=str)
 @pytest.mark.parametrize("gate", [None, "learned"])
@@ -32,20 +47,20 @@ def test_any_split_gives_the_same(transport: str | None, gate: str | None, score
     leaves = case.inputs()
     expected = case.attend(leaves)
     for split in SPLITS:
-        past, outputs, start = Past(), [], 0
-        for length in split:
-            piece = {name: x[:, start : start + length] for name, x in leaves.items()}
-            outputs.append(
-                attend_next(
-                    piece["q"], piece["k"], piece["v"],
-                    transport=case.steps(piece), log_gate=piece.get("log_gate"), score=score, past=past,
-                )
-            )  # fmt: skip
-            start += length
-        torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-11)
+        found, past = in_pieces(case, leaves, split)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
         if "w" in leaves:  # the digits of a binary counter
             lengths = [segment.length for segment in past.segments]
             assert all(older > younger for older, younger in itertools.pairwise(lengths))
+
+
+def test_queries_cross_segments_that_were_merged() -> None:
+    """Products of two segments, on the way to a third that is older; they do not fade."""
+    case = Case("householder", length=470, batch=1, heads=1, group=1, beta=1.9)
+    leaves = case.inputs()
+    found, past = in_pieces(case, leaves, [64] * 7 + [22])
+    assert [segment.length for segment in past.segments][:2] == [256, 128]
+    torch.testing.assert_close(found, case.attend(leaves), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(
