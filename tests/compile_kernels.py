@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+import deadreckon.ops.triton.gated.launch
 import deadreckon.ops.triton.householder.levels
 import deadreckon.ops.triton.householder.walk
 from deadreckon.filters.triton import filter_fused, superpose_fused
@@ -72,7 +73,12 @@ def compile_only(self: JITFunction, *arguments: Any, grid: Any = None, warmup: b
     key = f"{self.fn.__name__} {types} {constants} {options}"
     if key not in shared:
         source = ASTSource(self, types, constants, attributes)
-        kernel = compile_kernel(source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=options)
+        for stages in range(options.get("num_stages", 3), 0, -1):  # as `Kernel` does it
+            kernel = compile_kernel(
+                source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=options | {"num_stages": stages}
+            )
+            if kernel.metadata.shared <= SHARED:
+                break
         shared[key] = kernel.metadata.shared
         more = f" {spills(kernel.asm['ptx'])} {options}" if "--spills" in sys.argv else ""
         print(f"{self.fn.__name__} {shared[key]}{more}", flush=True)
@@ -142,7 +148,8 @@ def call_directions(dtype: torch.dtype, width: int) -> None:
 
 JITFunction.run = compile_only  # type: ignore[method-assign]
 deadreckon.ops.triton.householder.levels.backend_for = lambda x: None  # type: ignore[attr-defined]
-deadreckon.ops.triton.householder.walk.roomy = lambda x: SHARED >= 227 * 1024  # type: ignore[attr-defined]
+deadreckon.ops.triton.gated.launch.roomy = lambda x: SHARED >= 227 * 1024  # type: ignore[attr-defined]
+deadreckon.ops.triton.householder.walk.roomy = deadreckon.ops.triton.gated.launch.roomy  # type: ignore[attr-defined]
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.float16, 100, 1, 64, "rotation", False)
 call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
@@ -156,6 +163,10 @@ if "--quick" not in sys.argv:
     call(torch.bfloat16, 1100, 1, 128, "householder", False)
     call(torch.float32, 100, 2, 64, "householder", False)
     call(torch.bfloat16, 100, 1, 256, None, True)
+    call(torch.bfloat16, 100, 1, 256, None, False, packed=True)
+    call(torch.bfloat16, 100, 1, 128, None, False, score="stick-breaking")
+    call(torch.bfloat16, 100, 1, 256, None, False, score="stick-breaking")
+    call(torch.float32, 100, 1, 64, None, False, score="stick-breaking")
     call(torch.float32, 100, 1, 128, None, True)
     decode(torch.bfloat16, 128, gated=False, routes=True)
     decode(torch.float16, 256, gated=False, routes=False)

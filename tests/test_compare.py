@@ -116,7 +116,7 @@ def test_a_grid_has_a_panel_and_a_table_for_each_setting(tmp_path: Path, monkeyp
 
 def test_labels_of_lengths_do_not_overlap() -> None:
     lengths = (2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 30, 40)
-    assert pictures._apart(lengths, 20) == [2, 4, 6, 8, 10, 12, 14, 20, 30, 40]
+    assert pictures._apart(lengths, 20) == [2, 4, 6, 8, 10, 12, 16, 20, 30, 40]
     assert pictures._apart([512], 512) == [512] and pictures._apart((64, 128, 256), None) == [64, 128, 256]
 
 
@@ -223,10 +223,10 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train chess --out x", "recipe: expected one of flipflop, a5-1,"),
+        ("train chess --out x", "recipe: expected one of flipflop, flipflop-beyond,"),
         ("train flipflop --encoding rotary --out x", "encoding: expected one of nope,"),
         ("train flipflop --out x --device tpu", "device: expected one that is here, got 'tpu'"),
-        ("compare chess", "recipe: expected one of flipflop, a5-1,"),
+        ("compare chess", "recipe: expected one of flipflop, flipflop-beyond,"),
         ("compare flipflop --encodings rope,rotary", "got 'rotary'"),
         ("probe nowhere", "run: expected a folder with recipe.json"),
         ("compare flipflop --encodings rope --seeds 0", "seeds: expected 1 or more, got 0"),

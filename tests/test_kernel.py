@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from triton.compiler import CompiledKernel
+from triton.runtime.errors import OutOfResources
 
 from deadreckon.ops.triton import kernel
 from deadreckon.ops.triton.kernel import Kernel
@@ -74,6 +75,26 @@ def test_other_arguments_are_another_kernels(arguments: Any, constants: Any) -> 
     launch[(1,)](*arguments, **known | constants)
     assert len(function.kernels) == 2
     assert not any(one.launched for one in function.kernels)
+
+
+def test_small_gpus_take_fewer_stages() -> None:
+    tried = list[int]()
+
+    class Large(Function):
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*arguments: Any, **constants: Any) -> Compiled:
+                tried.append(constants["num_stages"])
+                if tried[-1] > 1:
+                    raise OutOfResources(200_000, 101_376, "shared memory")
+                return super(Large, self).__getitem__(grid)(*arguments, **constants)
+
+            return launch
+
+    launch = Kernel(function := Large())
+    for _ in range(2):
+        launch[(1,)](X, (X, 8), 16, 0.5, BLOCK=64, GATED=True, num_stages=3)
+    assert tried == [3, 2, 1]
+    assert len(function.kernels[0].launched) == 1
 
 
 def test_kinds_are_forgotten_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:

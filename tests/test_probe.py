@@ -22,6 +22,7 @@ from deadreckon.lab.probe.report import print_findings
 from deadreckon.lab.probe.source import Source
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import make_model
+from deadreckon.tasks import TASKS
 
 
 def small(encoding: str, **options: Any) -> dr.DeadReckonForCausalLM:
@@ -235,6 +236,20 @@ def test_errors(options: dict[str, Any], message: str) -> None:
         run_probe(**given)
 
 
+def test_queries_are_those_that_answer() -> None:
+    model, rows = make_model(Recipe(encoding="path"), 5), torch.randint(0, 5, (2, 64))
+    labels = torch.full_like(rows, -100)
+    labels[:, 40], labels[:, 20], labels[0, 50] = 1, 1, 1  # in both rows; in the first half; in one row
+    answering = run_probe(model, rows, labels=labels, queries=9)
+    assert answering.about["queries"] == 1
+    moved = rows.clone()
+    moved[:, 40:] = (rows[:, 40:] + 1) % 5  # what comes after the query at 39 does not matter
+    again = run_probe(model, moved, labels=labels, queries=9)
+    assert [head.mass.far for head in again.heads] == pytest.approx([head.mass.far for head in answering.heads])
+    labels[1, 40] = -100
+    assert run_probe(model, rows, labels=labels, queries=9).about["queries"] == 9  # none answers in every row
+
+
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -246,7 +261,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         run_cli(monkeypatch, *command, "--rows", "2", "--queries", "9", "--window", "16", "-o", f"{tmp_path}/out") == 0
     )
     text = capsys.readouterr().out
-    assert "2 × 64 tokens, 9 queries a row" in text
+    _, labels = TASKS["flip-flop"]().sample(2, 64, torch.Generator().manual_seed(0))
+    scored = int((labels[:, 33:] != -100).all(0).sum())  # the last token, and others by chance
+    assert f"2 × 64 tokens, {min(scored, 9)} queries a row" in text
     assert "predicted range:" in text
     assert (tmp_path / "out" / "probe.png").read_bytes().startswith(b"\x89PNG")
     found = Findings.load(tmp_path / "out" / "probe.json")

@@ -210,7 +210,7 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
 
 def _apart(lengths: Sequence[int], first: int | None) -> list[int]:
     """Those of the lengths, `first` before others, whose labels do not overlap on a logarithmic axis."""
-    least = 0.05 * math.log2(max(lengths) / min(lengths))
+    least = 0.055 * math.log2(max(lengths) / min(lengths))
     kept: list[int] = []
     for length in sorted(lengths, key=lambda length: (length != first, length)):
         if all(abs(math.log2(length / other)) >= least for other in kept):

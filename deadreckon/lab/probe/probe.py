@@ -38,7 +38,8 @@ def run_probe(
         window: tokens after which a token is far, for all heads. By default each head's mixing window, if that is at
             most T / 4, else a quarter of the trained length.
         tolerance: ‖E[T_ℓ]‖ below which a route counts as mixed.
-        queries: how many to look at in each sequence, from its second half.
+        queries: how many to look at in each sequence, from its second half; with labels, of those that answer in every
+            sequence, if there are any: what others look at may not matter.
         routes: about how many to average where steps do not commute.
         keep: share of the near mass whose loss ends the predicted range.
         seed: of the choice of queries, and of encodings that draw.
@@ -46,8 +47,9 @@ def run_probe(
     _check(model, tokens, labels, trained, window, tolerance, queries, keep)
     length, device = tokens.shape[1], next(model.parameters()).device
     tokens = tokens.to(device)
-    order = torch.randperm(length - length // 2, generator=torch.Generator().manual_seed(seed))[:queries]
-    places = (length // 2 + order).sort().values.to(device)
+    second = _second_half(labels, length)
+    order = torch.randperm(len(second), generator=torch.Generator().manual_seed(seed))[:queries]
+    places = second[order].sort().values.to(device)
     options = Options(places, window, tolerance, routes, trained or length, keep)
     heads: list[Head] = []
     undefined: dict[str, str] = {}
@@ -84,6 +86,15 @@ def run_probe(
         if heads:
             probe_picture(findings, out / "probe.png")
     return findings
+
+
+def _second_half(labels: Tensor | None, length: int) -> Tensor:
+    """Places of queries to choose from: those before a label in all rows, or all."""
+    places = torch.arange(length // 2, length)
+    if labels is None:
+        return places
+    answers = (labels.cpu() != -100).all(0).roll(-1)[places] & (places < length - 1)
+    return places[answers] if answers.any() else places
 
 
 def _check(

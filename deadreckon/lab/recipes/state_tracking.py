@@ -35,6 +35,20 @@ FLIPFLOP = Experiment(
     },
 )  # fmt: skip
 
+FLIPFLOP_BEYOND = replace(
+    FLIPFLOP,
+    about="Flip-flop, read to 16 times the length that it was trained at: how much weight decay does PaTH bear?",
+    source="Ours. By weight decay, the logit of the bit to recall ends up just as far above all others as the training "
+    "length needs: twice the length takes log 2 from that, until too little attention is left. Without weight decay it "
+    "ends up far above.",
+    paper=replace(FLIPFLOP.paper, test_lengths=(512, 1024, 2048, 4096, 8192)),
+    small=FLIPFLOP.small | {"test_lengths": (256, 512, 1024, 2048, 4096), "test_tokens": 2**19},
+    tiny=FLIPFLOP.tiny | {"test_lengths": (128, 512, 1024, 2048), "test_tokens": 2**17},
+    encodings=("path",),
+    sweep={size: {"weight_decay": (0.0, 0.1, 1.0)} for size in SIZES},
+    reported={},
+)
+
 
 A5_LENGTHS = Curriculum(
     20, ((600, 4), (600, 6), (1200, 8), (1600, 10), (2000, 12), (2000, 14), (2000, 16), (2000, 18)), shortest=2
@@ -114,6 +128,7 @@ def grid(experiment: Experiment, about: str, name: str, values: tuple[int, ...] 
 
 STATE_TRACKING = {
     "flipflop": FLIPFLOP,
+    "flipflop-beyond": FLIPFLOP_BEYOND,
     **{f"a5-{layers}": a5(layers) for layers in (1, 2, 3, 4)},
     "a5-grid": grid(a5(1), "The A5 word problem, is a word the identity? By number of layers, 1 to 4.", "layers"),
     "a5-products": A5_PRODUCTS,

@@ -3,6 +3,9 @@
 A call of PaTH on a long row is ninety launches. Triton takes 50 microseconds of Python for each, most of it to find out
 which of the kernels that it has compiled these arguments are for. Arguments with the same types, numbers and alignment
 are for the same one.
+
+Tiles are made for an H100. A GPU with less shared memory takes the same kernels with fewer stages of their loops'
+software pipeline, if it has to: the same numbers, a little later.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from typing import Any
 
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.errors import OutOfResources
 
+STAGES = 3  # Triton's own number of them
 MOST = 4096  # kinds of calls that are remembered of a kernel: lengths may all be different
 
 
@@ -45,9 +50,18 @@ class Kernel:
             kernel, rest = known
             kernel[(*grid, 1, 1)[:3]](*arguments, *rest)
             return
-        kernel = self.function[grid](*arguments, **constants)
+        kernel = self._first_launch(grid, arguments, constants)
         if isinstance(kernel, CompiledKernel):  # interpreted kernels are not
             if len(self.compiled) == MOST:
                 self.compiled.clear()
             names = self.function.arg_names[len(arguments) :]
             self.compiled[key] = kernel, [constants[name] for name in names]
+
+    def _first_launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        try:
+            return self.function[grid](*arguments, **constants)
+        except OutOfResources:
+            stages = constants.get("num_stages", STAGES)
+            if stages == 1:
+                raise
+            return self._first_launch(grid, arguments, {**constants, "num_stages": stages - 1})

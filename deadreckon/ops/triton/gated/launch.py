@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import Tiling, ceil_div, padded, power_of_two
+from deadreckon.ops.triton.tiles import Tiling, ceil_div, padded, power_of_two, roomy
 
 EDGE = 64  # tokens that share one float64 sum of gates; steps of a loop are no larger
 
@@ -107,8 +107,10 @@ class Pairs(NamedTuple):
 
 
 def _tiling(kernel: str, q: Tensor, v: Tensor) -> Tiling:
-    """As measured on Hopper; wide heads and single precision take smaller tiles."""
+    """As measured on Hopper; wide heads and single precision take smaller tiles, and still smaller ones elsewhere."""
     widest = max(padded(q.shape[-1]), padded(v.shape[-1])) * q.element_size() // 2
+    if widest > 128 and not roomy(q):
+        widest *= 2
     return TILINGS[kernel][64 if widest <= 64 else 128 if widest <= 128 else 256 if widest <= 256 else 512]
 
 
