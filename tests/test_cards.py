@@ -19,7 +19,16 @@ ENVIRONMENT = {
 
 
 def test_train_writes_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["train", "flipflop", "--encoding", "fox", "--out", str(tmp_path / "run")]
+    words = [
+        "train",
+        "flipflop",
+        "--encoding",
+        "fox",
+        "--out",
+        str(tmp_path / "run"),
+        "--export",
+        str(tmp_path / "new"),
+    ]
     assert run_cli(monkeypatch, *words, "--change", *SMALL, "steps=4", "evaluate_every=2") == 0
     run = Run(tmp_path / "run")
     for kind in ("last", "best"):
@@ -30,6 +39,7 @@ def test_train_writes_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert f"    deadreckon {' '.join(words)}" in text and "torch 2." in text
         assert ("| as trained: error, %" in text) == bool(run.scores(kind))
     assert run.scores()
+    assert (tmp_path / "new" / "README.md").read_text() == (run.path / "last" / "README.md").read_text()
 
 
 def test_a_card_of_a_stated_licence_asks_for_none(tmp_path: Path) -> None:

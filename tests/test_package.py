@@ -66,3 +66,11 @@ def test_readme_example_runs() -> None:
 def test_readme_names_every_encoding() -> None:
     text = (ROOT / "README.md").read_text()
     assert all(f"`{name}`" in text for name in dr.ENCODINGS)
+
+
+def test_class_variables_say_what_they_hold() -> None:
+    """Python 3.10 evaluates no bare ClassVar, and transformers evaluates the annotations of models."""
+    files = [
+        path for path in (ROOT / "deadreckon").rglob("*.py") if re.search(r": ClassVar( =|$)", path.read_text(), re.M)
+    ]
+    assert files == []

@@ -74,7 +74,7 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
     config_class = DeadReckonConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar = ["DecoderLayer"]
+    _no_split_modules: ClassVar[list[str]] = ["DecoderLayer"]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
@@ -298,8 +298,8 @@ def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
 class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
     """A causal language model: ``from_pretrained``, ``save_pretrained``, ``generate``, ``Trainer``."""
 
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
-    accepts_loss_kwargs: ClassVar = True  # the Trainer then says by what a loss over several batches is divided
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    accepts_loss_kwargs: ClassVar[bool] = True  # the Trainer then says by what a loss over several batches is divided
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)

@@ -117,8 +117,7 @@ def _late(
         gates = torch.zeros_like(seen) if log_gate is None else log_gate[:, None] * (end - 1 - place[:end]).float()
         if mask is not None:
             padded = ~mask[:, None, :end].bool()
-            seen = seen.masked_fill(padded, 0.0 if isinstance(score, Power) else -torch.inf)
-            gates = gates.masked_fill(padded, -torch.inf)
+            seen = seen.masked_fill(padded, 0.0 if isinstance(score, Power) else -torch.inf)  # weights of zero
         weights = weigh(seen, gates, score)  # (B, Hq, end)
         outputs.append((weights.to(v.dtype).unsqueeze(2) @ v[:, :, :end]).squeeze(2))
     return torch.stack(outputs, dim=1)
