@@ -16,7 +16,7 @@ import deadreckon as dr
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
-from deadreckon.ops.triton.householder import cross
+from deadreckon.ops.triton.kernel import Kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
@@ -113,18 +113,17 @@ class Launches(TorchDispatchMode):
 @contextmanager
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Of PyTorch's operations and of Triton's kernels, within."""
-    kind = type(cross._cross)
-    launch = kind.run
+    launch = Kernel.launch
     mode = Launches()
 
-    def run(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def counted(self: Any, *arguments: Any, **keywords: Any) -> Any:
         before = mode.count
         result = launch(self, *arguments, **keywords)
         mode.count = before + 1  # whatever an interpreter does
         return result
 
     with monkeypatch.context() as patch, mode:
-        patch.setattr(kind, "run", run)
+        patch.setattr(Kernel, "launch", counted)
         yield mode
 
 

@@ -41,9 +41,10 @@ class Kernel:
         self.compiled: dict[Any, tuple[CompiledKernel, list[Any]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return partial(self._launch, grid)
+        return partial(self.launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        """Runs the kernel that is compiled for such arguments; compiles it, if there is none yet."""
         key = arguments[0].get_device(), _kind(arguments), tuple(constants.items())
         known = self.compiled.get(key)
         if known is not None:
