@@ -11,7 +11,7 @@ demo: .venv/ready
 	$(BIN)/deadreckon demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not integration"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

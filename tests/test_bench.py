@@ -351,7 +351,7 @@ def test_generation_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert run_cli(monkeypatch, "bench", "decode", "--encodings", "nope", "--tokens", "0") != 0
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_steps_on_several_processes_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "ranks.md"
     words = ("--encodings", "nope", "--size", "1x32", "--batch", "2x16", "--rounds", "1", "--processes", "1", "2")

@@ -140,7 +140,7 @@ def test_example_of_trl_trains_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not installed("accelerate"), reason="needs accelerate")
-@pytest.mark.slow
+@pytest.mark.integration
 def test_example_of_accelerate_trains_and_resumes(tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("ab " * 1000)

@@ -37,7 +37,7 @@ assert found["trainer"].accelerator.is_fsdp2 and "FSDP" in type(found["trainer"]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 def test_trainer_with_fsdp2_learns_as_one_process_and_resumes(tmp_path: Path) -> None:
     script = tmp_path / "on_cpus.py"
