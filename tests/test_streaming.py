@@ -55,11 +55,11 @@ def test_any_split_gives_the_same(transport: str | None, gate: str | None, score
 
 
 def test_queries_cross_segments_that_were_merged() -> None:
-    """Products of two segments, on the way to a third that is older; they do not fade."""
-    case = Case("householder", length=470, batch=1, heads=1, group=1, beta=1.9)
+    """Products of two segments, on the way to a third that is older; they do not fade. Also token by token."""
+    case = Case("householder", length=534, batch=1, heads=1, group=1, beta=1.9)
     leaves = case.inputs()
-    found, past = in_pieces(case, leaves, [64] * 7 + [22])
-    assert [segment.length for segment in past.segments][:2] == [256, 128]
+    found, past = in_pieces(case, leaves, [64] * 8 + [20, 1, 1])
+    assert [segment.length for segment in past.segments] == [256, 128, 64]
     torch.testing.assert_close(found, case.attend(leaves), rtol=0, atol=1e-11)
 
 
