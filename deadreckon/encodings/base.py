@@ -92,6 +92,13 @@ class Context:
         """The context of a piece that `length` tokens come before."""
         return replace(self, positions=self.positions + length)
 
+    def rope_angles(self, width: int, base: float, scaling: dict[str, float] | None = None) -> Tensor:
+        """As :func:`rope_angles`, computed once for all layers: a decoding step would wait for it in each."""
+        key = ("rope angles", width, base, None if scaling is None else tuple(sorted(scaling.items())))
+        if key not in self.shared:
+            self.shared[key] = rope_angles(width, base, self.positions.device, scaling)
+        return self.shared[key]
+
     def remembering(self, recent: dict[str, Tensor]) -> Context:
         """The same, with a dictionary for recent inputs."""
         return replace(self, recent=recent)
@@ -237,8 +244,8 @@ class RopeSteps(SelfInitialised, nn.Module):
         """Gates that forget as much as they do by now."""
         return log_gate * self.new_factor.to(log_gate.dtype)
 
-    def forward(self, x: Tensor) -> Rotation:
-        angles = rope_angles(self.head_dim, self.base, x.device, self.scaling)
+    def forward(self, x: Tensor, context: Context) -> Rotation:
+        angles = context.rope_angles(self.head_dim, self.base, self.scaling)
         return Rotation(every_token(angles * self.angle_factor.float(), x))
 
 
@@ -270,10 +277,13 @@ class ShortConvolution(SelfInitialised, nn.Module):
             return context.cp.from_rows(function(rows, self.weight, places))
         if context.recent is not None:
             recent = context.recent.get("convolution")
-            x = x if recent is None else torch.cat([recent, x], dim=1)
-            kept = x[:, -reach - CROPPABLE :]  # always as many, zeros at first, and no view of a whole prefill
-            context.recent["convolution"] = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
-            x = x[:, -reach - length :]
+            if recent is not None:
+                recent = recent[:, -max(reach, reach + CROPPABLE - length) :]
+                x = torch.cat([recent, x], dim=1)
+            kept = x[:, -reach - CROPPABLE :]
+            if recent is None or x.shape[1] != reach + CROPPABLE:  # as many, zeros at first; no view of a whole prefill
+                kept = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
+            context.recent["convolution"] = kept
         return function(x, self.weight, context.positions)
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, ForgetGate, Projection, Sizes, at_least_single, rope_angles
+from deadreckon.encodings.base import Context, Encoding, ForgetGate, Projection, Sizes, at_least_single
 from deadreckon.ops.factors import Factors, Power, Rotation
 
 PACES = ("head", "layer")
@@ -42,6 +42,6 @@ class ConformalSympow(Encoding):
         self.pace = Projection(sizes.d_model, sizes.n_kv_heads if pace == "head" else 1, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        angles = 2 * math.pi * rope_angles(self.head_dim, self.longest, x.device)
+        angles = 2 * math.pi * context.rope_angles(self.head_dim, self.longest)
         pace = 1 + at_least_single(self.pace(x)).tanh()  # (B, T, H), or (B, T, 1)
         return Factors(Rotation(pace.unsqueeze(-1) * angles), self.gate(x), self.score)

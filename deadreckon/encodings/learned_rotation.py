@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from deadreckon.encodings.base import Context, Encoding, Sizes, at_least_single, rope_angles
+from deadreckon.encodings.base import Context, Encoding, Sizes, at_least_single
 from deadreckon.ops.factors import Factors, Rotation
 
 STARTS = ("normal", "grid")
@@ -57,7 +57,7 @@ class LearnedRotation(Encoding):
             raise ValueError("learned-rotation: expected token_ids beside x, angles are looked up by token; got None")
         angles = at_least_single(self.get_parameter(self.name)[context.token_ids])
         if self.name == "table":
-            angles = angles * rope_angles(self.head_dim, self.base, x.device)
+            angles = angles * context.rope_angles(self.head_dim, self.base)
         return Factors(Rotation(angles.unsqueeze(2), self.values))
 
 

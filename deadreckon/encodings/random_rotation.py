@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, Sizes, rope_angles
+from deadreckon.encodings.base import Context, Encoding, Sizes
 from deadreckon.ops.factors import Factors, Rotation
 
 
@@ -27,7 +27,7 @@ class RandomRotation(Encoding):
         self.head_dim, self.base = sizes.even_head_dim, base
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        widest = rope_angles(self.head_dim, self.base, x.device)
+        widest = context.rope_angles(self.head_dim, self.base)
         drawn = torch.rand(x.shape[0], context.length, 1, self.head_dim // 2, device=x.device) * 2 - 1
         return Factors(Rotation(context.shard(drawn) * widest, self.values))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, Sizes, check_scaling, every_token, rope_angles
+from deadreckon.encodings.base import Context, Encoding, Sizes, check_scaling, every_token
 from deadreckon.ops.factors import Factors, Rotation
 
 
@@ -26,4 +26,4 @@ class RoPE(Encoding):
         self.head_dim, self.base, self.scaling = sizes.even_head_dim, base, scaling
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(Rotation(every_token(rope_angles(self.head_dim, self.base, x.device, self.scaling), x)))
+        return Factors(Rotation(every_token(context.rope_angles(self.head_dim, self.base, self.scaling), x)))

@@ -36,4 +36,4 @@ class RoPEFoX(Encoding):
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads, from_zero=from_zero)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(self.turns(x), self.turns.gated(self.gate(x)))
+        return Factors(self.turns(x, context), self.turns.gated(self.gate(x)))

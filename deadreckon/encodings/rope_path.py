@@ -40,4 +40,4 @@ class RoPEPaTH(Encoding):
         self.steps = HouseholderSteps(sizes, rank, from_zero=from_zero, recompute=recompute)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors((self.turns(x), self.turns.beside(self.steps(x, context))))
+        return Factors((self.turns(x, context), self.turns.beside(self.steps(x, context))))

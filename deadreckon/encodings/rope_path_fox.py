@@ -43,4 +43,4 @@ class RoPEPaTHFoX(Encoding):
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         steps = self.turns.beside(self.steps(x, context))
-        return Factors((self.turns(x), steps), self.turns.gated(self.gate(x)))
+        return Factors((self.turns(x, context), steps), self.turns.gated(self.gate(x)))

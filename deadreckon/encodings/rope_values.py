@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, Sizes, every_token, rope_angles
+from deadreckon.encodings.base import Context, Encoding, Sizes, every_token
 from deadreckon.ops.factors import Factors, Rotation
 
 
@@ -19,5 +19,5 @@ class RoPEValues(Encoding):
         self.head_dim, self.base = sizes.even_head_dim, base
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        angles = rope_angles(self.head_dim, self.base, x.device)
+        angles = context.rope_angles(self.head_dim, self.base)
         return Factors(Rotation(every_token(angles, x), values=True))

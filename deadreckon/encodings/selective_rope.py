@@ -20,7 +20,6 @@ from deadreckon.encodings.base import (
     ShortConvolution,
     Sizes,
     at_least_single,
-    rope_angles,
 )
 from deadreckon.ops.factors import Factors, Rotation
 
@@ -45,4 +44,4 @@ class SelectiveRoPE(Encoding):
         share = normalize(x.unflatten(-1, (heads, -1)), dim=-1).flatten(-2)
         chosen = self.convolution(self.up(self.down(share)), context)
         chosen = at_least_single(chosen.unflatten(-1, (self.sizes.n_kv_heads, -1)))
-        return Factors(Rotation(chosen * rope_angles(self.sizes.head_dim, self.base, x.device)))
+        return Factors(Rotation(chosen * context.rope_angles(self.sizes.head_dim, self.base)))

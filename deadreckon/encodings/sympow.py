@@ -14,7 +14,7 @@ import math
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, Sizes, every_token, rope_angles
+from deadreckon.encodings.base import Context, Encoding, Sizes, every_token
 from deadreckon.ops.factors import Factors, Power, Rotation
 
 
@@ -30,5 +30,5 @@ class Sympow(Encoding):
         self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        angles = 2 * math.pi * rope_angles(self.head_dim, self.longest, x.device)
+        angles = 2 * math.pi * context.rope_angles(self.head_dim, self.longest)
         return Factors(Rotation(every_token(angles, x)), score=self.score)

@@ -12,7 +12,7 @@ import math
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, ForgetGate, Sizes, every_token, rope_angles
+from deadreckon.encodings.base import Context, Encoding, ForgetGate, Sizes, every_token
 from deadreckon.ops.factors import Factors, Power, Rotation
 
 
@@ -29,5 +29,5 @@ class SympowGated(Encoding):
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        angles = 2 * math.pi * rope_angles(self.head_dim, self.longest, x.device)
+        angles = 2 * math.pi * context.rope_angles(self.head_dim, self.longest)
         return Factors(Rotation(every_token(angles, x)), self.gate(x), self.score)

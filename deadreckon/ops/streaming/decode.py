@@ -111,6 +111,7 @@ class TokenDecoder:
         assert tail.product is not None
         fields = {"k": k, "v": v, "w": w, "beta": beta}
         if gate is not None and tail.bias is not None and tail.total is not None:
+            gate = gate.clamp(min=-1e4)  # as kernels do
             fields["gates"] = gate
             tail.bias[:, :new] += gate.unsqueeze(1)
             tail.bias[:, new] = 0
@@ -192,7 +193,7 @@ def decode_token(
     def flat(x: Tensor) -> Tensor:  # (B, 1, H, ...) -> (B · H, ...)
         return x.reshape(batch * heads, *x.shape[3:]).contiguous()
 
-    gate = None if log_gate is None else log_gate.reshape(batch * heads, -1).clamp(min=-1e4)
+    gate = None if log_gate is None else log_gate.reshape(batch * heads, -1).contiguous()
     queries = q.reshape(batch * heads, group, -1).contiguous()
     w, beta = (None, None) if steps is None else (flat(steps.w), flat(steps.beta))
     output = decoder.step(queries, flat(k), flat(v), w, beta, gate, scale)

@@ -7,8 +7,11 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from deadreckon.ops.blockwise.rotation import Turned
+from deadreckon.ops.blockwise.rotation import turned as turned_later
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import pairs_of_channels
+from deadreckon.ops.factors import Factors
 from deadreckon.ops.streaming.decode import Tail
 from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, look, placed
 from deadreckon.ops.streaming.past import Past
@@ -16,6 +19,7 @@ from deadreckon.ops.streaming.segments import Change, Fields, Segment
 from deadreckon.ops.streaming.stream import Kernels
 from deadreckon.ops.triton.attend import attend_fused, turned
 from deadreckon.ops.triton.householder.operator import ascend
+from deadreckon.ops.triton.turn import turned_token
 
 ROOM = LEAF + 512  # tokens of a tail: to close one takes many launches
 PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors
@@ -209,4 +213,12 @@ def _no_state(held: Fields, rows: int, kinds: int) -> State:
     return State(one, first.new_zeros(rows, dtype=torch.int64), first, second, one.clone(), noise, noise.clone())
 
 
-STREAM = Kernels(attend_fused, turned, ascend, KernelDecoder)
+def turned_next(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor | None) -> Turned:
+    """Turns a piece, which is the first one if there is no phase to start at."""
+    if start is None:
+        return turned(q, k, v, factors)
+    turn = turned_token if q.shape[1] == 1 and q.dtype != torch.float64 else turned_later
+    return turn(q, k, v, factors, start)
+
+
+STREAM = Kernels(attend_fused, turned_next, ascend, KernelDecoder)

@@ -76,6 +76,12 @@ def length_of(b_x, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _gate_at(p_gate, mask):
+    """Log gates, of which none is so low that a sum of some would lose the digits of others."""
+    return tl.maximum(tl.load(p_gate, mask=mask, other=0.0).to(tl.float32), -1e4)
+
+
+@triton.jit
 def _look_at_tail(
     p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N, ROOM,
     G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
@@ -114,7 +120,7 @@ def _look_at_tail(
     b_bias = tl.zeros([CHUNK], tl.float32)
     for g in tl.static_range(G):
         if GATES and (GATES > 1 or g == 0):
-            gate = tl.load(p_gate + i_n * GATES + g).to(tl.float32)
+            gate = _gate_at(p_gate + i_n * GATES + g, True)
             p_bias = last.bias + at * GATES + g
             b_bias = tl.load(p_bias, mask=row < tokens, other=0.0) + gate
             b_bias = tl.where(is_new, 0.0, b_bias)
@@ -177,7 +183,7 @@ def _look_at_segment(
     gate_of = query % GATES if GATES else query
     if GATES:
         m_gate = query < G
-        b_shift += tl.load(p_gate + i_n * GATES + gate_of, mask=m_gate, other=0.0).to(tl.float32)
+        b_shift += _gate_at(p_gate + i_n * GATES + gate_of, m_gate)
         b_shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + gate_of, mask=m_gate, other=0.0)
         b_shift += tl.load(p_total + gate_of, mask=m_gate, other=0.0)
     b_queries = b_queries.to(DTYPE)
@@ -231,7 +237,7 @@ def _look_at_state(
         kind = g % KINDS
         fade = factor
         if GATES:
-            shift = tl.load(p_gate + i_n * GATES + kind).to(tl.float32)
+            shift = _gate_at(p_gate + i_n * GATES + kind, True)
             shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + kind)
             shift += tl.load(state.later + i_n * GATES + kind)
             fade = factor * tl.exp2(shift * 1.4426950408889634)

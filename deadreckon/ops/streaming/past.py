@@ -146,8 +146,12 @@ class Past:
         """Adds the phases (B or 1, ..., Hr, D/2) of a piece of so many tokens, or of the last of them."""
         new = phases[:, -LEAF - 1 :]
         if self.phases is not None:
-            new = torch.cat([self.phases.expand(new.shape[0], -1, *new.shape[2:]), new], dim=1)[:, -LEAF - 1 :]
-        self.phases = pad(new, (0, 0, 0, 0, LEAF + 1 - new.shape[1], 0))  # and no view of a whole prefill
+            before = self.phases[:, max(0, self.phases.shape[1] + new.shape[1] - LEAF - 1) :]
+            new = torch.cat([before.expand(new.shape[0], -1, *new.shape[2:]), new], dim=1)
+        missing = LEAF + 1 - new.shape[1]
+        if missing or new.untyped_storage().nbytes() > new.nbytes:
+            new = pad(new, (0, 0, 0, 0, missing, 0))  # always as many, and no view of a whole prefill
+        self.phases = new
         self.turned = min(self.turned + tokens, LEAF + 1)
 
     def select(self, rows: Tensor) -> Past:

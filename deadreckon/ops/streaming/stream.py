@@ -46,7 +46,7 @@ class Kernels(NamedTuple):
     """The operations that an implementation brings."""
 
     attend: Callable[[Tensor, Tensor, Tensor, Factors, float, None], Tensor]
-    turned: Callable[[Tensor, Tensor, Tensor, Factors], Turned]
+    turned: Callable[[Tensor, Tensor, Tensor, Factors, Tensor | None], Turned]
     ascend: Ascend | None
     decoder: type[Decoder]
 
@@ -103,10 +103,7 @@ def attend_turned(
     q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels
 ) -> Tensor:
     """Turns the piece by phases that go on from those of the past. The KV cache holds keys as they are turned."""
-    if past.phases is None:
-        turn = kernels.turned(q, k, v, factors)
-    else:
-        turn = turned(q, k, v, factors, past.phases[:, -1:])
+    turn = kernels.turned(q, k, v, factors, None if past.phases is None else past.phases[:, -1:])
     past.turn(turn.last_phases(LEAF + 1), q.shape[1])
     output = _advance(turn.q, turn.k, turn.v, turn.factors, scale, past, kernels)
     return turn.back(output)

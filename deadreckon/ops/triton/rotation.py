@@ -48,7 +48,7 @@ def _fixed(b_angle):
 
 
 @triton.jit
-def _cos_sin(b_turns):
+def cos_sin(b_turns):
     """Taylor's series up to an eighth of a turn either side of the nearest quarter: 1e-7, and no branches."""
     b_quarter = tl.floor(b_turns * 4 + 0.5)
     b_x = (b_turns * 4 - b_quarter) * QUARTER_TURN  # the difference is exact
@@ -150,7 +150,7 @@ def _turn_by_steps(
     if (i_part == 0) & (i_b < ROWS):
         phase = ((i_b * T + token[:, None]) * TURNS + i_r) * (D // 2) + channel[None, :]
         tl.store(p_phase + phase, b_phase, mask=mask)
-    b_cos, b_sin = _cos_sin(b_phase)
+    b_cos, b_sin = cos_sin(b_phase)
     _turn_heads(
         p_q, s_q, p_q_turned, p_q, GROUP_Q, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cos,
         T, TURNS, PARTS, D, False,
@@ -179,7 +179,7 @@ def _turn_by_phase(
     i_tile, i_r, i_part, i_b, token, channel, mask = _place(T, TURNS, PARTS, D, BT, BD)
     i_row = tl.minimum(i_b, ROWS - 1)
     phase = ((i_row * T + token[:, None]) * TURNS + i_r) * (D // 2) + channel[None, :]
-    b_cos, b_sin = _cos_sin(SIGN * tl.load(p_phase + phase, mask=mask, other=0.0))
+    b_cos, b_sin = cos_sin(SIGN * tl.load(p_phase + phase, mask=mask, other=0.0))
     b_cross = tl.zeros([BT, BD], tl.float32)
     if COUNT > 0:
         b_cross = _turn_heads(
@@ -410,7 +410,7 @@ def _turn_by_grad(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 _turn_by.register_autograd(_turn_by_grad, setup_context=_turn_by_setup)
 
 
-def _distinct(angles: Tensor) -> Tensor:
+def distinct(angles: Tensor) -> Tensor:
     """Without the copies that `expand` made over batch and heads, unless each of them has its gradient."""
     if not angles.requires_grad:
         for dim in (0, 2):
@@ -427,7 +427,7 @@ def turn_by_steps(
     q (B, T, Hq, D), k and v (B, T, H, D), angles (B or 1, T, Hr, D/2) in radians, Hr a divisor of both Hq and H; the
     phase (B or 1, T, Hr or 1, D/2) is in turns. Heads share angles in consecutive groups.
     """
-    angles = _distinct(angles).float()
+    angles = distinct(angles).float()
     assert angles.shape[1] == q.shape[1] == k.shape[1]
     assert 2 * angles.shape[3] == q.shape[3] == k.shape[3]
     assert q.shape[2] % angles.shape[2] == k.shape[2] % angles.shape[2] == 0
