@@ -119,10 +119,12 @@ class Drift(Flags):
 class Text(Flags):
     """Time training steps of language models on random tokens, beside Hugging Face's LlamaForCausalLM.
 
-    A step is forward, backward, clipping and AdamW; in bfloat16 by autocast on a GPU. Heads have 64 channels.
+    A step is forward, backward, clipping and AdamW; in bfloat16 by autocast on a GPU.
     """
 
     encodings: str = "rope,fox,path,path-fox"  # names (see `deadreckon list`), separated by commas
+    head_dim: int = 64  # channels of a head
+    recompute: bool = False  # those with Householder steps with recompute=True, too: less memory, longer backward pass
     sizes: tuple[str, ...] = ()  # layers x width, such as 24x1024 16x2048
     batch: str = ""  # rows x tokens of a step, such as 8x4096
     vocab: int = 32000  # tokens of the vocabulary

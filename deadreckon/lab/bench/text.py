@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,7 @@ from deadreckon.lab.bench.timing import empty_cache, peak_bytes, repeated, secon
 from deadreckon.lab.recipes import check_encodings
 
 LLAMA = "Hugging Face Llama"
-HEAD_DIM = 64
+RECOMPUTE = " with recompute"  # behind an encoding's name
 SIZES = {"cpu": ("2x128",), "cuda": ("24x1024", "16x2048")}
 BATCHES = {"cpu": "2x256", "cuda": "8x4096"}
 MODES: dict[str, tuple[Mode, ...]] = {"cpu": ("eager",), "cuda": ("eager", "compiled")}
@@ -28,16 +29,18 @@ HEADINGS = ["layers x width", "", "parameters", "first step", "step", "tokens/s"
 
 
 def make_model(
-    name: str, layers: int, width: int, vocab: int, longest: int, device: str, group: int = 1
+    name: str, layers: int, width: int, vocab: int, longest: int, device: str, group: int = 1, head_dim: int = 64
 ) -> PreTrainedModel:
     """Llama, or ours with an encoding: the same sizes; `group` query heads share one of keys, if there are as many."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers,
-        "num_attention_heads": max(width // HEAD_DIM, 1), "max_position_embeddings": longest,
-        "num_key_value_heads": max(width // HEAD_DIM // group, 1),
+        "num_attention_heads": max(width // head_dim, 1), "max_position_embeddings": longest,
+        "num_key_value_heads": max(width // head_dim // group, 1),
     }  # fmt: skip
-    config = dr.DeadReckonConfig(encoding="rope" if name == LLAMA else name, **sizes, use_cache=False)
+    encoding = "rope" if name == LLAMA else name.removesuffix(RECOMPUTE)
+    options = {encoding: {"recompute": True}} if name.endswith(RECOMPUTE) else None
+    config = dr.DeadReckonConfig(encoding=encoding, encoding_options=options, **sizes, use_cache=False)
     with torch.device(device):
         if name != LLAMA:
             return dr.DeadReckonForCausalLM(config)
@@ -80,18 +83,23 @@ def run(flags: Text) -> None:
     device, page = flags.device, Page(flags, "Training steps", ("triton", "transformers"))
     names = names_in([flags.encodings])
     check_encodings(names)
+    if flags.recompute:
+        names += tuple(name + RECOMPUTE for name in names if "recompute" in signature(dr.ENCODINGS[name]).parameters)
     batch, length = sizes_in(flags.batch or BATCHES[device], "batch", "BxT, such as 8x4096")
     sizes = [sizes_in(size, "sizes", "LxW, such as 24x1024") for size in flags.sizes or SIZES[device]]
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(0, flags.vocab, (batch, length), generator=generator, device=device)
-    page.note(f"{batch} x {length} tokens a step, vocabulary of {flags.vocab}", f"× is the speed over {LLAMA}'s, eager")
+    page.note(
+        f"{batch} x {length} tokens a step, heads of {flags.head_dim}, vocabulary of {flags.vocab}",
+        f"× is the speed over {LLAMA}'s, eager",
+    )
 
     def rows() -> Iterator[Row]:
         bases = dict[str, float]()  # by size
         for (layers, width), mode, name in product(sizes, flags.modes or MODES[device], (LLAMA, *names)):
             size, title = f"{layers}x{width}", f"{name}, {mode}"
             torch.compiler.reset()
-            make = partial(make_model, name, layers, width, flags.vocab, length, device)
+            make = partial(make_model, name, layers, width, flags.vocab, length, device, head_dim=flags.head_dim)
             try:
                 (*cells, memory), speed = measure(make, tokens, mode == "compiled", flags.rounds)
             except Exception as error:
