@@ -199,7 +199,7 @@ def test_pages_are_of_conversions(tmp_path: Path) -> None:
 
 def test_tokenizers_are_checked(teacher: Path, tmp_path: Path) -> None:
     expected_source(teacher).save_pretrained(tmp_path / "mute")
-    with pytest.raises(ValueError, match="tokenizer: expected one beside the model"):
+    with pytest.raises(ValueError, match="model: expected a tokenizer beside the model"):
         convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())
     for_transformers(train_tokenizer(teacher / "valid.jsonl", 300)).save_pretrained(tmp_path / "mute")
     with pytest.raises(ValueError, match="tokenizer: expected at most 270 tokens, the model's vocabulary, got"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from deadreckon.lab.arguments import names_in, sizes_in
+from deadreckon.lab.arguments import check_counts, names_in, sizes_in
 from deadreckon.lab.bench.flags import Decode
 from deadreckon.lab.bench.page import Page, Row, explain
 from deadreckon.lab.bench.text import LLAMA, make_model
@@ -48,8 +48,7 @@ def run_models(flags: Decode) -> None:
     device, page = flags.device, Page(flags, "Generation", ("triton", "transformers"))
     layers, width = sizes_in(flags.size or SIZES[device], "size", "LxW, such as 16x2048")
     prompts = [sizes_in(prompt, "prompts", "BxT, such as 1x512") for prompt in flags.prompts or PROMPTS[device]]
-    if flags.tokens < 1:
-        raise ValueError(f"tokens: expected 1 or more, got {flags.tokens}")
+    check_counts(tokens=flags.tokens)
     encodings = names_in([flags.encodings])
     check_encodings(encodings)
     longest = max(length for _, length in prompts) + flags.tokens + 1

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
 import deadreckon as dr
+from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device, check_model
+from deadreckon.lab.recipes.texts import tokenizer_beside
 
 
 def run_generate(
@@ -19,17 +21,11 @@ def run_generate(
     """Continues the prompt with the model and tokenizer of a folder, and prints how fast it was."""
     check_device(device)
     check_model(Path(model))
-    if tokens < 1:
-        raise ValueError(f"tokens: expected 1 or more, got {tokens}")
+    check_counts(tokens=tokens)
     if temperature < 0:
         raise ValueError(f"temperature: expected 0 (greedy) or more, got {temperature}")
     network = dr.DeadReckonForCausalLM.from_pretrained(model).to(device).eval()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model: expected a tokenizer beside the model in {model!r}, as save_pretrained writes it"
-        ) from error
+    tokenizer = tokenizer_beside(model)
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
     if ids.shape[1] == 0:
         raise ValueError(f"prompt: expected at least one token, got {prompt!r}")

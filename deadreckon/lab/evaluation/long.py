@@ -7,7 +7,6 @@ their prompts in pieces, through the KV cache, since padding would make them hol
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 import deadreckon as dr
 from deadreckon.lab.evaluation.scores import autocast, isolated_rng
+from deadreckon.lab.files import add_lines, format_line, read_lines, write_text
 from deadreckon.tasks.long.question import Fitted, LongTask, fit
 
 BATCH_TOKENS = 1 << 16  # of prompts that are read at a time, one at least
@@ -63,9 +63,7 @@ class Answers:
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        before, *answers = [json.loads(line) for line in whole] or [about]
+        before, *answers = read_lines(path) or [about]
         before = before if answers else about
         said, now = ({name: x for name, x in one.items() if x not in (None, [])} for one in (before, about))
         if differing := [name for name in said.keys() & now.keys() if said[name] != now[name]]:
@@ -75,16 +73,12 @@ class Answers:
                 f"got {path} with {said[name]!r}"
             )
         self.found = {answer.key: answer for answer in (Answer(**one) for one in answers)}
-        with path.open("wb") as file:
-            file.writelines([_line(said | now), *whole[1:]])
-            _to_disk(file)
+        write_text(path, "".join(map(format_line, [said | now, *answers])))
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Appends answers; they are on disk when this returns."""
         new = {answer.key: answer for answer in answers}
-        with self.path.open("ab") as file:
-            file.writelines(_line(asdict(answer)) for answer in new.values())
-            _to_disk(file)
+        add_lines(self.path, map(asdict, new.values()))
         self.found |= new
 
 
@@ -92,17 +86,7 @@ def read_answers(path: Path) -> list[Answer]:
     """All answers of a file, whatever model they are of."""
     if not path.exists():
         raise ValueError(f"beside: expected answers of `deadreckon eval --suite long`, got no {path}")
-    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return [Answer(**json.loads(line)) for line in lines[1:]]
-
-
-def _line(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values) + "\n").encode()
-
-
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    return [Answer(**line) for line in read_lines(path)[1:]]
 
 
 def ask(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from deadreckon.lab.evaluation import SHARES, Place, Score, format_value
+from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.tables import markdown
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.training.files import write_text
 from deadreckon.lab.training.runs import KINDS, Run
 
 UNKNOWN = "unknown"  # the Hub's word for a licence that nobody has stated

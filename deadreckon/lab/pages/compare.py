@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.pages.comparison import Comparison, gather
 from deadreckon.lab.pages.page import describe_solved, write_page
@@ -32,9 +33,7 @@ def compare(
     encodings = tuple(encodings) or experiment.encodings
     check_encodings(encodings)
     check_device(device)
-    for what, count in (("seeds", seeds), ("jobs", jobs)):
-        if count < 1:
-            raise ValueError(f"{what}: expected 1 or more, got {count}")
+    check_counts(seeds=seeds, jobs=jobs)
     folder = runs / folder_name(name, size, changes)
     swept = parse_sweep(sweep, encodings) if sweep else None
     recipes = experiment.recipes(size, encodings, seeds, changes, swept)

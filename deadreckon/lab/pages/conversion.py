@@ -16,12 +16,12 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.environment import describe_environment
 from deadreckon.lab.evaluation import evaluate, format_value
+from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.card import card, licence_of
 from deadreckon.lab.pages.tables import markdown
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training.conversion import convert_run
 from deadreckon.lab.training.distillation import load_start, load_teacher
-from deadreckon.lab.training.files import write_text
 from deadreckon.lab.training.runs import Run
 from deadreckon.lab.training.trainer import quiet_transformers
 

@@ -10,13 +10,15 @@ from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import deadreckon as dr
+from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device, check_model, describe_environment
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
 from deadreckon.lab.pages.pictures import suite_picture
 from deadreckon.lab.pages.tables import markdown, terminal
+from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
 from deadreckon.lab.training.display import Tally
 from deadreckon.tasks.long import make_long_tasks
@@ -50,9 +52,7 @@ def run_suite(
     """
     console = console or Console()
     check_device(device)
-    for what, count in (("rows", rows), ("batch_tokens", batch_tokens)):
-        if count < 1:
-            raise ValueError(f"{what}: expected 1 or more, got {count}")
+    check_counts(rows=rows, batch_tokens=batch_tokens)
     lengths = tuple(lengths) or LENGTHS
     chosen = make_long_tasks(tasks, babi=babi, books=books)
     name, *names = _names([folder, *beside])
@@ -96,10 +96,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A run's checkpoint or a saved model of any kind, and its tokenizer."""
     source = find_model(folder, checkpoint)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model: expected a tokenizer beside the model in {str(source)!r}") from error
+    tokenizer = tokenizer_beside(source)
     if source != folder:
         return Run(folder).load(checkpoint, device, lengths), tokenizer
     AutoModelForCausalLM.register(dr.DeadReckonConfig, dr.DeadReckonForCausalLM, exist_ok=True)

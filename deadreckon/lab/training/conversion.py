@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoTokenizer
 
 import deadreckon as dr
 from deadreckon.lab.environment import check_device, check_model
+from deadreckon.lab.files import recover, replacing
 from deadreckon.lab.recipes.conversion import Conversion
-from deadreckon.lab.recipes.texts import tokenizer_of
+from deadreckon.lab.recipes.texts import fast_tokenizer
 from deadreckon.lab.training.distillation import load_source, load_start, load_teacher
-from deadreckon.lab.training.files import recover, replacing
 from deadreckon.lab.training.trainer import quiet_transformers, train_run
 from deadreckon.tasks.language import Language
 
@@ -50,7 +50,7 @@ def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", conso
 def check_vocabulary(conversion: Conversion) -> None:
     """Raises a ValueError unless there is a tokenizer whose tokens the model all knows."""
     check_model(Path(conversion.source))
-    tokenizer, known = tokenizer_of(conversion.source), AutoConfig.from_pretrained(conversion.source).vocab_size
+    tokenizer, known = fast_tokenizer(conversion.source), AutoConfig.from_pretrained(conversion.source).vocab_size
     if (tokens := tokenizer.get_vocab_size()) > known:
         raise ValueError(f"tokenizer: expected at most {known} tokens, the model's vocabulary, got {tokens}")
     for task in (conversion.test_recipe().make_task(), conversion.test_recipe().make_task("held out")):

@@ -14,8 +14,6 @@ written in the background (`checkpoints.py`).
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,11 +23,11 @@ from typing import Any
 import deadreckon as dr
 from deadreckon.lab.environment import check_model, describe_environment
 from deadreckon.lab.evaluation.scores import Place, Score, mean_of_best
+from deadreckon.lab.files import add_lines, format_line, read_lines, recover, write_text
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.checkpoints import Writer, read, tensors_in
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model
-from deadreckon.lab.training.files import recover, write_text
 from deadreckon.lab.training.ranks import Ranks
 
 KINDS = ("last", "best")
@@ -192,9 +190,7 @@ class Run:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Of metrics.jsonl or evaluations.jsonl, without one that was cut off."""
-        path = self.path / f"{name}.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_lines(self.path / f"{name}.jsonl")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The logged steps."""
@@ -202,10 +198,7 @@ class Run:
 
     def add_evaluation(self, step: int, scores: Iterable[Score]) -> None:
         """Keeps scores while training."""
-        with (self.path / "evaluations.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "scores": [asdict(score) for score in scores]}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        add_lines(self.path / "evaluations.jsonl", [{"step": step, "scores": [asdict(score) for score in scores]}])
 
     def cut_lines(self, step: int) -> None:
         """Removes what was logged after a step: those steps are taken again."""
@@ -237,11 +230,3 @@ def find_runs(paths: Iterable[Path]) -> list[Run]:
             raise ValueError(f"run: expected a folder with recipe.json, or with such folders in it, got {str(path)!r}")
         runs |= {place.resolve(): Run(place) for place in places}
     return list(runs.values())
-
-
-def format_line(values: dict[str, Any]) -> str:
-    """A line of JSON, with null for infinities and NaN, which JSON lacks."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
-    }
-    return json.dumps(finite) + "\n"

@@ -18,12 +18,13 @@ from transformers.utils import logging
 import deadreckon as dr
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, is_better, places_to_test, score
+from deadreckon.lab.files import format_line
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.checkpoints import Writer
 from deadreckon.lab.training.display import Display, Tally, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
 from deadreckon.lab.training.ranks import Ranks
-from deadreckon.lab.training.runs import Progress, Run, format_line, load_for_tests
+from deadreckon.lab.training.runs import Progress, Run, load_for_tests
 
 SAVE_SECONDS = 60.0  # the most that is lost when a run is killed; how often it is saved changes no result
 VALIDATION_SEED = 4321
