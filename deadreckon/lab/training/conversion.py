@@ -43,7 +43,11 @@ def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", conso
         for stage, recipe in recipes:
             train_run(recipe, out / stage, device=device, console=console)
             latest = out / stage / "last"
-        save_result(conversion, latest, out)
+        model = load_start(str(latest))
+        if conversion.drop_rope:
+            model = without_rope(model, conversion.ended)
+        model.save_pretrained(out)
+        AutoTokenizer.from_pretrained(conversion.source).save_pretrained(out)
     return latest
 
 
@@ -65,9 +69,9 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
     """Saves the model that training begins with, if it is not there, and says how far it is off the teacher."""
     recover(folder)
     if (folder / "config.json").exists():
-        found = dr.DeadReckonConfig.from_pretrained(folder).encoding
-        if found != conversion.begun:
-            raise ValueError(f"out: {folder.parent} holds a conversion to {found}, not {conversion.begun}")
+        encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding
+        if encoding != conversion.begun:
+            raise ValueError(f"out: {folder.parent} holds a conversion to {encoding}, not {conversion.begun}")
         return
     torch.manual_seed(conversion.seed)
     source = load_source(conversion.source)
@@ -87,17 +91,8 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
 @torch.no_grad()
 def difference(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, rows: Tensor) -> float:
     """The greatest difference of logits, in units of their range."""
-    found, expected = student.eval()(rows).logits, teacher.eval()(rows).logits
-    return float((found - expected).abs().max() / (expected.max() - expected.min()))
-
-
-def save_result(conversion: Conversion, folder: Path, out: Path) -> None:
-    """Saves a checkpoint as the result, without RoPE's rotation if that was dropped."""
-    model = load_start(str(folder))
-    if conversion.drop_rope:
-        model = without_rope(model, conversion.ended)
-    model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(conversion.source).save_pretrained(out)
+    logits, expected = student.eval()(rows).logits, teacher.eval()(rows).logits
+    return float((logits - expected).abs().max() / (expected.max() - expected.min()))
 
 
 def without_rope(model: dr.DeadReckonForCausalLM, encoding: str) -> dr.DeadReckonForCausalLM:

@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +101,12 @@ class Run:
         if writer is None:
             with Writer(training.ranks) as writer:
                 return self.save(training, progress, writer)
-
-        def describe(folder: Path) -> None:
-            training.describe(folder)
-            (folder / "progress.json").write_text(json.dumps(asdict(progress)))
-
+        describe = partial(_describe, training, "progress.json", asdict(progress))
         writer.save(self.path / "last", {"model": training.weights(), "optimizer": training.memory()}, describe)
 
     def save_best(self, training: Training, score: Score, writer: Writer) -> None:
         """Begins to write the best checkpoint, in place of the one before, likewise."""
-
-        def describe(folder: Path) -> None:
-            training.describe(folder)
-            (folder / "score.json").write_text(json.dumps({"step": training.done} | asdict(score)))
-
+        describe = partial(_describe, training, "score.json", {"step": training.done} | asdict(score))
         writer.save(self.path / "best", {"model": training.weights()}, describe)
 
     def restore(self, device: str, ranks: Ranks | None = None) -> tuple[Training, Progress]:
@@ -211,6 +204,12 @@ class Run:
     def finished(self) -> bool:
         """Whether all steps have been taken."""
         return self.progress().step == self.recipe.steps
+
+
+def _describe(training: Training, name: str, about: dict[str, Any], folder: Path) -> None:
+    """Writes what a checkpoint has beside its tensors; `about` it, as JSON."""
+    training.describe(folder)
+    (folder / name).write_text(json.dumps(about))
 
 
 def load_for_tests(folder: Path, recipe: Recipe, device: str, lengths: Sequence[int] = ()) -> dr.DeadReckonForCausalLM:
