@@ -17,7 +17,7 @@ from small_runs import quiet, run_cli
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import deadreckon as dr
-from deadreckon.lab.pages.conversions import write_conversions
+from deadreckon.lab.pages.conversion import write_conversions
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training import Run, Training
 from deadreckon.lab.training.conversion import convert_run

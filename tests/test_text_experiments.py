@@ -15,7 +15,7 @@ from small_runs import quiet, run_cli
 from deadreckon.lab.evaluation.evaluators import evaluate, mean_loss
 from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length, token_losses
 from deadreckon.lab.pages.compare import compare
-from deadreckon.lab.pages.paired import paired_difference
+from deadreckon.lab.pages.comparison import paired_difference
 from deadreckon.lab.recipes import EXPERIMENTS, find_recipe
 from deadreckon.lab.recipes.experiment import parse_sweep
 from deadreckon.lab.recipes.texts import read_language

@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import deadreckon as dr
-from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.evaluation.scores import autocast, isolated_rng, judge
 from deadreckon.tasks.language import Corpus
 
@@ -162,7 +161,8 @@ def token_losses(
     On a GPU in bfloat16, but for the loss. Other draws of random numbers are left as they were.
     """
     device = next(model.parameters()).device
-    check_counts(piece=piece)
+    if piece is not None and piece < 1:
+        raise ValueError(f"piece: expected 1 or more, got {piece}")
     training = model.training
     model.eval()
     batches = []

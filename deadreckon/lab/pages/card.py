@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from deadreckon.lab.evaluation import SHARES, Place, Score, format_value
 from deadreckon.lab.files import write_text
-from deadreckon.lab.pages.tables import markdown
+from deadreckon.lab.pages.tables import by_length, markdown
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.runs import KINDS, Run
 
@@ -60,8 +60,8 @@ def licence_of(model: str) -> str:
     """What the card of a saved model says of its licence."""
     path = Path(model) / "README.md"
     front = path.read_text().split("---\n")[1:2] if model and path.exists() else []
-    found = re.search(r"^license: *(\S+)", "".join(front), re.MULTILINE)
-    return found.group(1) if found else UNKNOWN
+    stated = re.search(r"^license: *(\S+)", "".join(front), re.MULTILINE)
+    return stated.group(1) if stated else UNKNOWN
 
 
 def write_cards(run: Run) -> None:
@@ -102,6 +102,4 @@ def scores_table(recipe: Recipe, scores: Mapping[Place, Score]) -> str:
         measure = one.measure or recipe.metric
         unit = ", %" if measure in SHARES else ""
         rows.setdefault(f"{one.condition}: {measure}{unit}", {})[one.length] = format_value(measure, one.value(measure))
-    lengths: Sequence[int] = sorted({length for row in rows.values() for length in row})
-    table = [[name, *(row.get(length, "") for length in lengths)] for name, row in rows.items()]
-    return markdown(["", *(str(length) for length in lengths)], table) if table else ""
+    return markdown(*by_length(rows)) if rows else ""

@@ -17,7 +17,7 @@ from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device, check_model, describe_environment
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
 from deadreckon.lab.pages.pictures import suite_picture
-from deadreckon.lab.pages.tables import markdown, terminal
+from deadreckon.lab.pages.tables import by_length, markdown, terminal
 from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
 from deadreckon.lab.training.display import Tally
@@ -66,7 +66,7 @@ def run_suite(
     data = [Path(path).name for path in (babi, books) if path]
     answers = Answers(out / "answers.jsonl", {"model": fingerprint(source), "seed": seed, "data": data})
     keys = [(task, length, number) for task in chosen for length in lengths for number in range(rows)]
-    tally = Tally(console, len(keys), sum(key in answers.found for key in keys))
+    tally = Tally(console, len(keys), sum(key in answers.known for key in keys))
     if tally.done:
         console.print(f"{tally.done} of {tally.wanted} answers are there already.", highlight=False)
     if tally.done < tally.wanted:
@@ -74,12 +74,12 @@ def run_suite(
             model, tokenizer = load(folder, checkpoint, device, lengths)
         with console.status("") as status:
             for batch in ask(
-                model, tokenizer, chosen, lengths, rows, known=answers.found.keys(), seed=seed,
+                model, tokenizer, chosen, lengths, rows, known=answers.known.keys(), seed=seed,
                 batch_tokens=batch_tokens,
             ):  # fmt: skip
                 answers.add(batch)
                 status.update(tally.advance(len(batch), f"{batch[-1].task} at {batch[-1].length}", "answers"))
-    asked = [answers.found[key] for key in keys]
+    asked = [answers.known[key] for key in keys]
     show({name: asked} | others, out, console, describe_environment(device)["command"])
     return mean_scores(asked)
 
@@ -141,7 +141,8 @@ def show(asked: dict[str, list[Answer]], out: Path, console: Console, command: s
         f"    {command}",
     ]
     for name, by_task in scores.items():
-        headings, rows = table(by_task)
+        cells = {task: {n: f"{100 * score:.1f}" for n, score in scored.items()} for task, scored in by_task.items()}
+        headings, rows = by_length(cells, "task")
         console.print(terminal(headings, rows, title=f"{name}, scores in %"))
         lines += ["", f"{name}:", "", markdown(headings, rows)]
     picture = out / "suite.png"
@@ -149,16 +150,6 @@ def show(asked: dict[str, list[Answer]], out: Path, console: Console, command: s
     (out / "suite.md").write_text("\n".join([*lines, "", f"![Scores by length]({picture.name})"]) + "\n")
     (out / "scores.json").write_text(json.dumps(scores, indent=1))
     console.print(f"Saved: {out}{os.sep}suite.md, suite.png, scores.json, answers.jsonl", highlight=False)
-
-
-def table(scores: Scores) -> tuple[list[str], list[list[str]]]:
-    """A row for each task, a column for each length."""
-    lengths = sorted({length for by_length in scores.values() for length in by_length})
-    rows = [
-        [task, *(f"{100 * by_length[n]:.1f}" if n in by_length else "" for n in lengths)]
-        for task, by_length in scores.items()
-    ]
-    return ["task", *map(str, lengths)], rows
 
 
 def depths(answers: Iterable[Answer]) -> dict[float, dict[int, float]]:

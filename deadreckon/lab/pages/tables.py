@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
+
+
+def by_length(rows: Mapping[str, Mapping[int, str]], heading: str = "") -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of a table with a column for each length that any row has a cell at."""
+    lengths = sorted({length for cells in rows.values() for length in cells})
+    return [heading, *map(str, lengths)], [
+        [name, *(cells.get(length, "") for length in lengths)] for name, cells in rows.items()
+    ]
 
 
 def terminal(
