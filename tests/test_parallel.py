@@ -261,30 +261,3 @@ def test_refusals_say_what_was_expected() -> None:
         assert len(said) == len(expected)
         for message, beginning in zip(said, expected, strict=True):
             assert message.startswith(beginning), message
-
-
-ON_GPU = {
-    "gated": Case("rotation", "learned", length=1500, batch=1, heads=2, width=64, value_width=64),
-    "householder, gated": Case("householder", "learned", length=1500, batch=1, heads=2, width=64, value_width=64),
-    "power": Case("rotation", "learned", dr.Power(2), length=700, batch=1, heads=2, width=32, value_width=32),
-}
-
-
-def on_gpu(dtype: torch.dtype) -> dict[str, dict[str, Tensor]]:
-    """Two processes that share a GPU, whose messages go over the host."""
-    cp, found = dr.ContextParallel(), dict[str, dict[str, Tensor]]()
-    for name, case in ON_GPU.items():
-        results = divided(case, cp, dtype, device="cuda")
-        found[name] = {key: x.cpu() for key, x in results.items()}
-    return found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ON_GPU)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    exact = run(ON_GPU[name], impl="blockwise")
-    one = relative_errors(run(ON_GPU[name], dtype, "cuda"), exact)  # one process in the same precision
-    for found in world(2, on_gpu, dtype):
-        for key, error in relative_errors(found[name], exact).items():
-            assert error <= 2 * one[key] + 1e-5, (key, error, one[key])
