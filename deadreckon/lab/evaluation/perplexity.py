@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import deadreckon as dr
-from deadreckon.lab.evaluation.scores import autocast, isolated_rng, judge
+from deadreckon.lab.evaluation.scores import Share, alone, autocast, isolated_rng, judge
 from deadreckon.tasks.language import Corpus
 
 LAST = 4  # one part in so many, at the end of a row
@@ -65,6 +65,7 @@ def perplexity_by_length(
     batch_tokens: int = 1 << 16,
     seed: int = 0,
     longest: int | None = None,
+    share: Share = alone,
 ) -> list[LengthScore]:
     """Perplexity at each length, over the same text.
 
@@ -77,6 +78,7 @@ def perplexity_by_length(
         batch_tokens: about how many tokens are read at once, one row at least.
         seed: of encodings that draw positions.
         longest: take the text from rows of this length; by default of the greatest of `lengths`.
+        share: who computes which rows.
     """
     if not lengths:
         raise ValueError("lengths: expected one or more, got none")
@@ -85,9 +87,9 @@ def perplexity_by_length(
     for length in lengths:
         rows = text.unfold(1, length + 1, length).flatten(0, 1)
         if window is None or window >= length:
-            losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed)
+            losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed, share=share)
         else:
-            losses = windowed_losses(model, rows, window, stride, batch_tokens=batch_tokens, seed=seed)
+            losses = windowed_losses(model, rows, window, stride, batch_tokens=batch_tokens, seed=seed, share=share)
         loss, last = _mean(losses), _mean(losses[:, length - math.ceil(length / LAST) :])
         texts = tuple(losses.double().reshape(len(text), -1).mean(1).tolist())
         scores.append(LengthScore(length, window, losses.numel(), loss, math.exp(min(loss, 700.0)), last, texts))
@@ -106,6 +108,7 @@ def loss_by_position(
     piece: int | None = None,
     batch_tokens: int = 1 << 16,
     seed: int = 0,
+    share: Share = alone,
 ) -> list[PositionScore]:
     """The loss of tokens by how many stand before them, from 1 to `length`, in bins of equal or of growing width.
 
@@ -118,10 +121,11 @@ def loss_by_position(
     if not 1 <= bins <= length:
         raise ValueError(f"bins: expected 1 to length = {length}, got {bins}")
     rows = corpus.rows(length, tokens, across=across)
-    losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed).double().mean(0)
-    shares = [number / bins for number in range(1, bins + 1)]
-    edges = sorted({0, *(round(length**share if logarithmic else length * share) for share in shares)})
-    return [PositionScore(start + 1, stop, _mean(losses[start:stop])) for start, stop in pairwise(edges)]
+    losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed, share=share)
+    by_position = losses.double().mean(0)
+    parts = [number / bins for number in range(1, bins + 1)]
+    edges = sorted({0, *(round(length**part if logarithmic else length * part) for part in parts)})
+    return [PositionScore(start + 1, stop, _mean(by_position[start:stop])) for start, stop in pairwise(edges)]
 
 
 def windowed_losses(
@@ -132,6 +136,7 @@ def windowed_losses(
     *,
     batch_tokens: int = 1 << 16,
     seed: int = 0,
+    share: Share = alone,
 ) -> Tensor:
     """As :func:`token_losses`, but from no more than the last `window` tokens, and no fewer than window − stride."""
     length = rows.shape[1] - 1
@@ -142,7 +147,7 @@ def windowed_losses(
         raise ValueError(f"stride: expected 1 to window = {window}, got {stride}")
     stops = [*range(window, length, stride), length]
     short = torch.cat([rows[:, stop - window : stop + 1] for stop in stops])  # (stops · count, window + 1)
-    by_window = token_losses(model, short, batch_tokens=batch_tokens, seed=seed).chunk(len(stops))
+    by_window = token_losses(model, short, batch_tokens=batch_tokens, seed=seed, share=share).chunk(len(stops))
     new = [stop - before for stop, before in zip(stops, [0, *stops[:-1]], strict=True)]
     return torch.cat([losses[:, window - count :] for losses, count in zip(by_window, new, strict=True)], dim=1)
 
@@ -155,6 +160,7 @@ def token_losses(
     piece: int | None = None,
     batch_tokens: int = 1 << 16,
     seed: int = 0,
+    share: Share = alone,
 ) -> Tensor:
     """−log p of every token of rows (count, L + 1) but the first, from all before it: (count, L), float32, on the CPU.
 
@@ -165,19 +171,24 @@ def token_losses(
         raise ValueError(f"piece: expected 1 or more, got {piece}")
     training = model.training
     model.eval()
-    batches = []
     width = piece or rows.shape[1]
-    with isolated_rng(device, seed), autocast(device):
-        for batch in rows.split(max(1, batch_tokens // rows.shape[1])):
-            batch = batch.to(device)
-            cache = None if piece is None else DynamicCache(config=model.config)
-            losses = []
-            for tokens, labels in zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True):
-                hidden = model.model(tokens, past_key_values=cache).last_hidden_state
-                losses.append(judge(model, hidden, labels)[0])
-            batches.append(torch.cat(losses, dim=1).cpu())
+
+    def losses_of(batch: Tensor) -> Tensor:
+        cache = None if piece is None else DynamicCache(config=model.config)
+        losses = []
+        for tokens, labels in zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True):
+            hidden = model.model(tokens, past_key_values=cache).last_hidden_state
+            losses.append(judge(model, hidden, labels)[0])
+        return torch.cat(losses, dim=1).cpu()
+
+    def computed(part: slice) -> Tensor:
+        with isolated_rng(device, seed + part.start), autocast(device):
+            batches = rows[part].split(max(1, batch_tokens // rows.shape[1]))
+            return torch.cat([losses_of(batch.to(device)) for batch in batches])
+
+    found = share(len(rows), computed)
     model.train(training)
-    return torch.cat(batches)
+    return found
 
 
 def _mean(losses: Tensor) -> float:
