@@ -20,7 +20,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.evaluation.long import ask
-from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length
+from deadreckon.lab.evaluation.perplexity import PositionScore, Reader, loss_by_position, perplexity_by_length
 from deadreckon.lab.evaluation.scores import Place, Score, Share, alone, score
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import read_long_tasks
@@ -47,6 +47,11 @@ class Subject(NamedTuple):
     @property
     def lengths(self) -> list[int]:
         return [length for _, length in self.places]
+
+    @property
+    def reader(self) -> Reader:
+        assert self.model is not None
+        return Reader(self.model, self.recipe.test_piece or None, share=self.share)
 
 
 class Evaluator(NamedTuple):
@@ -120,14 +125,13 @@ def _window(recipe: Recipe, condition: str) -> str:
 
 
 def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
-    assert subject.model is not None
     recipe = subject.recipe
     longest = max([*subject.lengths, *recipe.test_lengths])
     corpus, across = _corpus(subject, longest)
     name = subject.condition if window is None else _window(recipe, subject.condition)
     for one in perplexity_by_length(
-        subject.model, corpus, subject.lengths, tokens=recipe.test_tokens, window=window, across=across,
-        longest=longest, piece=recipe.test_piece or None, share=subject.share,
+        subject.reader, corpus, subject.lengths, tokens=recipe.test_tokens, window=window, across=across,
+        longest=longest,
     ):  # fmt: skip
         rows = one.tokens // one.length
         yield Score(name, one.length, None, None, one.loss, rows, "perplexity", texts=one.texts)
@@ -144,14 +148,10 @@ def _position_places(recipe: Recipe, condition: str, lengths: Sequence[int]) -> 
 
 
 def _positions(subject: Subject) -> Iterator[Score]:
-    assert subject.model is not None
     recipe, longest = subject.recipe, max(subject.lengths)
     corpus, across = _corpus(subject, longest)
-    tokens, piece = recipe.test_tokens, recipe.test_piece or None
-    bins = loss_by_position(
-        subject.model, corpus, longest, min(BINS, longest), tokens=tokens, across=across, piece=piece,
-        share=subject.share,
-    )  # fmt: skip
+    tokens = recipe.test_tokens
+    bins = loss_by_position(subject.reader, corpus, longest, min(BINS, longest), tokens=tokens, across=across)
     rows = max(1, tokens // longest)
     for name, chosen in (  # positions in a bin on both sides of the border count on neither
         ("within the training length", [one for one in bins if one.last <= recipe.length]),
