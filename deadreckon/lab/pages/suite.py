@@ -20,7 +20,7 @@ from deadreckon.lab.pages.pictures import suite_picture
 from deadreckon.lab.pages.tables import by_length, markdown, terminal
 from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
-from deadreckon.lab.training.display import Tally
+from deadreckon.lab.training.display import Countdown
 from deadreckon.tasks.long import make_long_tasks
 
 LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
@@ -66,10 +66,10 @@ def run_suite(
     data = [Path(path).name for path in (babi, books) if path]
     answers = Answers(out / "answers.jsonl", {"model": fingerprint(source), "seed": seed, "data": data})
     keys = [(task, length, number) for task in chosen for length in lengths for number in range(rows)]
-    tally = Tally(console, len(keys), sum(key in answers.known for key in keys))
-    if tally.done:
-        console.print(f"{tally.done} of {tally.wanted} answers are there already.", highlight=False)
-    if tally.done < tally.wanted:
+    countdown = Countdown(console, len(keys), sum(key in answers.known for key in keys))
+    if countdown.done:
+        console.print(f"{countdown.done} of {countdown.wanted} answers are there already.", highlight=False)
+    if countdown.done < countdown.wanted:
         with quiet_transformers():
             model, tokenizer = load(folder, checkpoint, device, lengths)
         with console.status("") as status:
@@ -78,7 +78,7 @@ def run_suite(
                 batch_tokens=batch_tokens,
             ):  # fmt: skip
                 answers.add(batch)
-                status.update(tally.advance(len(batch), f"{batch[-1].task} at {batch[-1].length}", "answers"))
+                status.update(countdown.advance(len(batch), f"{batch[-1].task} at {batch[-1].length}", "answers"))
     asked = [answers.known[key] for key in keys]
     show({name: asked} | others, out, console, describe_environment(device)["command"])
     return mean_scores(asked)

@@ -21,7 +21,7 @@ from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_val
 from deadreckon.lab.files import format_line
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.checkpoints import Writer
-from deadreckon.lab.training.display import Display, Tally, format_seconds
+from deadreckon.lab.training.display import Countdown, Display, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
 from deadreckon.lab.training.ranks import Ranks
 from deadreckon.lab.training.runs import Progress, Run, load_for_tests
@@ -244,10 +244,10 @@ def score_model(
 
 def counted(scores: Iterator[Score], wanted: int, title: str, console: Console) -> Iterator[Score]:
     """Shows how far a scoring is."""
-    tally = Tally(console, wanted)
+    countdown = Countdown(console, wanted)
     with console.status(f"scoring {title}") as status:
         for one in scores:
-            status.update(tally.advance(1, f"{title}: {one.condition} at {one.axis} {one.length}", "scores"))
+            status.update(countdown.advance(1, f"{title}: {one.condition} at {one.axis} {one.length}", "scores"))
             yield one
 
 
