@@ -23,6 +23,7 @@ from deadreckon.lab.files import recover, replacing
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.recipes.texts import fast_tokenizer
 from deadreckon.lab.training.distillation import load_source, load_start, load_teacher
+from deadreckon.lab.training.ranks import processes
 from deadreckon.lab.training.trainer import quiet_transformers, train_run
 from deadreckon.tasks.language import Language
 
@@ -31,6 +32,8 @@ ROPE_OPTIONS = ("base", "scaling", "learn_factor")
 
 def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", console: Console | None = None) -> Path:
     """Converts a model, or resumes; returns the folder of the last checkpoint."""
+    if (started := processes()) > 1:
+        raise ValueError(f"convert: expected one process, as a teacher and its student need it, got {started}")
     console = console or Console()
     check_device(device)
     with quiet_transformers():

@@ -6,6 +6,7 @@ what they learn together is what one process learns. They share the rows of test
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -37,6 +38,11 @@ def sizes_in(mesh: str) -> dict[str, int]:
     return sizes
 
 
+def processes() -> int:
+    """How many processes `torchrun` has started, this one included."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 class Ranks:
     """This process among those of a training.
 
@@ -61,9 +67,11 @@ class Ranks:
         A rank that waits for another for longer than that raises an error.
         """
         sizes = sizes_in(mesh)
+        expected, started = math.prod(sizes.values()), processes()
         if not sizes:
+            if started > 1:
+                raise ValueError(f"mesh: expected sizes for {started} processes, such as dp={started}, got none")
             return cls(), device
-        expected, started = torch.tensor(list(sizes.values())).prod().item(), int(os.environ.get("WORLD_SIZE", "1"))
         if started != expected:
             raise ValueError(
                 f"mesh: {mesh} needs {expected} processes, got {started}; "
