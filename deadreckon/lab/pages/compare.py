@@ -6,7 +6,6 @@ A page of results in Markdown has tables by test, the paper's figures beside the
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import format_value
 from deadreckon.lab.pages.comparison import SOLVED, WORD_PROBLEMS, Comparison, by_label, gather, paired_table
-from deadreckon.lab.pages.tables import markdown, terminal
+from deadreckon.lab.pages.tables import image, markdown, save_markdown, terminal
 from deadreckon.lab.recipes import Experiment, check_encodings, find_experiment, parse_sweep, title_of
 from deadreckon.lab.training import Run
 from deadreckon.lab.training.parallel import make_runs
@@ -108,23 +107,21 @@ def write_page(
     path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None
 ) -> None:
     """Writes the tables, what they are of, the commands that made them, and what the paper reports."""
-    lines = [
-        f"# {comparison.title}", "", experiment.about, "", experiment.source, "", describe_runs(runs), "",
-        *(f"    {command}" for command in dict.fromkeys(start["command"] for run in runs for start in run.starts())),
-    ]  # fmt: skip
+    commands = dict.fromkeys(start["command"] for run in runs for start in run.starts())
+    parts = [f"# {comparison.title}", experiment.about, experiment.source, describe_runs(runs)]
+    parts.append("\n".join(f"    {command}" for command in commands))
     for condition in comparison.tabulated:
         for title, part in parts_of(comparison, condition):
-            lines += ["", f"{title}:", "", score_table(part, condition, experiment)]
+            parts += [f"{title}:", score_table(part, condition, experiment)]
         if solved := describe_solved(comparison, condition):
-            lines += ["", solved]
+            parts.append(solved)
         if paired := paired_table(comparison, condition):
-            lines += ["", f"{paired[0]}:", "", markdown(paired[1], paired[2])]
+            parts += [f"{paired[0]}:", markdown(paired[1], paired[2])]
     if comparison.recipe.task == "language":
-        lines += ["", "Training:", "", speed_table(runs)]
+        parts += ["Training:", speed_table(runs)]
     if picture is not None:
-        lines += ["", f"![{comparison.title}]({os.path.relpath(picture, path.parent)})"]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+        parts.append(image(comparison.title, picture, path))
+    save_markdown(path, parts)
 
 
 def describe_runs(runs: Sequence[Run]) -> str:

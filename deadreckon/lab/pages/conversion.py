@@ -7,7 +7,6 @@ several of one teacher, `deadreckon report` writes a page: losses by length befo
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.card import card, licence_of
 from deadreckon.lab.pages.compare import draw_comparison
 from deadreckon.lab.pages.comparison import Comparison, Test, paired_difference
-from deadreckon.lab.pages.tables import by_length, markdown
+from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.conversion import STAGES, Conversion
 from deadreckon.lab.training.conversion import convert_run
@@ -168,22 +167,19 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     seeds = dict.fromkeys(str(one.report["conversion"]["seed"]) for one in conversions)
     picture = draw_comparison(compared(conversions), path.with_suffix(".png"), console)
-    lines = [
-        "# Conversions", "",
-        f"One RoPE teacher, trained at {conversions[0].length} tokens, and what it was converted to.", "",
+    parts = [
+        "# Conversions",
+        f"One RoPE teacher, trained at {conversions[0].length} tokens, and what it was converted to.",
         f"{first['date'][:10]}: {first['device']}; Python {first['python']}, {versions}; commit "
-        f"{(first['commit'] or 'unknown')[:12]}. Seed {', '.join(seeds)}.", "",
-        *(f"    {one.report['environment']['command']}" for one in conversions), "",
-        f"Loss by length on the same {len(next(iter(teacher.values())))} held-out texts, nats:", "",
-        loss_table(conversions, teacher), "",
-        "Loss at the end less the teacher's on the same tokens, nats ± standard error between texts:", "",
-        difference_table(conversions, teacher), "",
-        "Training:", "", cost_table(conversions),
+        f"{(first['commit'] or 'unknown')[:12]}. Seed {', '.join(seeds)}.",
+        "\n".join(f"    {one.report['environment']['command']}" for one in conversions),
+        f"Loss by length on the same {len(next(iter(teacher.values())))} held-out texts, nats:",
+        loss_table(conversions, teacher),
+        "Loss at the end less the teacher's on the same tokens, nats ± standard error between texts:",
+        difference_table(conversions, teacher),
+        "Training:", cost_table(conversions),
     ]  # fmt: skip
-    if picture is not None:
-        lines += ["", f"![Loss by length]({os.path.relpath(picture, path.parent)})"]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    save_markdown(path, [*parts, image("Loss by length", picture, path)] if picture is not None else parts)
     console.print(f"Page: {path}", highlight=False)
 
 

@@ -17,7 +17,7 @@ from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device, check_model, describe_environment
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
 from deadreckon.lab.pages.pictures import suite_picture
-from deadreckon.lab.pages.tables import by_length, markdown, terminal
+from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown, terminal
 from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
 from deadreckon.lab.training.display import Countdown
@@ -133,21 +133,15 @@ def mean_scores(answers: Iterable[Answer]) -> Scores:
 def show(asked: dict[str, list[Answer]], out: Path, console: Console, command: str) -> None:
     """Prints a table for each model, and writes tables, a picture and the scores to the folder."""
     scores = {name: mean_scores(answers) for name, answers in asked.items()}
-    lines = [
-        "# Long-context suite",
-        "",
-        "Scores in % by length in tokens, answered by generation.",
-        "",
-        f"    {command}",
-    ]
+    parts = ["# Long-context suite", "Scores in % by length in tokens, answered by generation.", f"    {command}"]
     for name, by_task in scores.items():
         cells = {task: {n: f"{100 * score:.1f}" for n, score in scored.items()} for task, scored in by_task.items()}
         headings, rows = by_length(cells, "task")
         console.print(terminal(headings, rows, title=f"{name}, scores in %"))
-        lines += ["", f"{name}:", "", markdown(headings, rows)]
-    picture = out / "suite.png"
+        parts += [f"{name}:", markdown(headings, rows)]
+    page, picture = out / "suite.md", out / "suite.png"
     suite_picture(scores, {name: depths(answers) for name, answers in asked.items()}, picture)
-    (out / "suite.md").write_text("\n".join([*lines, "", f"![Scores by length]({picture.name})"]) + "\n")
+    save_markdown(page, [*parts, image("Scores by length", picture, page)])
     (out / "scores.json").write_text(json.dumps(scores, indent=1))
     console.print(f"Saved: {out}{os.sep}suite.md, suite.png, scores.json, answers.jsonl", highlight=False)
 
