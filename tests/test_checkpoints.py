@@ -19,10 +19,10 @@ from worlds import run_world
 
 import deadreckon as dr
 from deadreckon.lab.arguments import bytes_in
+from deadreckon.lab.files import beside
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import Ranks, Run, Training, checkpoints, train_run
 from deadreckon.lab.training.checkpoints import divide, export
-from deadreckon.lab.training.files import beside
 
 trainer = sys.modules["deadreckon.lab.training.trainer"]
 TIMEOUT = 5.0  # seconds

@@ -18,9 +18,8 @@ from small_runs import SMALL, quiet, run_cli, small
 
 from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
-from deadreckon.lab.pages.compare import compare, print_comparison
+from deadreckon.lab.pages.compare import compare, describe_solved, print_comparison
 from deadreckon.lab.pages.comparison import Comparison, by_label, gather
-from deadreckon.lab.pages.page import describe_solved
 from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, score_run, train_run

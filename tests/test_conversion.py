@@ -17,7 +17,7 @@ from small_runs import quiet, run_cli
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import deadreckon as dr
-from deadreckon.lab.pages.conversions import write_conversions
+from deadreckon.lab.pages.conversion import write_conversions
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training import Run, Training
 from deadreckon.lab.training.conversion import convert_run
@@ -199,7 +199,7 @@ def test_pages_are_of_conversions(tmp_path: Path) -> None:
 
 def test_tokenizers_are_checked(teacher: Path, tmp_path: Path) -> None:
     expected_source(teacher).save_pretrained(tmp_path / "mute")
-    with pytest.raises(ValueError, match="tokenizer: expected one beside the model"):
+    with pytest.raises(ValueError, match="model: expected a tokenizer beside the model"):
         convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())
     for_transformers(train_tokenizer(teacher / "valid.jsonl", 300)).save_pretrained(tmp_path / "mute")
     with pytest.raises(ValueError, match="tokenizer: expected at most 270 tokens, the model's vocabulary, got"):

@@ -92,6 +92,18 @@ def test_packed_equals_separate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", dr.ENCODINGS)
+def test_a_nan_stays_in_its_document(name: str) -> None:
+    """Short convolutions and cursors reach back over documents' ends, too."""
+    layer, (x, ids) = make_layer(name), make_input(90, batch=1)
+    documents, bad = torch.tensor([0, 30, 48, 90], dtype=torch.int32), x.clone()
+    bad[0, 47] = torch.nan
+    expected, found = (run(layer, y, ids, cu_seqlens=documents) for y in (x, bad))
+    assert found[0, 47].isnan().all()
+    for others in (slice(0, 30), slice(48, 90)):
+        torch.testing.assert_close(found[:, others], expected[:, others], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", dr.ENCODINGS)
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_blockwise_layer_equals_reference_layer(name: str, qk_norm: bool) -> None:
     layer, (x, ids) = make_layer(name, qk_norm=qk_norm), make_input(80)

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 import deadreckon as dr
-from deadreckon.lab.evaluation.perplexity import loss_by_position, perplexity_by_length, token_losses, windowed_losses
+from deadreckon.lab.evaluation.perplexity import Reader, loss_by_position, perplexity_by_length
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import train
 from deadreckon.tasks import tokens as tokens_module
@@ -311,7 +311,7 @@ def direct(model: dr.DeadReckonForCausalLM, tokens: Tensor) -> Tensor:
 def test_perplexity_by_length(corpus: Corpus, encoding: str) -> None:
     model = make_model(encoding).train()
     text = corpus.rows(96, 400)
-    scores = perplexity_by_length(model, corpus, (8, 32, 96), tokens=400, batch_tokens=100)
+    scores = perplexity_by_length(Reader(model, batch_tokens=100), corpus, (8, 32, 96), tokens=400)
     assert model.training
     for score in scores:
         rows = [
@@ -322,10 +322,10 @@ def test_perplexity_by_length(corpus: Corpus, encoding: str) -> None:
         assert score.loss == pytest.approx(losses.mean().item(), rel=1e-5)
         assert score.perplexity == pytest.approx(math.exp(losses.mean().item()), rel=1e-4)
         assert score.last_loss == pytest.approx(losses[:, -score.length // 4 :].mean().item(), rel=1e-5)
-    pieces = perplexity_by_length(model, corpus, (8, 32, 96), tokens=400, piece=20)
+    pieces = perplexity_by_length(Reader(model, piece=20), corpus, (8, 32, 96), tokens=400)
     assert [score.loss for score in pieces] == pytest.approx([score.loss for score in scores], rel=1e-5)
     with pytest.raises(ValueError, match="lengths: expected one or more, got none"):
-        perplexity_by_length(model, corpus, ())
+        perplexity_by_length(Reader(model), corpus, ())
 
 
 @pytest.mark.parametrize(("window", "stride"), [(16, 4), (16, 16), (10, None), (7, 3), (40, 1), (41, 5)])
@@ -339,30 +339,30 @@ def test_sliding_window(corpus: Corpus, window: int, stride: int | None) -> None
             # The first row of the window that reaches as far as this token, or else the end of the text.
             stop = next((stop for stop in range(window, 41, step) if stop >= told), 41)
             expected[number, told - 1] = direct(model, row[stop - window : told + 1])[-1]
-    found = windowed_losses(model, rows, window, stride, batch_tokens=64)
+    found = Reader(model, batch_tokens=64).windowed_losses(rows, window, stride)
     assert (found - expected).abs().max() < 1e-4
     if window < 41:
-        assert (found - token_losses(model, rows)).abs().max() > 1e-2
-    score = perplexity_by_length(model, corpus, (5, 41), tokens=82, window=window, stride=stride)
+        assert (found - Reader(model).losses(rows)).abs().max() > 1e-2
+    score = perplexity_by_length(Reader(model), corpus, (5, 41), tokens=82, window=window, stride=stride)
     assert score[1].loss == pytest.approx(expected.double().mean().item(), rel=1e-5)
-    assert score[0].loss == pytest.approx(perplexity_by_length(model, corpus, (5, 41), tokens=82)[0].loss)
+    assert score[0].loss == pytest.approx(perplexity_by_length(Reader(model), corpus, (5, 41), tokens=82)[0].loss)
 
 
 def test_windows_are_checked(corpus: Corpus) -> None:
     model, rows = make_model(), corpus.rows(20, 20)
     with pytest.raises(ValueError, match=r"window: expected 1 to 20, .*, got 21"):
-        windowed_losses(model, rows, 21)
+        Reader(model).windowed_losses(rows, 21)
     with pytest.raises(ValueError, match="stride: expected 1 to window = 8, got 9"):
-        windowed_losses(model, rows, 8, 9)
+        Reader(model).windowed_losses(rows, 8, 9)
     with pytest.raises(ValueError, match="piece: expected 1 or more, got 0"):
-        token_losses(model, rows, piece=0)
+        Reader(model, piece=0).losses(rows)
 
 
 def test_loss_by_position(corpus: Corpus) -> None:
     model, rows = make_model("path"), corpus.rows(100, 300)
     losses = torch.stack([direct(model, row) for row in rows]).double().mean(0)
     for logarithmic in (True, False):
-        scores = loss_by_position(model, corpus, 100, 10, tokens=300, logarithmic=logarithmic)
+        scores = loss_by_position(Reader(model), corpus, 100, 10, tokens=300, logarithmic=logarithmic)
         assert scores[0].first == 1 and scores[-1].last == 100
         for score, following in pairwise(scores):
             assert following.first == score.last + 1
@@ -371,7 +371,7 @@ def test_loss_by_position(corpus: Corpus) -> None:
         widths = [score.last - score.first + 1 for score in scores]
         assert (widths[-1] > 30 and widths[0] <= 2) if logarithmic else widths == [10] * 10
     with pytest.raises(ValueError, match="bins: expected 1 to length = 4, got 5"):
-        loss_by_position(model, corpus, 4, 5)
+        loss_by_position(Reader(model), corpus, 4, 5)
 
 
 def test_random_positions_are_drawn_alike(corpus: Corpus) -> None:
@@ -379,10 +379,10 @@ def test_random_positions_are_drawn_alike(corpus: Corpus) -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    losses = token_losses(model, rows)
+    losses = Reader(model).losses(rows)
     assert torch.equal(torch.rand(1), expected)
-    assert torch.equal(token_losses(model, rows), losses)
-    assert not torch.equal(token_losses(model, rows, seed=1), losses)
+    assert torch.equal(Reader(model).losses(rows), losses)
+    assert not torch.equal(Reader(model, seed=1).losses(rows), losses)
 
 
 def test_folder_of_tokens(tmp_path: Path, corpus: Corpus) -> None:

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from worlds import run_world
 
 import deadreckon as dr
-from deadreckon.lab.training import Ranks, Run, checkpoints, make_model, train_run
+from deadreckon.lab.recipes.conversion import Conversion
+from deadreckon.lab.training import Ranks, Run, Training, checkpoints, make_model, train_run
+from deadreckon.lab.training.conversion import convert_run
 from deadreckon.lab.training.ranks import sizes_in
 
 STEPS = "steps=4"
@@ -125,3 +127,19 @@ def test_the_flag_names_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match=r"mesh: dp=2 needs 2 processes, got 1; start it with torchrun"):
         Ranks.start("dp=2", "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"mesh: expected sizes for 3 processes, such as dp=3, got none"):
+        Ranks.start("", "cpu")
+
+
+def test_teachers_have_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objectives reach into layers, past what gathers their parameters."""
+    ranks, model = Ranks(), make_model(recipe(), 5)
+    ranks.size = 2
+    with pytest.raises(ValueError, match="mesh: expected one process to learn from a teacher, got 2"):
+        Training(model, recipe().make_task(), recipe(), teacher=model, ranks=ranks)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    conversion = Conversion("llama", "path-fox", "text", "")
+    with pytest.raises(ValueError, match="convert: expected one process, as a teacher and its student need it, got 2"):
+        convert_run(conversion, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

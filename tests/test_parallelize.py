@@ -15,7 +15,11 @@ from worlds import world
 import deadreckon as dr
 
 Config, parallelize = dr.DeadReckonConfig, dr.parallelize  # imported here, once for all ranks
-MESHES = ((2, 2), (4, 1), (1, 4))
+MESHES: dict[tuple[int, int], dict[str, Any]] = {
+    (2, 2): {"checkpointing": True},
+    (4, 1): {"checkpointing": True, "layers_per_group": 2},
+    (1, 4): {"layers_per_group": 3},
+}
 
 
 def model_of(encoding: str = "path-fox", **options: Any) -> dr.DeadReckonForCausalLM:
@@ -25,7 +29,7 @@ def model_of(encoding: str = "path-fox", **options: Any) -> dr.DeadReckonForCaus
             encoding=encoding,
             vocab_size=11,
             hidden_size=16,
-            num_hidden_layers=2,
+            num_hidden_layers=3,
             num_attention_heads=2,
             tie_word_embeddings=True,
             **options,
@@ -54,12 +58,13 @@ def whole(x: Any) -> Tensor:
 
 def on_meshes() -> dict[str, Any]:
     found = dict[str, Any]()
-    for shape in MESHES:
+    for shape, options in MESHES.items():
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
         model = model_of()
         if dist.get_rank():
             torch.nn.init.zeros_(model.lm_head.weight)  # the first rank's weights count
-        model = parallelize(model, mesh, checkpointing=shape == (2, 2))
+        model = parallelize(model, mesh, **options)
+        found[f"{shape} groups"] = len({id(layer._get_fsdp_state()) for layer in model.model.layers})
         found[str(shape)] = trained(model, mesh.get_local_rank("dp"), shape[0])
         dist.all_reduce(found[str(shape)]["losses"][0], op=dist.ReduceOp.SUM)
         found[str(shape)]["losses"][0] /= 4
@@ -71,12 +76,13 @@ def on_meshes() -> dict[str, Any]:
     found["meta"] = {name: whole(x) for name, x in model.named_parameters()}
     ids = torch.randint(0, 11, (1, 29), generator=torch.Generator().manual_seed(0))
     found["meta loss"] = model(input_ids=ids, labels=ids).loss.detach()
-    for name, arguments in (
-        ("mesh", (model_of(), init_device_mesh("cpu", (4,)))),
-        ("model", (torch.nn.Linear(2, 2), mesh)),
+    for name, arguments, options in (
+        ("mesh", (model_of(), init_device_mesh("cpu", (4,))), {}),
+        ("model", (torch.nn.Linear(2, 2), mesh), {}),
+        ("layers_per_group", (model_of(), mesh), {"layers_per_group": 0}),
     ):
         with pytest.raises(ValueError, match=f"{name}: expected"):
-            parallelize(*arguments)
+            parallelize(*arguments, **options)
     return found
 
 
@@ -90,6 +96,7 @@ def test_a_mesh_learns_what_one_process_learns(shape: tuple[int, int]) -> None:
             else:
                 reference = expected[name]
             assert torch.allclose(value, reference, atol=1e-4, rtol=1e-4), (name, value, reference)
+        assert found[f"{shape} groups"] == {(2, 2): 3, (4, 1): 2, (1, 4): 1}[shape]
 
 
 def test_a_model_may_begin_on_the_meta_device() -> None:

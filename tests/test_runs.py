@@ -23,10 +23,11 @@ from safetensors.torch import load_file
 from small_runs import SMALL, quiet, small
 
 import deadreckon as dr
+from deadreckon.lab import files
 from deadreckon.lab.evaluation import score
+from deadreckon.lab.files import recover, replacing
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.training import Progress, Run, Training, checkpoints, files, make_model, train, train_run
-from deadreckon.lab.training.files import recover, replacing
+from deadreckon.lab.training import Progress, Run, Training, checkpoints, make_model, train, train_run
 from deadreckon.tasks.curriculum import Curriculum
 
 

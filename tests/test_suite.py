@@ -202,7 +202,7 @@ def test_answers_of_another_model(
 def test_data_may_come_later(tmp_path: Path) -> None:
     answer = Answer("vt", 10, 0, 5, None, ["a"], "a", 1.0)
     Answers(tmp_path / "a.jsonl", {"model": "x", "data": []}).add([answer])
-    assert Answers(tmp_path / "a.jsonl", {"model": "x", "data": ["b"]}).found == {("vt", 10, 0): answer}
+    assert Answers(tmp_path / "a.jsonl", {"model": "x", "data": ["b"]}).known == {("vt", 10, 0): answer}
     with pytest.raises(ValueError, match=r"with answers to data \['c'\], got .* with \['b'\]"):
         Answers(tmp_path / "a.jsonl", {"model": "x", "data": ["c"]})
 

@@ -13,9 +13,9 @@ import torch
 from small_runs import quiet, run_cli
 
 from deadreckon.lab.evaluation.evaluators import evaluate, mean_loss
-from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length, token_losses
+from deadreckon.lab.evaluation.perplexity import PositionScore, Reader, loss_by_position, perplexity_by_length
 from deadreckon.lab.pages.compare import compare
-from deadreckon.lab.pages.paired import paired_difference
+from deadreckon.lab.pages.comparison import paired_difference
 from deadreckon.lab.recipes import EXPERIMENTS, find_recipe
 from deadreckon.lab.recipes.experiment import parse_sweep
 from deadreckon.lab.recipes.texts import read_language
@@ -61,8 +61,8 @@ def test_rotations_become_a_page(
     assert run_cli(monkeypatch, "compare", *words, "--encodings", "rope") == 0
     [run] = (Run(path.parent) for path in Path("runs").rglob("recipe.json"))
     model = run.load()
-    whole = perplexity_by_length(model, corpus, (16, 64), tokens=256)
-    windowed = perplexity_by_length(model, corpus, (64,), tokens=256, window=16)
+    whole = perplexity_by_length(Reader(model), corpus, (16, 64), tokens=256)
+    windowed = perplexity_by_length(Reader(model), corpus, (64,), tokens=256, window=16)
     expected = {("held out", 16): whole[0], ("held out", 64): whole[1], ("held out, window of 16", 64): windowed[0]}
     assert run.scores().keys() == expected.keys()
     for place, score in run.scores().items():
@@ -95,7 +95,7 @@ def test_code_is_compared_on_the_same_tokens(changes: tuple[str, ...], corpus: C
     found = compare("code", ("fox", "rope"), changes=changes, seeds=2, runs=tmp_path, page=page, console=quiet())
     runs = {path.parent.name: Run(path.parent) for path in tmp_path.rglob("recipe.json")}
     losses = {
-        name: token_losses(run.load(), corpus.rows(64, 256)).double().mean(1) for name, run in runs.items()
+        name: Reader(run.load()).losses(corpus.rows(64, 256)).double().mean(1) for name, run in runs.items()
     }  # of four texts each
     differences = (losses["fox-0"] + losses["fox-1"] - losses["rope-0"] - losses["rope-1"]) / 2
     mean, error = paired_difference(found.texts["fox"]["held out", 64], found.texts["rope"]["held out", 64])
@@ -123,7 +123,7 @@ def test_powers_sweep_training_lengths_and_powers(changes: tuple[str, ...], corp
         f"sympow-length={n}-p={p}-0" for n in (8, 16) for p in (2, 4)
     }
     run = Run(next(tmp_path.rglob("sympow-length=8-p=2-0")))
-    bins = loss_by_position(run.load(), corpus, 32, 32, tokens=256)
+    bins = loss_by_position(Reader(run.load()), corpus, 32, 32, tokens=256)
     scores = found.values["sympow p=2"]
     for name, chosen in (
         ("within the training length", [one for one in bins if one.last <= 8]),

@@ -15,18 +15,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = [
+    "torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils", "deadreckon.lab.training",
+]  # fmt: skip
+
 
 def run_world(
-    size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60, backend: str = "gloo", lost: int = -1
-) -> list[Any]:
+    size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60, backend: str = "gloo", lost: int = -1,
+    cuda: bool = False,
+) -> list[Any]:  # fmt: skip
     """What work(*arguments) returns on each of `size` ranks, a process each, inside one process group.
 
-    The rank that is `lost` may be killed, and returns nothing.
+    The rank that is `lost` may be killed, and returns nothing. Ranks that use CUDA are no forks: once any library has
+    looked for devices, CUDA does not start in a fork.
     """
-    context = get_context("forkserver")  # a fork of the test runner itself might inherit locks
-    context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils", "deadreckon.lab.training"]
-    )
+    context = get_context("spawn" if cuda else "forkserver")  # a fork of the test runner itself might inherit locks
+    if not cuda:
+        context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(

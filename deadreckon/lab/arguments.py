@@ -36,6 +36,13 @@ def numbers_in(texts: Iterable[str], name: str = "lengths", form: str = "whole n
     return tuple(int(text) for text in names_in(texts))
 
 
+def check_counts(**counts: int | None) -> None:
+    """Raises ValueError unless all that are not None are 1 or more."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name}: expected 1 or more, got {count}")
+
+
 def bytes_in(text: str, name: str) -> int:
     """A number of bytes, such as 5GB, 200 MB or 1000000."""
     number = text.strip().upper().removesuffix("B").strip()

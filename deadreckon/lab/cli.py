@@ -6,6 +6,7 @@ A command is a dataclass: fields are its arguments, `run` carries it out, and im
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,7 +19,7 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
 
-from deadreckon.lab.arguments import bytes_in, command, names_in, numbers_in
+from deadreckon.lab.arguments import bytes_in, check_counts, command, names_in, numbers_in
 from deadreckon.lab.bench.flags import Attention, Benchmark
 
 Size = Literal["tiny", "small", "paper"]
@@ -196,7 +197,7 @@ class Report:
     output: Annotated[Path, arg(aliases=["-o"])] = Path("report.html")  # the page
 
     def run(self) -> None:
-        from deadreckon.lab.pages.conversions import write_conversions
+        from deadreckon.lab.pages.conversion import write_conversions
         from deadreckon.lab.pages.report import write_report
 
         if not self.runs:
@@ -323,9 +324,33 @@ class Generate:
     device: str = "cpu"  # cpu, cuda, …
 
     def run(self) -> None:
-        from deadreckon.lab.evaluation.generation import run_generate
+        import torch
+        from transformers import TextStreamer
 
-        run_generate(**asdict(self), console=Console())
+        import deadreckon as dr
+        from deadreckon.lab.environment import check_device, check_model
+        from deadreckon.lab.recipes.texts import tokenizer_beside
+
+        check_device(self.device)
+        check_model(Path(self.model))
+        check_counts(tokens=self.tokens)
+        if self.temperature < 0:
+            raise ValueError(f"temperature: expected 0 (greedy) or more, got {self.temperature}")
+        model = dr.DeadReckonForCausalLM.from_pretrained(self.model).to(self.device).eval()
+        tokenizer = tokenizer_beside(self.model)
+        prompt = tokenizer(self.prompt, return_tensors="pt").input_ids.to(self.device)
+        if (length := prompt.shape[1]) == 0:
+            raise ValueError(f"prompt: expected at least one token, got {self.prompt!r}")
+        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+        torch.manual_seed(self.seed)
+        began = time.perf_counter()
+        text = model.generate(
+            prompt, max_new_tokens=self.tokens, streamer=TextStreamer(tokenizer), pad_token_id=tokenizer.pad_token_id,
+            **sampling,
+        )  # fmt: skip
+        seconds, new = time.perf_counter() - began, text.shape[1] - length
+        speed = f"{new / seconds:.1f} tokens/s on {self.device}, seed {self.seed}"
+        Console().print(f"{new} tokens after {length}, {speed}")
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ def parallelize(
     *,
     dtype: torch.dtype | None = None,
     checkpointing: bool = False,
+    layers_per_group: int = 1,
     layout: Layout = "zigzag",
 ) -> DeadReckonForCausalLM:
     """Divides a model, in place, and the sequences that it will be given, among the ranks of a mesh.
@@ -30,9 +31,9 @@ def parallelize(
 
     Ranks along "dp" take batches of their own; ranks along "cp" take the same batch, and each computes its shard of
     every sequence (see `DeadReckonModel.cp`). Parameters, gradients and what an optimizer keeps of them are sharded
-    over all ranks, each layer being gathered while it computes. Gradients are averaged: what `loss.backward()` leaves
-    is the gradient of the mean of the dp ranks' losses. One rank alone, without mixed precision, has nothing to divide:
-    the model stays as it is, and costs what it did.
+    over all ranks, each layer (or group of layers) being gathered while it computes. Gradients are averaged: what
+    `loss.backward()` leaves is the gradient of the mean of the dp ranks' losses. One rank alone, without mixed
+    precision, has nothing to divide: the model stays as it is, and costs what it did.
 
     Args:
         model: the same on all ranks, on the mesh's kind of device; the first rank's weights count. One on the meta
@@ -40,6 +41,8 @@ def parallelize(
         mesh: a DeviceMesh whose dimensions are "dp", "cp" or both.
         dtype: that layers compute in; parameters and gradients keep their own. None: no mixed precision.
         checkpointing: activation checkpointing: each layer is computed again in the backward pass.
+        layers_per_group: how many layers are gathered, and their gradients reduced, at once. More make fewer and larger
+            messages and less work for the host, and take more memory.
         layout: see :class:`deadreckon.ContextParallel`.
     """
     names = mesh.mesh_dim_names or ()
@@ -47,15 +50,21 @@ def parallelize(
         raise ValueError(f"mesh: expected dimensions named 'dp', 'cp' or both, got {names or 'none that are named'}")
     if not isinstance(model, DeadReckonForCausalLM):
         raise ValueError(f"model: expected a DeadReckonForCausalLM, got {type(model).__name__}")
+    if layers_per_group < 1:
+        raise ValueError(f"layers_per_group: expected 1 or more, got {layers_per_group}")
     if checkpointing:
         model.gradient_checkpointing_enable()
     ranks = mesh if mesh.ndim == 1 else mesh[names]._flatten("_".join(names))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     sharded = ranks.size() > 1 or dtype is not None
-    for part in (*model.model.layers, model) if sharded else (model,):
-        _materialise(model, part, ranks)
+    layers: list[nn.Module] = list(model.model.layers) if sharded else []
+    groups = [layers[first : first + layers_per_group] for first in range(0, len(layers), layers_per_group)]
+    groups.append([model])
+    for group in groups:
+        for part in group:
+            _materialise(model, part, ranks)
         if sharded:
-            fully_shard(part, mesh=ranks, mp_policy=policy)
+            fully_shard(group if len(group) > 1 else group[0], mesh=ranks, mp_policy=policy)
     if "cp" in names and mesh["cp"].size() > 1:
         model.cp = ContextParallel(mesh["cp"], layout)
     return model

@@ -26,8 +26,8 @@ def convolve(x: Tensor, filters: Tensor, places: Tensor) -> Tensor:
     rows = pad(rows, (0, 0, reach + length - rows.shape[1], 0))
     y = rows[:, reach:] * filters[0]
     for lag in range(1, reach + 1):
-        earlier = rows[:, reach - lag : reach - lag + length]
-        y = y + earlier * filters[lag] * (places >= lag).unsqueeze(-1).to(x.dtype)
+        earlier = rows[:, reach - lag : reach - lag + length].masked_fill((places < lag).unsqueeze(-1), 0)
+        y = y + earlier * filters[lag]  # not times 0 or 1: a NaN of another document would come through
     return y
 
 

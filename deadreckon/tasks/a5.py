@@ -131,10 +131,10 @@ def is_for_testing(rows: Tensor) -> Tensor:
 @cache
 def powers(count: int) -> Tensor:
     """The hash's factors, of the last element first (count,)."""
-    found = [1]
+    factors = [1]
     for _ in range(count - 1):
-        found.append(found[-1] * MULTIPLIER % PRIME)
-    return torch.tensor(found)
+        factors.append(factors[-1] * MULTIPLIER % PRIME)
+    return torch.tensor(factors)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import deadreckon as dr
 from deadreckon.lab.bench.cases import Inputs, Shape, bytes_of, make_inputs, relative_error
 from deadreckon.lab.bench.flags import Decode
-from deadreckon.lab.bench.generation import run_models
 from deadreckon.lab.bench.page import Page, Row, microseconds, milliseconds, ratio
 from deadreckon.lab.bench.rivals import rotate
+from deadreckon.lab.bench.text import run_models
 from deadreckon.lab.bench.timing import repeated, seconds_per_step
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 64

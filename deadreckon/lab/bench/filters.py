@@ -76,18 +76,14 @@ def serves(impl: str, device: str) -> bool:
     return True
 
 
-def measure(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float]:
-    """Seconds and bytes."""
-    inputs = draw(size, dtype, device)
-    work = partial(run_once, *inputs, impl)
-    return repeated(work, rounds, device), peak_bytes(work, device) - inputs[2].nbytes  # the result has that size too
-
-
-def scaled(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float, str]:
-    """The same and a remark, from as many sequences as fit."""
+def measure(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float, str]:
+    """Seconds and bytes from as many sequences as fit, scaled up, and a remark where these are not all."""
     for part in (size.batch >> halved for halved in range(size.batch.bit_length())):
         try:
-            time, memory = measure(size._replace(batch=part), dtype, impl, rounds, device)
+            inputs = draw(size._replace(batch=part), dtype, device)
+            work = partial(run_once, *inputs, impl)
+            time = repeated(work, rounds, device)
+            memory = peak_bytes(work, device) - inputs[2].nbytes  # the result has that size too
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             continue
@@ -108,7 +104,7 @@ def run(flags: Filters) -> None:
         for kind, dtype in list(KINDS.items())[: 3 if device == "cuda" else 2]:
             for impl in paths:
                 error = check(task, dtype, impl, device)
-                time, memory, remark = scaled(task, dtype, impl, flags.rounds, device)
+                time, memory, remark = measure(task, dtype, impl, flags.rounds, device)
                 base = (time, memory) if impl == "reference" else base
                 cells = [milliseconds(time), ratio(base[0], time), mebibytes(memory), ratio(base[1], memory)]
                 yield [kind, NAMES[impl] + remark, f"{error:.2f}", *cells]

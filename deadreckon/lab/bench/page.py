@@ -8,10 +8,11 @@ from datetime import date
 import torch
 from rich.console import Console
 
+from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.bench.flags import Flags
 from deadreckon.lab.bench.timing import SUMMARIES
 from deadreckon.lab.environment import check_device, processor, version_of
-from deadreckon.lab.pages.tables import markdown
+from deadreckon.lab.pages.tables import markdown, save_markdown
 
 Row = list[str]
 
@@ -28,8 +29,7 @@ class Page:
     def __init__(self, flags: Flags, title: str, packages: Iterable[str] = ("triton",)) -> None:
         check_device(flags.device)
         rounds = getattr(flags, "rounds", None)
-        if rounds is not None and rounds < 1:
-            raise ValueError(f"rounds: expected 1 or more, got {rounds}")
+        check_counts(rounds=rounds)
         self.flags, self.console = flags, Console()
         threads = torch.get_num_threads()
         machine = torch.cuda.get_device_name() if flags.device == "cuda" else f"{processor()}, {threads} threads"
@@ -68,8 +68,7 @@ class Page:
         if self.flags.save is None:
             return
         about = f"{date.today()}: {'; '.join(self.about)}. Inputs drawn with seed 0."
-        self.flags.save.parent.mkdir(parents=True, exist_ok=True)
-        self.flags.save.write_text("\n\n".join([self.title, about, f"    {self.flags.command()}", *self.parts]) + "\n")
+        save_markdown(self.flags.save, [self.title, about, f"    {self.flags.command()}", *self.parts])
 
 
 def _aligned(row: Row, headings: Row, left: int) -> str:

@@ -59,8 +59,8 @@ def _work(rank: int, size: int, folder: str, flags: Ranks, encoding: str, dimens
     dist.all_reduce(total)
     if rank == 0:
         wall, computed = torch.stack(times[1:]).amin(0).tolist()
-        found = wall / size, computed, sent, float(total[-1]) / size
-        torch.save(found, Path(folder, f"{encoding}-{size}-{dimension}.pt"))
+        figures = wall / size, computed, sent, float(total[-1]) / size
+        torch.save(figures, Path(folder, f"{encoding}-{size}-{dimension}.pt"))
     dist.destroy_process_group()
 
 
@@ -70,9 +70,9 @@ def _rows(flags: Ranks, folder: str) -> Iterator[Row]:
         for size in flags.processes:
             for dimension in ("cp", "dp") if size > 1 else ("cp",):
                 multiprocessing.spawn(_work, args=(size, folder, flags, encoding, dimension), nprocs=size)
-                found = torch.load(Path(folder, f"{encoding}-{size}-{dimension}.pt"), weights_only=True)
-                seconds, computed, sent, loss = found
-                alone = alone or found
+                figures = torch.load(Path(folder, f"{encoding}-{size}-{dimension}.pt"), weights_only=True)
+                seconds, computed, sent, loss = figures
+                alone = alone or figures
                 mesh = f"{dimension}={size}" if size > 1 else "alone"
                 yield [f"{encoding}, {mesh}", milliseconds(seconds), milliseconds(computed),
                        ratio(computed, alone[1]), mebibytes(sent) if dimension == "cp" else "–",

@@ -12,7 +12,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the memory profiler's own cha
 import torch
 from torch import Tensor
 
-Run = Callable[[], object]
+Work = Callable[[], object]
 SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float]]] = {"cpu": ("best", min), "cuda": ("median", median)}
 """Device -> what counts of several timings: the best on a CPU, which others may share."""
 
@@ -29,17 +29,17 @@ def empty_cache(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def seconds(run: Run, device: str) -> float:
+def seconds(work: Work, device: str) -> float:
     """How long it takes: by the clock on a CPU, by the GPU's own events on CUDA."""
     if device == "cpu":
         began = time.perf_counter()
-        run()
+        work()
         return time.perf_counter() - began
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     scratch().zero_()  # empties the GPU's cache, and lets the host get ahead of it, as it is in training
     start.record()
-    run()
+    work()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3
@@ -50,10 +50,10 @@ def summary(times: list[float], device: str) -> float:
     return SUMMARIES[device][1](times)
 
 
-def repeated(run: Run, rounds: int, device: str) -> float:
+def repeated(work: Work, rounds: int, device: str) -> float:
     """Seconds, after a first time that may compile."""
-    run()
-    return summary([seconds(run, device) for _ in range(rounds)], device)
+    work()
+    return summary([seconds(work, device) for _ in range(rounds)], device)
 
 
 def seconds_per_step(step: Callable[[int], object], steps: int, device: str) -> float:
@@ -67,17 +67,17 @@ def seconds_per_step(step: Callable[[int], object], steps: int, device: str) -> 
     return seconds(partial(take, steps), device) / steps
 
 
-def peak_bytes(run: Run, device: str = "cpu") -> int:
-    """The most memory that `run` held at a time, beyond what was held before."""
+def peak_bytes(work: Work, device: str = "cpu") -> int:
+    """The most memory that `work` held at a time, beyond what was held before."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run()
+        work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
+        work()
     held = peak = 0
     results = profile.profiler.kineto_results
     for event in sorted(results.events(), key=lambda event: event.start_ns()):
@@ -87,11 +87,11 @@ def peak_bytes(run: Run, device: str = "cpu") -> int:
     return peak
 
 
-def shares(run: Run, device: str) -> list[tuple[float, int, str]]:
+def shares(work: Work, device: str) -> list[tuple[float, int, str]]:
     """Seconds, calls and name of all that took any time, the longest first: kernels on CUDA, else operators."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if device == "cuda" else kinds.CPU]) as profile:
-        run()
+        work()
         if device == "cuda":
             torch.cuda.synchronize()
     clock = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from statistics import mean
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.evaluation.long import ask
-from deadreckon.lab.evaluation.perplexity import PositionScore, loss_by_position, perplexity_by_length
-from deadreckon.lab.evaluation.scores import Place, Score, score
+from deadreckon.lab.evaluation.perplexity import PositionScore, Reader, loss_by_position, perplexity_by_length
+from deadreckon.lab.evaluation.scores import Place, Score, Share, alone, score
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import read_long_tasks
 from deadreckon.tasks.language import Corpus, Language
@@ -40,10 +42,16 @@ class Subject(NamedTuple):
     metrics: Sequence[dict[str, Any]]  # lines of its training
     condition: str
     places: Sequence[Place]
+    share: Share = alone  # who computes which rows
 
     @property
     def lengths(self) -> list[int]:
         return [length for _, length in self.places]
+
+    @property
+    def reader(self) -> Reader:
+        assert self.model is not None
+        return Reader(self.model, self.recipe.test_piece or None, share=self.share)
 
 
 class Evaluator(NamedTuple):
@@ -59,14 +67,18 @@ def evaluate(
     metrics: Sequence[dict[str, Any]] = (),
     lengths: Sequence[int] = (),
     known: Sequence[Place] | set[Place] = (),
+    share: Share = alone,
 ) -> Iterator[Score]:
-    """Scores of all evaluators of a recipe in all its tests, at these lengths or its own, but for those known."""
+    """Scores of all evaluators of a recipe in all its tests, at these lengths or its own, but for those known.
+
+    Where several processes share the rows, all must ask for the same, and each gets all scores.
+    """
     for name in recipe.evaluators:
         evaluator = EVALUATORS[name]
         for condition in recipe.conditions:
             missing = [place for place in evaluator.places(recipe, condition, lengths) if place not in known]
             if missing:
-                yield from evaluator.scores(Subject(model, recipe, metrics, condition, missing))
+                yield from evaluator.scores(Subject(model, recipe, metrics, condition, missing, share))
 
 
 def places_to_test(recipe: Recipe, lengths: Sequence[int] = ()) -> list[Place]:
@@ -91,7 +103,7 @@ def _offered(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Pla
 def _sampled(subject: Subject) -> Iterator[Score]:
     assert subject.model is not None
     for length in subject.lengths:
-        yield score(subject.model, subject.recipe, subject.condition, length)
+        yield score(subject.model, subject.recipe, subject.condition, length, share=subject.share)
 
 
 def _on_text(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
@@ -113,14 +125,13 @@ def _window(recipe: Recipe, condition: str) -> str:
 
 
 def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
-    assert subject.model is not None
     recipe = subject.recipe
     longest = max([*subject.lengths, *recipe.test_lengths])
     corpus, across = _corpus(subject, longest)
     name = subject.condition if window is None else _window(recipe, subject.condition)
     for one in perplexity_by_length(
-        subject.model, corpus, subject.lengths, tokens=recipe.test_tokens, window=window, across=across,
-        longest=longest, piece=recipe.test_piece or None,
+        subject.reader, corpus, subject.lengths, tokens=recipe.test_tokens, window=window, across=across,
+        longest=longest,
     ):  # fmt: skip
         rows = one.tokens // one.length
         yield Score(name, one.length, None, None, one.loss, rows, "perplexity", texts=one.texts)
@@ -137,13 +148,10 @@ def _position_places(recipe: Recipe, condition: str, lengths: Sequence[int]) -> 
 
 
 def _positions(subject: Subject) -> Iterator[Score]:
-    assert subject.model is not None
     recipe, longest = subject.recipe, max(subject.lengths)
     corpus, across = _corpus(subject, longest)
-    tokens, piece = recipe.test_tokens, recipe.test_piece or None
-    bins = loss_by_position(
-        subject.model, corpus, longest, min(BINS, longest), tokens=tokens, across=across, piece=piece
-    )
+    tokens = recipe.test_tokens
+    bins = loss_by_position(subject.reader, corpus, longest, min(BINS, longest), tokens=tokens, across=across)
     rows = max(1, tokens // longest)
     for name, chosen in (  # positions in a bin on both sides of the border count on neither
         ("within the training length", [one for one in bins if one.last <= recipe.length]),
@@ -191,8 +199,16 @@ def _suite_scores(subject: Subject) -> Iterator[Score]:
     tokenizer = for_transformers(_corpus(subject, max(subject.lengths))[0].tokenizer)
     for name, length in subject.places:
         rows = max(1, min(recipe.test_rows, recipe.test_tokens // length))
-        batches = ask(subject.model, tokenizer, {name: suite[name]}, (length,), rows, batch_tokens=SUITE_BATCH)
-        right = mean(answer.score for batch in batches for answer in batch)
+
+        def answered(part: slice, name: str = name, length: int = length) -> Tensor:
+            others = [(name, length, number) for number in range(part.start)]
+            batches = ask(
+                subject.model, tokenizer, {name: suite[name]}, (length,), part.stop, known=others,
+                batch_tokens=SUITE_BATCH,
+            )  # fmt: skip
+            return torch.tensor([answer.score for batch in batches for answer in batch], dtype=torch.float64)
+
+        right = float(subject.share(rows, answered).mean())
         yield Score(name, length, None, right, math.nan, rows, "score")
 
 

@@ -7,13 +7,12 @@ their prompts in pieces, through the KV cache, since padding would make them hol
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 import deadreckon as dr
 from deadreckon.lab.evaluation.scores import autocast, isolated_rng
+from deadreckon.lab.files import add_lines, format_line, read_lines, write_text
 from deadreckon.tasks.long.question import Fitted, LongTask, fit
 
 BATCH_TOKENS = 1 << 16  # of prompts that are read at a time, one at least
@@ -63,9 +63,7 @@ class Answers:
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]
-        before, *answers = [json.loads(line) for line in whole] or [about]
+        before, *answers = read_lines(path) or [about]
         before = before if answers else about
         said, now = ({name: x for name, x in one.items() if x not in (None, [])} for one in (before, about))
         if differing := [name for name in said.keys() & now.keys() if said[name] != now[name]]:
@@ -74,35 +72,21 @@ class Answers:
                 f"out: expected a folder without answers, or with answers to {name} {now[name]!r}, "
                 f"got {path} with {said[name]!r}"
             )
-        self.found = {answer.key: answer for answer in (Answer(**one) for one in answers)}
-        with path.open("wb") as file:
-            file.writelines([_line(said | now), *whole[1:]])
-            _to_disk(file)
+        self.known = {answer.key: answer for answer in (Answer(**one) for one in answers)}
+        write_text(path, "".join(map(format_line, [said | now, *answers])))
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Appends answers; they are on disk when this returns."""
         new = {answer.key: answer for answer in answers}
-        with self.path.open("ab") as file:
-            file.writelines(_line(asdict(answer)) for answer in new.values())
-            _to_disk(file)
-        self.found |= new
+        add_lines(self.path, map(asdict, new.values()))
+        self.known |= new
 
 
 def read_answers(path: Path) -> list[Answer]:
     """All answers of a file, whatever model they are of."""
     if not path.exists():
         raise ValueError(f"beside: expected answers of `deadreckon eval --suite long`, got no {path}")
-    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    return [Answer(**json.loads(line)) for line in lines[1:]]
-
-
-def _line(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values) + "\n").encode()
-
-
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    return [Answer(**line) for line in read_lines(path)[1:]]
 
 
 def ask(
@@ -128,7 +112,11 @@ def ask(
         for name in tasks
         for numbers in _batches([n for n in range(rows) if (name, length, n) not in known], batch_tokens // length)
     ]
-    count, sizes = _counter(tokenizer), dict[tuple[str, int], int]()
+    sizes = dict[tuple[str, int], int]()
+    tokenizer("a")  # settles its options, which threads then only read
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, return_attention_mask=False, verbose=False).input_ids)
 
     def fitted(name: str, length: int, number: int) -> Fitted:
         one = fit(tasks[name], number, length, count, seed, sizes.get((name, length)))
@@ -136,8 +124,9 @@ def ask(
         return one
 
     # The next prompts are fitted while the model answers: tokenizers run in threads of their own.
-    with closing_pool() as pool:
-        ahead: deque[tuple[str, int, list[int], list[Future[Fitted]]]] = deque()
+    pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1))
+    ahead: deque[tuple[str, int, list[int], list[Future[Fitted]]]] = deque()
+    try:
         for place in range(len(jobs) + 1):
             if place < len(jobs):
                 name, length, numbers = jobs[place]
@@ -145,37 +134,20 @@ def ask(
             if place > 0:
                 name, length, numbers, futures = ahead.popleft()
                 asked, task = [future.result() for future in futures], tasks[name]
-                said = generate(model, tokenizer, [one.question.prompt for one in asked], task.new_tokens, seed)
+                questions = [one.question for one in asked]
+                said = generate(model, tokenizer, [question.prompt for question in questions], task.new_tokens, seed)
                 yield [
-                    _answer(name, task, length, number, one, words)
-                    for number, one, words in zip(numbers, asked, said, strict=True)
-                ]
+                    Answer(name, length, number, one.tokens, question.depth, list(question.references), words,
+                           task.score(question, words))
+                    for number, one, question, words in zip(numbers, asked, questions, said, strict=True)
+                ]  # fmt: skip
+    finally:  # what threads have not begun is dropped, however this ends
+        pool.shutdown(cancel_futures=True)
 
 
 def _batches(numbers: list[int], size: int) -> Iterator[list[int]]:
     size = max(1, size)
     return (numbers[first : first + size] for first in range(0, len(numbers), size))
-
-
-@contextmanager
-def closing_pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads; what they have not begun is dropped at the end, however that comes."""
-    pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _answer(name: str, task: LongTask, length: int, number: int, fitted: Fitted, said: str) -> Answer:
-    question = fitted.question
-    score = task.score(question, said)
-    return Answer(name, length, number, fitted.tokens, question.depth, list(question.references), said, score)
-
-
-def _counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    tokenizer("a")  # settles its options, which threads then only read
-    return lambda text: len(tokenizer(text, return_attention_mask=False, verbose=False).input_ids)
 
 
 @torch.no_grad()
@@ -200,10 +172,5 @@ def generate(
     model.eval()
     with isolated_rng(device, seed), autocast(device, model.dtype == torch.float32):
         said = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-    return [tokenizer.decode(_until(row, stops), skip_special_tokens=True) for row in said]
-
-
-def _until(tokens: list[int], stops: set[int]) -> list[int]:
-    """Tokens before the first that ends them."""
-    ends = [place for place, token in enumerate(tokens) if token in stops]
-    return tokens[: ends[0]] if ends else tokens
+    answers = [list(takewhile(lambda token: token not in stops, row)) for row in said]
+    return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import deadreckon as dr
-from deadreckon.lab.evaluation.scores import autocast, isolated_rng, judge
+from deadreckon.lab.arguments import check_counts
+from deadreckon.lab.evaluation.scores import Share, alone, autocast, isolated_rng, judge
 from deadreckon.tasks.language import Corpus
 
 LAST = 4  # one part in so many, at the end of a row
@@ -52,8 +54,73 @@ class PositionScore:
     loss: float
 
 
+@dataclass(frozen=True)
+class Reader:
+    """How a model reads rows of tokens.
+
+    Attributes:
+        piece: tokens of a row that are read at once, through the model's cache; all by default.
+        batch_tokens: about how many tokens of rows are read together, one row at least.
+        seed: of encodings that draw positions.
+        share: who computes which rows.
+    """
+
+    model: dr.DeadReckonForCausalLM
+    piece: int | None = None
+    batch_tokens: int = 1 << 16
+    seed: int = 0
+    share: Share = alone
+
+    def __post_init__(self) -> None:
+        check_counts(piece=self.piece)
+
+    @torch.no_grad()
+    def losses(self, rows: Tensor) -> Tensor:
+        """−log p of every token of rows (count, L + 1) but the first, from all before it: (count, L), on the CPU.
+
+        In float32; on a GPU in bfloat16, but for the loss. Other draws of random numbers are left as they were.
+        """
+        training = self.model.training
+        self.model.eval()
+        losses = self.share(len(rows), partial(self._losses_of_part, rows))
+        self.model.train(training)
+        return losses
+
+    def _losses_of_part(self, rows: Tensor, part: slice) -> Tensor:
+        device, at_once = next(self.model.parameters()).device, max(1, self.batch_tokens // rows.shape[1])
+        with isolated_rng(device, self.seed + part.start), autocast(device):
+            return torch.cat([self._losses_of_batch(batch.to(device)) for batch in rows[part].split(at_once)])
+
+    def _losses_of_batch(self, batch: Tensor) -> Tensor:
+        width = self.piece or batch.shape[1]
+        cache = None if self.piece is None else DynamicCache(config=self.model.config)
+        losses = []
+        for tokens, labels in zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True):
+            hidden = self.model.model(tokens, past_key_values=cache).last_hidden_state
+            losses.append(judge(self.model, hidden, labels)[0])
+        return torch.cat(losses, dim=1).cpu()
+
+    def windowed_losses(self, rows: Tensor, window: int, stride: int | None = None) -> Tensor:
+        """As `losses`, but from no more than the last `window` tokens, and no fewer than window − stride.
+
+        Args:
+            stride: half a window by default.
+        """
+        length = rows.shape[1] - 1
+        stride = max(1, window // 2) if stride is None else stride
+        if not 1 <= window <= length:
+            raise ValueError(f"window: expected 1 to {length}, the length of a row, got {window}")
+        if not 1 <= stride <= window:
+            raise ValueError(f"stride: expected 1 to window = {window}, got {stride}")
+        stops = [*range(window, length, stride), length]
+        short = torch.cat([rows[:, stop - window : stop + 1] for stop in stops])  # (stops · count, window + 1)
+        by_window = replace(self, piece=None).losses(short).chunk(len(stops))
+        new = [stop - before for stop, before in zip(stops, [0, *stops[:-1]], strict=True)]
+        return torch.cat([losses[:, window - count :] for losses, count in zip(by_window, new, strict=True)], dim=1)
+
+
 def perplexity_by_length(
-    model: dr.DeadReckonForCausalLM,
+    reader: Reader,
     corpus: Corpus,
     lengths: Sequence[int],
     *,
@@ -61,9 +128,6 @@ def perplexity_by_length(
     window: int | None = None,
     stride: int | None = None,
     across: bool = False,
-    piece: int | None = None,
-    batch_tokens: int = 1 << 16,
-    seed: int = 0,
     longest: int | None = None,
 ) -> list[LengthScore]:
     """Perplexity at each length, over the same text.
@@ -73,9 +137,6 @@ def perplexity_by_length(
         window: read no further back than this, by overlapping rows; None to read a row from its beginning.
         stride: how far these rows lie apart, half a window by default.
         across: rows of the stream, over ends of documents; else rows of documents that are long enough.
-        piece: read a row in pieces of so many tokens, through the model's cache; at once by default.
-        batch_tokens: about how many tokens are read at once, one row at least.
-        seed: of encodings that draw positions.
         longest: take the text from rows of this length; by default of the greatest of `lengths`.
     """
     if not lengths:
@@ -85,9 +146,9 @@ def perplexity_by_length(
     for length in lengths:
         rows = text.unfold(1, length + 1, length).flatten(0, 1)
         if window is None or window >= length:
-            losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed)
+            losses = reader.losses(rows)
         else:
-            losses = windowed_losses(model, rows, window, stride, batch_tokens=batch_tokens, seed=seed)
+            losses = reader.windowed_losses(rows, window, stride)
         loss, last = _mean(losses), _mean(losses[:, length - math.ceil(length / LAST) :])
         texts = tuple(losses.double().reshape(len(text), -1).mean(1).tolist())
         scores.append(LengthScore(length, window, losses.numel(), loss, math.exp(min(loss, 700.0)), last, texts))
@@ -95,7 +156,7 @@ def perplexity_by_length(
 
 
 def loss_by_position(
-    model: dr.DeadReckonForCausalLM,
+    reader: Reader,
     corpus: Corpus,
     length: int,
     bins: int = 32,
@@ -103,9 +164,6 @@ def loss_by_position(
     logarithmic: bool = True,
     tokens: int | None = ENOUGH,
     across: bool = False,
-    piece: int | None = None,
-    batch_tokens: int = 1 << 16,
-    seed: int = 0,
 ) -> list[PositionScore]:
     """The loss of tokens by how many stand before them, from 1 to `length`, in bins of equal or of growing width.
 
@@ -117,67 +175,10 @@ def loss_by_position(
     """
     if not 1 <= bins <= length:
         raise ValueError(f"bins: expected 1 to length = {length}, got {bins}")
-    rows = corpus.rows(length, tokens, across=across)
-    losses = token_losses(model, rows, piece=piece, batch_tokens=batch_tokens, seed=seed).double().mean(0)
-    shares = [number / bins for number in range(1, bins + 1)]
-    edges = sorted({0, *(round(length**share if logarithmic else length * share) for share in shares)})
-    return [PositionScore(start + 1, stop, _mean(losses[start:stop])) for start, stop in pairwise(edges)]
-
-
-def windowed_losses(
-    model: dr.DeadReckonForCausalLM,
-    rows: Tensor,
-    window: int,
-    stride: int | None = None,
-    *,
-    batch_tokens: int = 1 << 16,
-    seed: int = 0,
-) -> Tensor:
-    """As :func:`token_losses`, but from no more than the last `window` tokens, and no fewer than window − stride."""
-    length = rows.shape[1] - 1
-    stride = max(1, window // 2) if stride is None else stride
-    if not 1 <= window <= length:
-        raise ValueError(f"window: expected 1 to {length}, the length of a row, got {window}")
-    if not 1 <= stride <= window:
-        raise ValueError(f"stride: expected 1 to window = {window}, got {stride}")
-    stops = [*range(window, length, stride), length]
-    short = torch.cat([rows[:, stop - window : stop + 1] for stop in stops])  # (stops · count, window + 1)
-    by_window = token_losses(model, short, batch_tokens=batch_tokens, seed=seed).chunk(len(stops))
-    new = [stop - before for stop, before in zip(stops, [0, *stops[:-1]], strict=True)]
-    return torch.cat([losses[:, window - count :] for losses, count in zip(by_window, new, strict=True)], dim=1)
-
-
-@torch.no_grad()
-def token_losses(
-    model: dr.DeadReckonForCausalLM,
-    rows: Tensor,
-    *,
-    piece: int | None = None,
-    batch_tokens: int = 1 << 16,
-    seed: int = 0,
-) -> Tensor:
-    """−log p of every token of rows (count, L + 1) but the first, from all before it: (count, L), float32, on the CPU.
-
-    On a GPU in bfloat16, but for the loss. Other draws of random numbers are left as they were.
-    """
-    device = next(model.parameters()).device
-    if piece is not None and piece < 1:
-        raise ValueError(f"piece: expected 1 or more, got {piece}")
-    training = model.training
-    model.eval()
-    batches = []
-    width = piece or rows.shape[1]
-    with isolated_rng(device, seed), autocast(device):
-        for batch in rows.split(max(1, batch_tokens // rows.shape[1])):
-            batch = batch.to(device)
-            cache = None if piece is None else DynamicCache(config=model.config)
-            losses = []
-            for tokens, labels in zip(batch[:, :-1].split(width, 1), batch[:, 1:].split(width, 1), strict=True):
-                hidden = model.model(tokens, past_key_values=cache).last_hidden_state
-                losses.append(judge(model, hidden, labels)[0])
-            batches.append(torch.cat(losses, dim=1).cpu())
-    model.train(training)
-    return torch.cat(batches)
+    by_position = reader.losses(corpus.rows(length, tokens, across=across)).double().mean(0)
+    parts = [number / bins for number in range(1, bins + 1)]
+    edges = sorted({0, *(round(length**part if logarithmic else length * part) for part in parts)})
+    return [PositionScore(start + 1, stop, _mean(by_position[start:stop])) for start, stop in pairwise(edges)]
 
 
 def _mean(losses: Tensor) -> float:

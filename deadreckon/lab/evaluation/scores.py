@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,14 @@ HEAD_TOKENS = 2**13  # whose logits are held at a time: all of a long row would 
 SHARES = ("error", "exact", "score")  # measures that are shown in per cent
 GROWING = ("exact", "score")  # the more, the better
 Place = tuple[str, int]  # a test, and a length in it
+# What a function gives for so many rows, (rows, ...) on the CPU, where it takes any slice of them; other processes may
+# compute some of it.
+Share = Callable[[int, Callable[[slice], Tensor]], Tensor]
+
+
+def alone(count: int, compute: Callable[[slice], Tensor]) -> Tensor:
+    """All rows by this process."""
+    return compute(slice(0, count))
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,12 @@ class Tally:
     wrong: int  # of these
     exact: int  # rows without an error
     loss: float  # nats, summed over scored tokens
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Tally:
+        """From those of each row, as `counts_by_row` gives them."""
+        scored, wrong, loss = rows.sum(0).tolist()
+        return cls(len(rows), int(scored), int(wrong), int((rows[:, 1] == 0).sum()), loss)
 
 
 @dataclass(frozen=True)
@@ -99,35 +113,45 @@ def score(
     *,
     rows: int = 0,
     seed: int = TEST_SEED,
+    share: Share = alone,
 ) -> Score:
-    """Scores a model in a test of a recipe, on as many fresh rows as it says, or `rows`."""
+    """Scores a model in a test of a recipe, on as many fresh rows as it says, or `rows`.
+
+    Args:
+        share: who computes which of them.
+    """
     rows = rows or max(1, min(recipe.test_rows, recipe.test_tokens // length))
     tokens, labels = recipe.make_task(condition).sample(rows, length, torch.Generator().manual_seed(seed))
     device = next(model.parameters()).device
-    with isolated_rng(device, seed), autocast(device, recipe.test_autocast):
-        counts = tally(model, tokens, labels, max(1, BATCH_TOKENS // tokens.shape[1]))
+
+    def judged(part: slice) -> Tensor:
+        with isolated_rng(device, seed + part.start), autocast(device, recipe.test_autocast):
+            return counts_by_row(model, tokens[part], labels[part], max(1, BATCH_TOKENS // tokens.shape[1]))
+
+    counts = Tally.of(share(rows, judged))
     scored = max(counts.scored, 1)
     return Score(condition, length, counts.wrong / scored, counts.exact / rows, counts.loss / scored, rows)
 
 
-@torch.no_grad()
 def tally(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, batch_size: int = 64) -> Tally:
-    """Errors and loss on rows (count, width).
+    """Errors and loss on rows (count, width)."""
+    return Tally.of(counts_by_row(model, tokens, labels, batch_size))
+
+
+@torch.no_grad()
+def counts_by_row(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, batch_size: int) -> Tensor:
+    """Of rows (count, width): tokens that are scored, those predicted wrongly, and loss (count, 3), on the CPU.
 
     Tokens are predicted from the right ones before them. Where labels are the tokens themselves, greedy decoding gives
     the very same rows: up to its first mistake it has read the same.
     """
     device = next(model.parameters()).device
     model.eval()
-    wrong = exact = scored = 0
-    loss = 0.0
+    counts = []
     for batch, expected in zip(tokens.split(batch_size), labels[:, 1:].to(device).split(batch_size), strict=True):
         losses, errors = judge(model, model.model(batch.to(device)).last_hidden_state[:, :-1], expected)
-        wrong += int(errors.sum())
-        exact += int((~errors.any(1)).sum())
-        scored += int((expected != NOT_SCORED).sum())
-        loss += float(losses.double().sum())
-    return Tally(len(tokens), scored, wrong, exact, loss)
+        counts.append(torch.stack([x.double().sum(1) for x in (expected != NOT_SCORED, errors, losses)], dim=1).cpu())
+    return torch.cat(counts)
 
 
 def judge(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from deadreckon.lab.evaluation import SHARES, Place, Score, format_value
-from deadreckon.lab.pages.tables import markdown
+from deadreckon.lab.files import write_text
+from deadreckon.lab.pages.tables import by_length, markdown
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.training.files import write_text
 from deadreckon.lab.training.runs import KINDS, Run
 
+LOADING = """```python
+from transformers import AutoModelForCausalLM
+
+# runs one line that imports the installed package: pip install 'deadreckon[models]'
+model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", trust_remote_code=True)
+```"""
 UNKNOWN = "unknown"  # the Hub's word for a licence that nobody has stated
 
 
@@ -37,31 +43,27 @@ def card(
         data: what it was trained on, for the section that says so.
         licence: of the weights, an identifier of the Hub.
     """
-    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [deadreckon]"]
-    head += [f"license: {licence}", *([f"base_model: {base}"] if base else []), "---", "", f"# {title}", ""]
-    first, *others = sections.items()
-    body = [first[1], "", *(line for name, text in others for line in (f"## {name}", "", text, ""))]
+    front = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [deadreckon]"]
+    front += [f"license: {licence}", *([f"base_model: {base}"] if base else []), "---"]
+    (_, about), *others = sections.items()
     stated = " No licence of these weights has been stated; say one above to publish." if licence == UNKNOWN else ""
     versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
-    return "\n".join([
-        *head, *body,
-        *(["## Data", "", data + stated, ""] if data else [stated.strip(), ""]),
-        "## Loading", "",
-        "```python", "from transformers import AutoModelForCausalLM", "",
-        "# runs one line that imports the installed package: pip install 'deadreckon[models]'",
-        'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", trust_remote_code=True)', "```", "",
-        "## How it was made", "", f"    {environment['command']}", "",
-        f"{environment['date'][:10]}, {environment['device']}, Python {environment['python']}, {versions}"
-        f"{', commit ' + environment['commit'] if environment['commit'] else ''}.", "",
-    ])  # fmt: skip
+    commit = f", commit {environment['commit']}" if environment["commit"] else ""
+    parts = [
+        "\n".join(front), f"# {title}", about, *(part for name, text in others for part in (f"## {name}", text)),
+        *(["## Data", data + stated] if data else filter(None, [stated.strip()])),
+        "## Loading", LOADING, "## How it was made", f"    {environment['command']}",
+        f"{environment['date'][:10]}, {environment['device']}, Python {environment['python']}, {versions}{commit}.",
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
 
 
 def licence_of(model: str) -> str:
     """What the card of a saved model says of its licence."""
     path = Path(model) / "README.md"
     front = path.read_text().split("---\n")[1:2] if model and path.exists() else []
-    found = re.search(r"^license: *(\S+)", "".join(front), re.MULTILINE)
-    return found.group(1) if found else UNKNOWN
+    stated = re.search(r"^license: *(\S+)", "".join(front), re.MULTILINE)
+    return stated.group(1) if stated else UNKNOWN
 
 
 def write_cards(run: Run) -> None:
@@ -102,6 +104,4 @@ def scores_table(recipe: Recipe, scores: Mapping[Place, Score]) -> str:
         measure = one.measure or recipe.metric
         unit = ", %" if measure in SHARES else ""
         rows.setdefault(f"{one.condition}: {measure}{unit}", {})[one.length] = format_value(measure, one.value(measure))
-    lengths: Sequence[int] = sorted({length for row in rows.values() for length in row})
-    table = [[name, *(row.get(length, "") for length in lengths)] for name, row in rows.items()]
-    return markdown(["", *(str(length) for length in lengths)], table) if table else ""
+    return markdown(*by_length(rows)) if rows else ""

@@ -1,20 +1,25 @@
-"""`deadreckon compare`: trains what is missing of a comparison, then prints, draws and writes its tables."""
+"""`deadreckon compare`: trains what is missing of a comparison, then prints, draws and writes its tables.
+
+A page of results in Markdown has tables by test, the paper's figures beside them, and how they came about.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import mean, median
 
 from rich.console import Console
 
+from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device
-from deadreckon.lab.pages.comparison import Comparison, gather
-from deadreckon.lab.pages.page import describe_solved, write_page
-from deadreckon.lab.pages.paired import paired_table
-from deadreckon.lab.pages.tables import terminal
-from deadreckon.lab.recipes import check_encodings, find_experiment, parse_sweep
+from deadreckon.lab.evaluation import format_value
+from deadreckon.lab.pages.comparison import SOLVED, WORD_PROBLEMS, Comparison, by_label, gather, paired_table
+from deadreckon.lab.pages.tables import image, markdown, save_markdown, terminal
+from deadreckon.lab.recipes import Experiment, check_encodings, find_experiment, parse_sweep, title_of
+from deadreckon.lab.training import Run
 from deadreckon.lab.training.parallel import make_runs
 
 
@@ -32,9 +37,7 @@ def compare(
     encodings = tuple(encodings) or experiment.encodings
     check_encodings(encodings)
     check_device(device)
-    for what, count in (("seeds", seeds), ("jobs", jobs)):
-        if count < 1:
-            raise ValueError(f"{what}: expected 1 or more, got {count}")
+    check_counts(seeds=seeds, jobs=jobs)
     folder = runs / folder_name(name, size, changes)
     swept = parse_sweep(sweep, encodings) if sweep else None
     recipes = experiment.recipes(size, encodings, seeds, changes, swept)
@@ -63,11 +66,17 @@ def folder_name(name: str, size: str, changes: Sequence[str]) -> str:
     return f"{name}-{size}-{hashlib.sha256('|'.join(changes).encode()).hexdigest()[:12]}"
 
 
+def parts_of(comparison: Comparison, condition: str) -> Iterator[tuple[str, Comparison]]:
+    """What is a table of its own in a test: all, or each setting of a grid; and what it shows, in words."""
+    for setting, part in comparison.by_setting().items():
+        yield f"{part.describe(condition)}{f', {setting}' * bool(setting)}", part
+
+
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """A table for each test, and of a grid for each setting."""
     for condition in comparison.tabulated:
-        for setting, part in comparison.by_setting().items():
-            console.print(f"\n{part.describe(condition)}{f', {setting}' * bool(setting)}", highlight=False)
+        for title, part in parts_of(comparison, condition):
+            console.print(f"\n{title}", highlight=False)
             headings, rows = part.table(condition)
             for length, row in zip(part.lengths(condition), rows, strict=True):
                 best = 1 + list(part.values).index(part.best(condition, length))
@@ -92,3 +101,83 @@ def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Pat
     comparison_picture(comparison, path)
     console.print(f"Picture: {path}", highlight=False)
     return path
+
+
+def write_page(
+    path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None
+) -> None:
+    """Writes the tables, what they are of, the commands that made them, and what the paper reports."""
+    commands = dict.fromkeys(start["command"] for run in runs for start in run.starts())
+    parts = [f"# {comparison.title}", experiment.about, experiment.source, describe_runs(runs)]
+    parts.append("\n".join(f"    {command}" for command in commands))
+    for condition in comparison.tabulated:
+        for title, part in parts_of(comparison, condition):
+            parts += [f"{title}:", score_table(part, condition, experiment)]
+        if solved := describe_solved(comparison, condition):
+            parts.append(solved)
+        if paired := paired_table(comparison, condition):
+            parts += [f"{paired[0]}:", markdown(paired[1], paired[2])]
+    if comparison.recipe.task == "language":
+        parts += ["Training:", speed_table(runs)]
+    if picture is not None:
+        parts.append(image(comparison.title, picture, path))
+    save_markdown(path, parts)
+
+
+def describe_runs(runs: Sequence[Run]) -> str:
+    """When, on what and by which versions they were made, their sizes and their budget."""
+    starts = [start for run in runs for start in run.starts()]
+    start, recipes = starts[-1], [run.recipe for run in runs]
+    versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
+    devices = " and ".join(dict.fromkeys(one["device"] for one in starts))
+    commits = ", ".join(dict.fromkeys((one["commit"] or "unknown")[:12] for one in starts))
+
+    def distinct(name: str) -> str:
+        return " or ".join(dict.fromkeys(f"{getattr(recipe, name):g}" for recipe in recipes))
+
+    seeds = sorted({recipe.seed for recipe in recipes})
+    return (
+        f"{start['date'][:10]}: {devices}; Python {start['python']}, {versions}; commit {commits}. "
+        f"{distinct('layers')} layer{'s' * (max(recipe.layers for recipe in recipes) > 1)}, {distinct('heads')} heads, "
+        f"width {distinct('width')}; {distinct('steps')} steps of {distinct('batch_size')} sequences, "
+        f"learning rate {distinct('learning_rate')}; "
+        f"{f'seeds 0 to {seeds[-1]}' if seeds[-1] else 'seed 0'}; tests of up to {recipes[0].test_rows} sequences or "
+        f"{recipes[0].test_tokens} tokens."
+    )
+
+
+def score_table(comparison: Comparison, condition: str, experiment: Experiment) -> str:
+    """One test: a row for each length, and for each length of the paper's figures."""
+    labels, measure = list(comparison.values), comparison.test(condition).measure
+    headings, rows = comparison.table(condition)
+    reported = experiment.reported.get(condition, {})
+    for length in sorted({length for figures in reported.values() for length in figures}):
+        figures = [reported.get(label, {}).get(length) for label in labels]
+        cells = ["" if value is None else format_value(measure, value) for value in figures]
+        rows.append([f"the paper's, {length}", *cells])
+    return markdown(headings, rows)
+
+
+def speed_table(runs: Sequence[Run]) -> str:
+    """What was trained on, and how fast: the median of logged speeds, so that evaluations do not count."""
+    rows = []
+    for label, labelled in by_label(runs).items():
+        speeds = [line["tokens_per_second"] for run in labelled for line in run.metrics()]
+        progress = labelled[0].progress()
+        minutes = mean(run.progress().seconds for run in labelled) / 60
+        rows.append([title_of(label), f"{progress.tokens:,}", f"{median(speeds):,.0f}", f"{minutes:.1f}"])
+    return markdown(["", "tokens", "tokens/s", "minutes"], rows)
+
+
+def describe_solved(comparison: Comparison, condition: str) -> str:
+    """How far each encoding gets in a word problem; nothing for other tasks."""
+    if comparison.recipe.task not in WORD_PROBLEMS:
+        return ""
+    solved = comparison.solved(condition).items()
+    reached = ", ".join(f"{title_of(label)} {length or 'nowhere'}" for label, length in solved)
+    text = f"Solved (more than {SOLVED:.0%} of rows right) up to length: {reached}."
+    fewest = [
+        f"{title_of(name)} " + (", ".join(f"{length}: {count}" for length, count in layers.items()) or "none")
+        for name, layers in comparison.fewest_layers(condition).items()
+    ]
+    return f"{text} Fewest layers by length: {'; '.join(fewest)}." if fewest else text

@@ -1,4 +1,9 @@
-"""Scores of several runs side by side: for each encoding, test and length, one value a seed."""
+"""Scores of several runs side by side: for each encoding, test and length, one value a seed.
+
+Paired differences are of losses of two models on the same tokens, text by text. Texts differ in how hard they are by
+far more than models do, so the standard error of a difference is taken between texts: rows of the greatest test length,
+of as many documents as are that long. It tells what other text would change, not what another seed would.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from math import sqrt
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
@@ -15,6 +21,7 @@ from deadreckon.lab.training import Run
 
 SOLVED = 0.9  # a word problem counts as solved where more rows than this are right
 WORD_PROBLEMS = ("a5-products", "a5-identity")
+BASELINE = "rope"  # that others are paired with
 NOT_NAMED = ("encoding", "encoding_options", "seed")
 BY_LENGTH = ("length", "batch_size", "accumulate", "test_lengths")  # what `Recipe.at_length` changes
 HEADINGS = {
@@ -39,7 +46,7 @@ class Comparison:
     recipe: Recipe  # what they have in common
     values: dict[str, dict[Place, list[float]]]  # by label (encoding and what sets its runs apart); one for each seed
     tests: dict[str, Test] = field(default_factory=dict)  # by default the recipe's metric, by length
-    # Losses on the same texts, by label and place, a row for each seed: see `deadreckon.lab.pages.paired`.
+    # Losses on the same texts, by label and place, a row for each seed.
     texts: dict[str, dict[Place, list[Sequence[float]]]] = field(default_factory=dict)
 
     def test(self, name: str) -> Test:
@@ -134,11 +141,48 @@ class Comparison:
             layers = [int(word.removeprefix("layers=")) for word in words if word.startswith("layers=")]
             name = " ".join(word for word in words if not word.startswith("layers="))
             for count in layers:
-                found = fewest.setdefault(name, {})
+                by_length = fewest.setdefault(name, {})
                 for length in self.lengths(condition):
                     if reach is not None and length <= reach:
-                        found[length] = min(count, found.get(length, count))
+                        by_length[length] = min(count, by_length.get(length, count))
         return fewest
+
+
+def paired_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The mean of one's losses less the other's, and its standard error between texts.
+
+    Args:
+        one: losses (seeds, texts) of a model; of several seeds, the mean is compared.
+        other: likewise, on the same texts.
+    """
+    pairs = zip(*(map(mean, zip(*seeds, strict=True)) for seeds in (one, other)), strict=True)
+    differences = [left - right for left, right in pairs]
+    return mean(differences), stdev(differences) / sqrt(len(differences)) if len(differences) > 1 else float("nan")
+
+
+def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str], list[list[str]]] | None:
+    """What a table of differences shows, its headings and rows by length; None if there is nothing to pair."""
+    tested = [label for label, places in comparison.texts.items() if any(name == condition for name, _ in places)]
+    if len(tested) < 2:
+        return None
+    baseline = BASELINE if BASELINE in tested else tested[0]
+    others = [label for label in tested if label != baseline]
+    rows, count = [], 0
+    for length in comparison.lengths(condition):
+        row, reference = [f"{length}"], comparison.texts[baseline].get((condition, length))
+        for label in others:
+            texts = comparison.texts[label].get((condition, length))
+            if texts is None or reference is None or len(texts[0]) != len(reference[0]):
+                row.append("")
+                continue
+            count = len(texts[0])
+            row.append("{:+.4f} ± {:.4f}".format(*paired_difference(texts, reference)))
+        rows.append(row)
+    about = (
+        f"Loss less that of {title_of(baseline)} on the same tokens, {condition}, nats ± standard error between "
+        f"{count} texts"
+    )
+    return about, [comparison.test(condition).axis, *map(title_of, others)], rows
 
 
 def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None) -> Comparison:

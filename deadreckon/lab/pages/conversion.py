@@ -1,4 +1,8 @@
-"""What a conversion came to: teacher, start and student by length, in generation and in speed, as a model card."""
+"""What conversions came to.
+
+Of one, `deadreckon convert` writes a model card: teacher, start and student by length, in generation and in speed. Of
+several of one teacher, `deadreckon report` writes a page: losses by length before and after, and what they cost.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -16,56 +21,44 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.environment import describe_environment
 from deadreckon.lab.evaluation import evaluate, format_value
+from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.card import card, licence_of
-from deadreckon.lab.pages.tables import markdown
-from deadreckon.lab.recipes.conversion import Conversion
+from deadreckon.lab.pages.compare import draw_comparison
+from deadreckon.lab.pages.comparison import Comparison, Test, paired_difference
+from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.recipes.conversion import STAGES, Conversion
 from deadreckon.lab.training.conversion import convert_run
 from deadreckon.lab.training.distillation import load_start, load_teacher
-from deadreckon.lab.training.files import write_text
 from deadreckon.lab.training.runs import Run
 from deadreckon.lab.training.trainer import quiet_transformers
 
+HELD_OUT = "held out"
+Texts = dict[int, Sequence[float]]  # losses by length, of the same texts
 PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt, tokens that are added
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One of the models."""
-
-    perplexity: dict[int, float]  # by length
-    texts: dict[int, Sequence[float]]  # losses on texts that are the same for all models and lengths
-    reading: float  # tokens per second of a text of the training length
-    writing: float  # tokens per second of generate()
 
 
 def convert(conversion: Conversion, out: Path, device: str, console: Console) -> None:
     """Converts, measures teacher, start and student, and writes report.json and README.md beside the model."""
     convert_run(conversion, out, device=device, console=console)
-    measured, written = {}, {}
+    report, written = dict[str, Any](), {}
     with quiet_transformers(), console.status(f"measuring {out} and its teacher"):
-        prompts = draw_prompts(conversion).to(device)
+        task = conversion.test_recipe().make_task(HELD_OUT)
+        prompts = task.sample(PROMPTS, PROMPT, torch.Generator().manual_seed(0))[0].to(device)
         for name, folder in {"teacher": conversion.source, "start": out / "start", "student": out}.items():
             if folder == out / "start" and not conversion.planned:
                 continue  # it is the student
             model = (load_teacher if name == "teacher" else load_start)(str(folder)).to(device).eval()
             written[name], speed = continue_greedily(model, prompts)
-            measured[name] = measure(model, conversion, speed)
-    agreement = match(written["teacher"], written["student"])
-    report: dict[str, Any] = {name: asdict(one) for name, one in measured.items()}
+            report[name] = measure(model, conversion) | {"writing": speed}
+    table, agreement = tabulate(report), match(written["teacher"], written["student"])
     report |= {"same_tokens": agreement, "environment": describe_environment(device), "conversion": asdict(conversion)}
     write_text(out / "report.json", json.dumps(report, indent=2) + "\n")
-    table = tabulate(measured)
     write_text(out / "README.md", model_card(conversion, out, table, agreement, device))
     console.print(
         f"{table}\n\n{agreement:.0%} of greedily chosen tokens are the teacher's.", highlight=False, soft_wrap=True
     )
     console.print(f"Saved: {out}", highlight=False)
-
-
-def draw_prompts(conversion: Conversion) -> Tensor:
-    """Beginnings of texts (prompts, tokens), from the held-out ones."""
-    task = conversion.test_recipe().make_task("held out")
-    return task.sample(PROMPTS, PROMPT, torch.Generator().manual_seed(0))[0]
 
 
 def continue_greedily(model: dr.DeadReckonForCausalLM, prompts: Tensor) -> tuple[Tensor, float]:
@@ -79,31 +72,32 @@ def continue_greedily(model: dr.DeadReckonForCausalLM, prompts: Tensor) -> tuple
     return new, new.numel() / (time.perf_counter() - began)
 
 
-def match(expected: Tensor, found: Tensor) -> float:
+def match(expected: Tensor, chosen: Tensor) -> float:
     """The share of tokens up to and without the first that differs in each row."""
-    return float((expected == found).long().cumprod(1).double().mean())
+    return float((expected == chosen).long().cumprod(1).double().mean())
 
 
-def measure(model: dr.DeadReckonForCausalLM, conversion: Conversion, writing: float) -> Measured:
+def measure(model: dr.DeadReckonForCausalLM, conversion: Conversion) -> dict[str, Any]:
+    """Perplexity by length, losses on texts that are the same for all models and lengths, tokens per second read."""
     recipe = conversion.test_recipe()
     scores = {one.length: one for one in evaluate(model, recipe)}
-    rows, _ = recipe.make_task("held out").sample(1, recipe.length, torch.Generator().manual_seed(0))
+    rows, _ = recipe.make_task(HELD_OUT).sample(1, recipe.length, torch.Generator().manual_seed(0))
     rows = rows.to(next(model.parameters()).device)
     with torch.no_grad():
         model(rows)  # kernels are compiled
         began = time.perf_counter()
         float(model(rows).logits[0, -1, 0])
     reading = rows.numel() / (time.perf_counter() - began)
-    perplexity = {length: one.perplexity for length, one in scores.items()}
-    return Measured(perplexity, {length: one.texts for length, one in scores.items()}, reading, writing)
+    perplexity, texts = ({n: getattr(one, name) for n, one in scores.items()} for name in ("perplexity", "texts"))
+    return {"perplexity": perplexity, "texts": texts, "reading": reading}
 
 
-def tabulate(measured: dict[str, Measured]) -> str:
+def tabulate(measured: dict[str, dict[str, Any]]) -> str:
     """In Markdown: a row for each model."""
-    lengths = list(measured["teacher"].perplexity)
+    lengths = list(measured["teacher"]["perplexity"])
     rows = [
-        [name, *(format_value("perplexity", one.perplexity[length]) for length in lengths), f"{one.reading:,.0f}",
-         f"{one.writing:,.0f}"]
+        [name, *(format_value("perplexity", one["perplexity"][length]) for length in lengths),
+         f"{one['reading']:,.0f}", f"{one['writing']:,.0f}"]
         for name, one in measured.items()
     ]  # fmt: skip
     return markdown(["", *(f"perplexity at {n}" for n in lengths), "tokens/s reading", "tokens/s writing"], rows)
@@ -130,3 +124,107 @@ def model_card(conversion: Conversion, out: Path, table: str, agreement: float, 
         f"{Path(conversion.source).name} with {conversion.ended}", sections, describe_environment(device),
         base=conversion.source, data=f"`{conversion.data}`{held_out}.", licence=licence_of(conversion.source),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A finished conversion, as its folder tells of it."""
+
+    name: str
+    report: dict[str, Any]
+    runs: list[Run]
+
+    @classmethod
+    def read(cls, folder: Path) -> Converted:
+        path = folder / "report.json"
+        if not path.exists():
+            raise ValueError(f"runs: expected folders of finished conversions, with report.json, got {str(folder)!r}")
+        stages = [folder / stage for stage in STAGES if (folder / stage / "recipe.json").exists()]
+        return cls(folder.name, json.loads(path.read_text()), [Run(stage) for stage in stages])
+
+    def texts(self, model: str) -> Texts:
+        """Of "teacher", "start" or "student"; a conversion without stages ends as it starts."""
+        texts = self.report.get(model, self.report["student"])["texts"]
+        return {int(length): losses for length, losses in texts.items()}
+
+    @property
+    def tokens(self) -> int:
+        """That the student was trained on."""
+        return sum(run.progress().tokens for run in self.runs)
+
+    @property
+    def length(self) -> int:
+        """That the teacher was trained at."""
+        return int(self.report["conversion"]["length"])
+
+
+def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> None:
+    """Writes a page of Markdown, and its picture beside it."""
+    conversions = [Converted.read(folder) for folder in folders]
+    teacher, first = conversions[0].texts("teacher"), conversions[0].report["environment"]
+    if any(list(one.texts("teacher")) != list(teacher) for one in conversions):
+        raise ValueError("runs: expected conversions that were tested at the same lengths, got different ones")
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    seeds = dict.fromkeys(str(one.report["conversion"]["seed"]) for one in conversions)
+    picture = draw_comparison(compared(conversions), path.with_suffix(".png"), console)
+    parts = [
+        "# Conversions",
+        f"One RoPE teacher, trained at {conversions[0].length} tokens, and what it was converted to.",
+        f"{first['date'][:10]}: {first['device']}; Python {first['python']}, {versions}; commit "
+        f"{(first['commit'] or 'unknown')[:12]}. Seed {', '.join(seeds)}.",
+        "\n".join(f"    {one.report['environment']['command']}" for one in conversions),
+        f"Loss by length on the same {len(next(iter(teacher.values())))} held-out texts, nats:",
+        loss_table(conversions, teacher),
+        "Loss at the end less the teacher's on the same tokens, nats ± standard error between texts:",
+        difference_table(conversions, teacher),
+        "Training:", cost_table(conversions),
+    ]  # fmt: skip
+    save_markdown(path, [*parts, image("Loss by length", picture, path)] if picture is not None else parts)
+    console.print(f"Page: {path}", highlight=False)
+
+
+def compared(conversions: Sequence[Converted]) -> Comparison:
+    """What the picture shows: the teacher and every end."""
+    rows = {"teacher": conversions[0].texts("teacher")} | {one.name: one.texts("student") for one in conversions}
+    values = {
+        name: {(HELD_OUT, length): [mean(losses)] for length, losses in texts.items()} for name, texts in rows.items()
+    }
+    recipe = Recipe(length=conversions[0].length, conditions={HELD_OUT: {}})
+    return Comparison("Conversions", recipe, values, {HELD_OUT: Test("loss", "length", conversions[0].length)})
+
+
+def loss_table(conversions: Sequence[Converted], teacher: Texts) -> str:
+    """A row for the teacher, and two for each conversion: its start and its end."""
+
+    def cells(texts: Texts) -> list[str]:
+        return [format_value("loss", mean(texts[length])) for length in teacher]
+
+    rows: list[list[object]] = [["teacher", "", *cells(teacher)]]
+    for one in conversions:
+        rows.append([f"{one.name}, start", 0, *cells(one.texts("start"))])
+        if one.runs:
+            rows.append([f"{one.name}, end", f"{one.tokens:,}", *cells(one.texts("student"))])
+    return markdown(["", "tokens", *teacher], rows)
+
+
+def difference_table(conversions: Sequence[Converted], teacher: Texts) -> str:
+    """A row for each conversion."""
+    rows: dict[str, dict[int, str]] = {}
+    for one in conversions:
+        pairs = {n: paired_difference([losses], [teacher[n]]) for n, losses in one.texts("student").items()}
+        rows[one.name] = {n: f"{mean:+.4f} ± {error:.4f}" for n, (mean, error) in pairs.items()}
+    return markdown(*by_length(rows))
+
+
+def cost_table(conversions: Sequence[Converted]) -> str:
+    """Stages with their steps, tokens, rates and lengths, and the share of greedily chosen tokens that stayed."""
+    rows = []
+    for one in conversions:
+        for run in one.runs:
+            recipe, progress = run.recipe, run.progress()
+            rows.append([
+                one.name, run.path.name, recipe.steps, f"{progress.tokens:,}", f"{recipe.length}",
+                f"{recipe.learning_rate:g}", f"{one.report['same_tokens']:.0%}",
+            ])  # fmt: skip
+    headings = ["", "stage", "steps", "tokens", "length", "learning rate", "greedy tokens like the teacher"]
+    return markdown(headings, rows, left=2)

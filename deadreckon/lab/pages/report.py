@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import deadreckon as dr
+from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather
 from deadreckon.lab.pages.tables import html
 from deadreckon.lab.recipes import title_of
 from deadreckon.lab.training import Run, find_runs
 from deadreckon.lab.training.display import format_seconds
-from deadreckon.lab.training.files import write_text
 
 STYLE = """
 :root { color-scheme: light dark; }

@@ -10,15 +10,17 @@ from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import deadreckon as dr
+from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device, check_model, describe_environment
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
 from deadreckon.lab.pages.pictures import suite_picture
-from deadreckon.lab.pages.tables import markdown, terminal
+from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown, terminal
+from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
-from deadreckon.lab.training.display import Tally
+from deadreckon.lab.training.display import Countdown
 from deadreckon.tasks.long import make_long_tasks
 
 LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
@@ -50,9 +52,7 @@ def run_suite(
     """
     console = console or Console()
     check_device(device)
-    for what, count in (("rows", rows), ("batch_tokens", batch_tokens)):
-        if count < 1:
-            raise ValueError(f"{what}: expected 1 or more, got {count}")
+    check_counts(rows=rows, batch_tokens=batch_tokens)
     lengths = tuple(lengths) or LENGTHS
     chosen = make_long_tasks(tasks, babi=babi, books=books)
     name, *names = _names([folder, *beside])
@@ -66,20 +66,20 @@ def run_suite(
     data = [Path(path).name for path in (babi, books) if path]
     answers = Answers(out / "answers.jsonl", {"model": fingerprint(source), "seed": seed, "data": data})
     keys = [(task, length, number) for task in chosen for length in lengths for number in range(rows)]
-    tally = Tally(console, len(keys), sum(key in answers.found for key in keys))
-    if tally.done:
-        console.print(f"{tally.done} of {tally.wanted} answers are there already.", highlight=False)
-    if tally.done < tally.wanted:
+    countdown = Countdown(console, len(keys), sum(key in answers.known for key in keys))
+    if countdown.done:
+        console.print(f"{countdown.done} of {countdown.wanted} answers are there already.", highlight=False)
+    if countdown.done < countdown.wanted:
         with quiet_transformers():
             model, tokenizer = load(folder, checkpoint, device, lengths)
         with console.status("") as status:
             for batch in ask(
-                model, tokenizer, chosen, lengths, rows, known=answers.found.keys(), seed=seed,
+                model, tokenizer, chosen, lengths, rows, known=answers.known.keys(), seed=seed,
                 batch_tokens=batch_tokens,
             ):  # fmt: skip
                 answers.add(batch)
-                status.update(tally.advance(len(batch), f"{batch[-1].task} at {batch[-1].length}", "answers"))
-    asked = [answers.found[key] for key in keys]
+                status.update(countdown.advance(len(batch), f"{batch[-1].task} at {batch[-1].length}", "answers"))
+    asked = [answers.known[key] for key in keys]
     show({name: asked} | others, out, console, describe_environment(device)["command"])
     return mean_scores(asked)
 
@@ -96,10 +96,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A run's checkpoint or a saved model of any kind, and its tokenizer."""
     source = find_model(folder, checkpoint)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model: expected a tokenizer beside the model in {str(source)!r}") from error
+    tokenizer = tokenizer_beside(source)
     if source != folder:
         return Run(folder).load(checkpoint, device, lengths), tokenizer
     AutoModelForCausalLM.register(dr.DeadReckonConfig, dr.DeadReckonForCausalLM, exist_ok=True)
@@ -136,32 +133,17 @@ def mean_scores(answers: Iterable[Answer]) -> Scores:
 def show(asked: dict[str, list[Answer]], out: Path, console: Console, command: str) -> None:
     """Prints a table for each model, and writes tables, a picture and the scores to the folder."""
     scores = {name: mean_scores(answers) for name, answers in asked.items()}
-    lines = [
-        "# Long-context suite",
-        "",
-        "Scores in % by length in tokens, answered by generation.",
-        "",
-        f"    {command}",
-    ]
+    parts = ["# Long-context suite", "Scores in % by length in tokens, answered by generation.", f"    {command}"]
     for name, by_task in scores.items():
-        headings, rows = table(by_task)
+        cells = {task: {n: f"{100 * score:.1f}" for n, score in scored.items()} for task, scored in by_task.items()}
+        headings, rows = by_length(cells, "task")
         console.print(terminal(headings, rows, title=f"{name}, scores in %"))
-        lines += ["", f"{name}:", "", markdown(headings, rows)]
-    picture = out / "suite.png"
+        parts += [f"{name}:", markdown(headings, rows)]
+    page, picture = out / "suite.md", out / "suite.png"
     suite_picture(scores, {name: depths(answers) for name, answers in asked.items()}, picture)
-    (out / "suite.md").write_text("\n".join([*lines, "", f"![Scores by length]({picture.name})"]) + "\n")
+    save_markdown(page, [*parts, image("Scores by length", picture, page)])
     (out / "scores.json").write_text(json.dumps(scores, indent=1))
     console.print(f"Saved: {out}{os.sep}suite.md, suite.png, scores.json, answers.jsonl", highlight=False)
-
-
-def table(scores: Scores) -> tuple[list[str], list[list[str]]]:
-    """A row for each task, a column for each length."""
-    lengths = sorted({length for by_length in scores.values() for length in by_length})
-    rows = [
-        [task, *(f"{100 * by_length[n]:.1f}" if n in by_length else "" for n in lengths)]
-        for task, by_length in scores.items()
-    ]
-    return ["task", *map(str, lengths)], rows
 
 
 def depths(answers: Iterable[Answer]) -> dict[float, dict[int, float]]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
+
+
+def by_length(rows: Mapping[str, Mapping[int, str]], heading: str = "") -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of a table with a column for each length that any row has a cell at."""
+    lengths = sorted({length for cells in rows.values() for length in cells})
+    return [heading, *map(str, lengths)], [
+        [name, *(cells.get(length, "") for length in lengths)] for name, cells in rows.items()
+    ]
 
 
 def terminal(
@@ -29,6 +39,17 @@ def markdown(headings: Sequence[object], rows: Iterable[Sequence[object]], left:
         return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
     return "\n".join(map(line, [headings, ["---"] * left + ["---:"] * (len(headings) - left), *rows]))
+
+
+def save_markdown(path: Path, parts: Iterable[str]) -> None:
+    """Writes paragraphs, tables and headings, with an empty line between them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n\n".join(parts) + "\n")
+
+
+def image(title: str, picture: Path, page: Path) -> str:
+    """A picture in a page of Markdown, wherever that is."""
+    return f"![{title}]({os.path.relpath(picture, page.parent)})"
 
 
 def html(headings: Iterable[str], rows: Iterable[Sequence[Any]], kind: str = "") -> str:

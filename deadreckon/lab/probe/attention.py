@@ -27,16 +27,16 @@ def turn(x: Tensor, phase: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
-def phases_of(transport: dr.Rotation, heads: int) -> Tensor:
-    """Angles summed up along the sequence (B, T, Hq, D/2), in float64."""
-    return per_head(transport.angles.double().cumsum(1), heads)
+def unrolled(transport: Transport | None, heads: int) -> tuple[Tensor | None, dr.Householder | None]:
+    """What routes turn by and reflect along, in the frame of the beginning, either of which may be missing.
 
-
-def unrolled(transport: Both, heads: int) -> tuple[Tensor, dr.Householder]:
-    """The phases (B, T, Hq, D/2), and Householder steps in the frame of the beginning, whose directions they turn."""
-    rotation, steps = transport
-    phases = phases_of(rotation, heads)
-    return phases, dr.Householder(turn(per_head(steps.w, heads), phases), steps.beta)
+    Phases are angles summed up along the sequence (B, T, Hq, D/2), in float64; directions of steps are turned by them.
+    """
+    rotation, steps = dr.Factors(transport).parts()
+    if rotation is None:
+        return None, steps
+    phases = per_head(rotation.angles.double().cumsum(1), heads)
+    return phases, steps and dr.Householder(turn(per_head(steps.w, heads), phases), steps.beta)
 
 
 def logits_of(q: Tensor, k: Tensor, transport: Transport | None, scale: float, places: Tensor) -> Tensor:
@@ -46,16 +46,13 @@ def logits_of(q: Tensor, k: Tensor, transport: Transport | None, scale: float, p
         q, k: (B, T, H, D), keys repeated to the heads of queries.
     """
     heads = q.shape[2]
-    if isinstance(transport, tuple):  # turned by their phases, routes reflect along turned directions alone
-        phases, transport = unrolled(transport, heads)
-        q, k = turn(q, phases), turn(k, phases)
-    elif isinstance(transport, dr.Rotation):
-        phases = phases_of(transport, heads)
+    phases, steps = unrolled(transport, heads)
+    if phases is not None:
         q, k = turn(q, phases), turn(k, phases)
     queries = q[:, places].transpose(1, 2)  # (B, H, Q, D)
-    if not isinstance(transport, dr.Householder):
+    if steps is None:
         return scale * queries @ k.permute(0, 2, 3, 1)
-    w, beta = (per_head(x, heads).to(q.dtype) for x in (transport.w, transport.beta))
+    w, beta = (per_head(x, heads).to(q.dtype) for x in (steps.w, steps.beta))
     logits = q.new_zeros(*queries.shape[:3], q.shape[1])
     walking = torch.zeros_like(queries)  # T_ji q_i, while j goes back
     for j in range(int(places.max()), -1, -1):
@@ -96,26 +93,24 @@ def weights_of(logits: Tensor, gates: Tensor | None, score: object, distance: Te
     return torch.where(behind, logits + gate, -torch.inf).softmax(-1)
 
 
-def carried_sum(weights: Tensor, v: Tensor, transport: Transport, places: Tensor) -> Tensor:
+def carried_sum(weights: Tensor, v: Tensor, transport: Transport | None, places: Tensor) -> Tensor:
     """Σ_j a_j U_ji v_j for each query (B, H, Q, E), values carried along their routes.
 
     Rotations turn them back by the route's angle. For reflections, whose values no published encoding carries, it is
     what happens to keys: H_i ⋯ H_{j+1} v_j.
     """
     heads = v.shape[2]
-    if isinstance(transport, tuple):
-        phases, steps = unrolled(transport, heads)
-        return turn(carried_sum(weights, turn(v, phases), steps, places), -phases[:, places].transpose(1, 2))
-    if isinstance(transport, dr.Rotation):
-        phases = phases_of(transport, heads)
-        summed = weights @ turn(v, phases).transpose(1, 2)
-        return turn(summed, -phases[:, places].transpose(1, 2))
-    w, beta = (per_head(x, heads).to(v.dtype) for x in (transport.w, transport.beta))
-    summed = v.new_zeros(*weights.shape[:3], v.shape[-1])
-    arrived = torch.zeros_like(summed)
-    for j in range(int(places.max()) + 1):
-        step = w[:, j].unsqueeze(2)
-        summed = summed - beta[:, j, :, None, None] * (summed * step).sum(-1, keepdim=True) * step
-        summed = summed + weights[..., j].unsqueeze(-1) * v[:, j].unsqueeze(2)
-        arrived = torch.where((places == j).unsqueeze(-1), summed, arrived)
-    return arrived
+    phases, steps = unrolled(transport, heads)
+    v = v if phases is None else turn(v, phases)
+    if steps is None:
+        arrived = weights @ v.transpose(1, 2)
+    else:
+        w, beta = (per_head(x, heads).to(v.dtype) for x in (steps.w, steps.beta))
+        summed = v.new_zeros(*weights.shape[:3], v.shape[-1])
+        arrived = torch.zeros_like(summed)
+        for j in range(int(places.max()) + 1):
+            step = w[:, j].unsqueeze(2)
+            summed = summed - beta[:, j, :, None, None] * (summed * step).sum(-1, keepdim=True) * step
+            summed = summed + weights[..., j].unsqueeze(-1) * v[:, j].unsqueeze(2)
+            arrived = torch.where((places == j).unsqueeze(-1), summed, arrived)
+    return arrived if phases is None else turn(arrived, -phases[:, places].transpose(1, 2))

@@ -130,11 +130,11 @@ def _look(
     sums = None if gates is None else attention.gate_sums(gates, places)
     weights = attention.weights_of(logits, sums, score, distance)
     gated = logits if sums is None else logits + sums.to(logits.dtype)
-    rotation, _ = dr.Factors(transport).parts()
+    rotation, steps = dr.Factors(transport).parts()
     truth = output[:, places].unflatten(-1, (q.shape[2], -1)).transpose(1, 2).to(v.dtype)
     by_head = v.transpose(1, 2)
-    carries = rotation is not None and rotation.values
-    whole = attention.carried_sum(weights, v, rotation, places) if carries and rotation else weights @ by_head
+    carrying = rotation if rotation is not None and rotation.values else None
+    whole = attention.carried_sum(weights, v, carrying, places)
     far_weights = torch.where(far, weights, 0)
     far_length = (far_weights * by_head.norm(dim=-1).unsqueeze(-2)).sum(-1).clamp(min=1e-30)
     starts = torch.tensor(distance_bins(tokens), device=q.device)
@@ -159,9 +159,9 @@ def _look(
     }  # fmt: skip
     if transport is not None and v.shape[-1] == q.shape[-1]:
         stats["carried"] = attention.carried_sum(far_weights, v, transport, places).norm(dim=-1) / far_length
-    if isinstance(transport, dr.Rotation):
-        phases = attention.phases_of(transport, q.shape[2]).transpose(1, 2)  # (B, H, T, M)
-        along = [far_weights.double() @ side for side in (phases.cos(), phases.sin())]
+    phases, _ = attention.unrolled(rotation, q.shape[2])
+    if phases is not None and steps is None:
+        along = [far_weights.double() @ side.transpose(1, 2) for side in (phases.cos(), phases.sin())]
         stats["transport"] = torch.hypot(*along).amax(-1) / far_weights.double().sum(-1).clamp(min=1e-300)
     return stats
 

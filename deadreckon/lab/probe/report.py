@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from collections.abc import Callable
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,10 +80,14 @@ def _percent(share: float | None) -> str:
 
 def probe_picture(findings: Findings, path: Path) -> None:
     """Mean transport, logits and attention by distance, far mass between its bounds, cancellation, and ranges."""
-    draws = (_transport, _logits, _attention, _far, _cancellation, _ranges)
+    logits = partial(_by_distance, "scores.by_distance", "mean logit, nats", "Score by distance, without gates")
+    attention = partial(_by_distance, "mass.by_distance", "share of attention", "Attention by distance")
+    draws: list[Callable[[Findings, Any], None]]
+    draws = [_transport, logits, attention, _far, _cancellation, _ranges]
     with drawing(path, 2, 3, font=9, figsize=(13, 7.2)) as (figure, panels):
         for draw, panel in zip(draws, panels.flat, strict=True):
             draw(findings, panel)
+        panels.flat[2].set_ylim(0, None)
         about = findings.about
         names = ", ".join(dict.fromkeys(about["encodings"]))
         figure.suptitle(f"{names}: {about['rows']} × {about['length']} tokens, {about['queries']} queries a row")
@@ -119,22 +124,12 @@ def _transport(findings: Findings, panel: Any) -> None:
         panel.text(0.5, 0.5, "no transport, no gates:\nT = I, nothing mixes", transform=panel.transAxes, ha="center")
 
 
-def _by_distance(findings: Findings, panel: Any, name: str, **labels: Any) -> None:
+def _by_distance(name: str, ylabel: str, title: str, findings: Findings, panel: Any) -> None:
     """Bins by number: distance 0 has no place on a logarithmic axis."""
     places = list(range(len(findings.bins)))
     _lines(findings, panel, places, name)
     panel.set_xticks(places[::2], [str(start) for start in findings.bins[::2]])
-    panel.set(xlabel="distance (bins begin at)", **labels)
-
-
-def _logits(findings: Findings, panel: Any) -> None:
-    labels = {"ylabel": "mean logit, nats", "title": "Score by distance, without gates"}
-    _by_distance(findings, panel, "scores.by_distance", **labels)
-
-
-def _attention(findings: Findings, panel: Any) -> None:
-    _by_distance(findings, panel, "mass.by_distance", ylabel="share of attention", title="Attention by distance")
-    panel.set(ylim=(0, None))
+    panel.set(xlabel="distance (bins begin at)", ylabel=ylabel, title=title)
 
 
 def _far(findings: Findings, panel: Any) -> None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.probe.cursors import layers_of
+from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
 from deadreckon.tasks import TASKS
 from deadreckon.tasks.task import EQUALS, VOCAB_SIZE, spell
@@ -47,8 +49,7 @@ class Source:
 
     def rows(self, data: str, count: int, length: int, seed: int) -> Rows:
         """Rows of `data`, or of the task of the run at four times its length, unless another is given."""
-        if count < 1:
-            raise ValueError(f"rows: expected 1 or more, got {count}")
+        check_counts(rows=count)
         generator, trained = torch.Generator().manual_seed(seed), None
         if self.run is not None:
             recipe, task = self.run.recipe, self.run.recipe.make_task()
@@ -75,13 +76,7 @@ class Source:
         """Stretches of a text, spread over it, as the tokenizer beside the model reads it."""
         if not Path(data).is_file():
             raise ValueError(f"data: expected a text file or one of {', '.join(TASKS)}; got {data!r}")
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"data: expected a tokenizer in {str(self.folder)!r} to read it with, got none") from error
-        ids = torch.tensor(tokenizer(Path(data).read_text())["input_ids"])
+        ids = torch.tensor(tokenizer_beside(self.folder)(Path(data).read_text())["input_ids"])
         if len(ids) < rows * length:
             raise ValueError(f"data: expected {rows} × {length} tokens or more in {data!r}, got {len(ids)}")
         starts = [row * (len(ids) // rows) for row in range(rows)]

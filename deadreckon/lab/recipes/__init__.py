@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deadreckon.lab.recipes.experiment import SIZES, Experiment, check_encodings, parse_sweep, title_of
-from deadreckon.lab.recipes.mixture import MIXTURE
 from deadreckon.lab.recipes.prism import PRISM
 from deadreckon.lab.recipes.recipe import BLOCKS, MEASURES, Recipe
 from deadreckon.lab.recipes.state_tracking import STATE_TRACKING
 from deadreckon.lab.recipes.text import TEXT
 
-EXPERIMENTS: dict[str, Experiment] = {**STATE_TRACKING, **PRISM, **TEXT, **MIXTURE}
+EXPERIMENTS: dict[str, Experiment] = {**STATE_TRACKING, **PRISM, **TEXT}
 
 
 def find_experiment(name: str) -> Experiment:

@@ -94,7 +94,7 @@ class Conversion:
 
     def recipes(self, out: Path) -> Iterator[tuple[str, Recipe]]:
         """The recipe of each stage, in order; each begins with what the one before has left in the folder `out`."""
-        start, before = out / "start", None
+        start = out / "start"
         for stage in (stage for stage in STAGES if stage in self.planned):
             length = self.length * (LONGER if stage == "extend" else 1)
             recipe = Recipe(
@@ -103,7 +103,7 @@ class Conversion:
                 betas=(0.9, 0.95), weight_decay=0.01, schedule="cosine", floor=0.1, evaluators=("perplexity",),
                 conditions={"held out": {"part": "valid"}}, test_lengths=(self.length,), test_tokens=2**18,
                 validation_rows=8, evaluate_every=200, log_every=10, freeze=self.freeze, start=str(start),
-                schedules=FADING if self.drop_rope and before is None else {},
+                schedules=FADING if self.drop_rope and start == out / "start" else {},
                 teacher="" if stage == "extend" else self.source, **STAGES[stage],
             )  # fmt: skip
             recipe = recipe.change(self._changes_of(stage))
@@ -112,7 +112,7 @@ class Conversion:
                     f"{stage}.steps: expected 5 or more, so that the angles reach 0 by the last, got {recipe.steps}"
                 )
             yield stage, recipe
-            start, before = out / stage / "last", stage
+            start = out / stage / "last"
 
     def _changes_of(self, stage: str) -> list[str]:
         others = tuple(f"{other}." for other in STAGES if other != stage)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import deadreckon as dr
+from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.recipes.texts import read_language
 from deadreckon.tasks import TASKS
 from deadreckon.tasks.curriculum import Curriculum
@@ -107,9 +108,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for one in fields(self):
             object.__setattr__(self, one.name, _as_declared(one.name, str(one.type), getattr(self, one.name)))
-        for name in AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        check_counts(**{name: getattr(self, name) for name in AT_LEAST_ONE})
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch_size = {self.batch_size}, got {self.accumulate}")
         if self.learning_rate <= 0 or self.warmup < 0 or not 0 <= self.floor <= 1:

@@ -1,4 +1,7 @@
-"""Language models trained alike on any text: --change options.data=FILE options.held_out=FILE."""
+"""Language models trained alike on any text: --change options.data=FILE options.held_out=FILE.
+
+Those of `long-context` can be asked: a fifth of their rows begins with a question of the long-context suite.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,21 @@ def text(
     encodings: tuple[str, ...],
     paper: Recipe,
     small: dict[str, Any] | None = None,
-    part: str = "valid",
+    tiny: dict[str, Any] | None = None,
+    held_out: dict[str, Any] | None = None,
     **more: Any,
 ) -> Experiment:
     """Language modelling, with the sizes and tests that all such experiments share.
 
     Args:
-        small: what differs at that size from the others' small recipes.
-        part: of the text, to test on.
+        small, tiny: what differs at these sizes from the others' recipes.
+        held_out: options of the text to test on.
     """
     return Experiment(
         about=about, source=source, encodings=encodings,
         paper=replace(
-            paper, task="language", initial=0.02, conditions={"held out": {"part": part}}, betas=(0.9, 0.95),
-            longest=max(paper.test_lengths), test_tokens=2**20, validation_rows=8, log_every=10,
+            paper, task="language", initial=0.02, betas=(0.9, 0.95), longest=max(paper.test_lengths),
+            conditions={"held out": held_out or {"part": "valid"}}, test_tokens=2**20, validation_rows=8, log_every=10,
         ),
         small={
             "layers": 8, "width": 384, "heads": 6, "steps": 4000, "batch_size": max(1, 2**15 // paper.length),
@@ -49,9 +53,23 @@ def text(
             "layers": 2, "width": 64, "heads": 2, "length": 128, "steps": 300, "batch_size": 16, "accumulate": 1,
             "learning_rate": 4e-3, "warmup": 30, "schedule": "cosine", "floor": 0.1, "options": {"vocabulary": 1024},
             "test_lengths": (64, 128, 256, 512), "test_tokens": 2**13, "evaluate_every": 100, "log_every": 1,
-        },
+        } | (tiny or {}),
         **more,
     )  # fmt: skip
+
+
+# The language models of PaTH's paper: 760M parameters.
+PATH_RECIPE = Recipe(
+    length=4096, layers=24, width=1536, heads=24, steps=24_000, batch_size=512, accumulate=64, learning_rate=1e-3,
+    warmup=480, weight_decay=0.01, schedule="cosine", floor=0.03, options={"vocabulary": 32_000}, evaluate_every=500,
+    evaluators=("perplexity", "perplexity-window", "loss-by-position"),
+    test_lengths=(2048, 4096, 8192, 16_384, 32_768, 65_536),
+)  # fmt: skip
+PATH_SMALL: dict[str, Any] = {
+    "width": 512, "heads": 8, "length": 2048, "batch_size": 64, "learning_rate": 2e-3, "weight_decay": 0.1,
+    "evaluate_every": 250, "test_tokens": 2**20,
+}  # fmt: skip
+WITH_QUESTIONS: dict[str, Any] = {"vocabulary": 32_000, "packed": True, "questions": 0.2}  # in a fifth of the rows
 
 
 def path_paper(text_name: str, steps: int) -> Experiment:
@@ -64,24 +82,16 @@ def path_paper(text_name: str, steps: int) -> Experiment:
         "down, FoX and PaTH-FoX stay flat. The text, layers and heads are ours. Small: 8 layers of 512, heads of 64, "
         f"tied embeddings, {steps * 2**17 // 10**6} million tokens, trained at 2048; one learning rate for all.",
         ("rope", "fox", "path", "path-fox"),
-        Recipe(
-            length=4096, layers=24, width=1536, heads=24, steps=24_000, batch_size=512, accumulate=64,
-            learning_rate=1e-3, warmup=480, weight_decay=0.01, schedule="cosine", floor=0.03,
-            options={"vocabulary": 32_000}, evaluate_every=500,
-            evaluators=("perplexity", "perplexity-window", "loss-by-position"),
-            test_lengths=(2048, 4096, 8192, 16_384, 32_768, 65_536),
-        ),
-        small={
-            "width": 512, "heads": 8, "tied": True, "length": 2048, "batch_size": 64, "steps": steps,
-            "learning_rate": 2e-3, "warmup": steps // 15, "weight_decay": 0.1,
+        PATH_RECIPE,
+        small=PATH_SMALL | {
+            "tied": True, "steps": steps, "warmup": steps // 15, "options": {"vocabulary": 16_384},
             # Documents are far longer than rows: one row in forty reaches over an end. So rows are streamed, which is
             # faster than packing them. In two parts, four models fit on one GPU.
             "accumulate": 2,
-            "options": {"vocabulary": 16_384}, "test_tokens": 2**20, "evaluate_every": 250,
             # As its authors' code draws them; PaTH was 0.015 nats better for it on books, PaTH-FoX 0.010.
             "encoding_options": {"path": {"initial": 0.02}, "path-fox": {"initial": 0.02}},
         },
-        part="test",
+        held_out={"part": "test"},
     )  # fmt: skip
 
 
@@ -120,5 +130,30 @@ TEXT = {
             "small": {"length": (256, 1024, 4096), "p": (2, 4)},
             "tiny": {"length": (32, 128), "p": (2, 4)},
         },
+    ),
+    "long-context": text(
+        "Text and questions about texts of up to 2048 tokens, then the long-context suite up to 32 768, answered "
+        "by generation: passkey, RULER's niah, vt, cwe and fwe, PhoneBook, and BABILong where there is data for it.",
+        "Yang et al. 2025, table 3: 760M parameters trained on text alone. The text, the size and the mixture "
+        "are ours: a fifth of the rows begins with a question and its answer, of which the answer is scored; so are "
+        "the questions (`deadreckon/tasks/long/`). vt, cwe and fwe score the share of the strings that are found. "
+        "--change options.data=FOLDER options.babi=FILE options.books=FILE",
+        ("rope", "fox", "path", "path-fox"),
+        replace(
+            PATH_RECIPE, tied=True, options=WITH_QUESTIONS, evaluators=("perplexity", "long"),
+            test_lengths=(2048, 4096, 8192, 16_384, 32_768), test_rows=100,
+        ),
+        small=PATH_SMALL | {
+            "steps": 1500, "warmup": 100, "options": WITH_QUESTIONS | {"vocabulary": 16_384},
+        },
+        tiny={
+            "length": 512, "steps": 200, "batch_size": 8, "warmup": 20, "test_lengths": (512, 1024), "test_rows": 11,
+            "options": WITH_QUESTIONS | {"vocabulary": 1024, "tasks": ["passkey", "phonebook"]},
+        },
+        held_out={"part": "valid", "questions": 0},
+        reported={"phonebook": {
+            "rope": {2048: 0.323, 4096: 0.156, 8192: 0.0}, "fox": {2048: 0.625, 4096: 0.385, 8192: 0.177},
+            "path": {2048: 0.552, 4096: 0.208, 8192: 0.0}, "path-fox": {2048: 0.896, 4096: 0.938, 8192: 0.666},
+        }},
     ),
 }  # fmt: skip

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from deadreckon.tasks.language import TOKENIZER_FILE, Corpus, Language, load_corpus, open_corpus
 from deadreckon.tasks.long import make_long_tasks
@@ -18,6 +18,7 @@ from deadreckon.tasks.task import Task
 from deadreckon.tasks.tokens import for_transformers
 
 PARTS = ("train", "valid", "test")
+_make_long_tasks = lru_cache(maxsize=4)(make_long_tasks)
 
 
 def read_language(
@@ -64,12 +65,7 @@ def read_long_tasks(
     tasks: Sequence[str] = (), babi: str = "", books: str = "", part: str = "test"
 ) -> dict[str, LongTask]:
     """Tasks of the long-context suite, as a recipe names them in its options; data is read once."""
-    return _read_long_tasks(tuple(tasks), babi, books, part)
-
-
-@lru_cache(maxsize=4)
-def _read_long_tasks(tasks: tuple[str, ...], babi: str, books: str, part: str) -> dict[str, LongTask]:
-    return make_long_tasks(tasks, babi=babi, books=books, part=part)
+    return _make_long_tasks(tuple(tasks), babi=babi, books=books, part=part)
 
 
 @lru_cache(maxsize=4)
@@ -79,20 +75,27 @@ def _read(data: str, held_out: str, part: str, vocabulary: int, tokenizer: str) 
     if not held_out:
         raise ValueError("options.held_out: expected a text to test on, got none")
     if tokenizer:
-        return load_corpus(data if part == "train" else held_out, tokenizer=tokenizer_of(tokenizer))
+        return load_corpus(data if part == "train" else held_out, tokenizer=fast_tokenizer(tokenizer))
     corpus = load_corpus(data, vocabulary=vocabulary)
     return corpus if part == "train" else load_corpus(held_out, tokenizer=corpus.tokenizer)
 
 
-def tokenizer_of(folder: str) -> Tokenizer:
-    """The tokenizer beside a model."""
+def tokenizer_beside(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in the folder of a model."""
     try:
-        found = AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer: expected one beside the model in {folder!r}, got none") from error
-    if not getattr(found, "is_fast", False):
-        raise ValueError(f"tokenizer: expected a fast one, with tokenizer.json, got {type(found).__name__}")
-    return found.backend_tokenizer
+        raise ValueError(
+            f"model: expected a tokenizer beside the model in {str(folder)!r}, as save_pretrained writes it, got none"
+        ) from error
+
+
+def fast_tokenizer(folder: str) -> Tokenizer:
+    """The same, as the `tokenizers` library has it."""
+    tokenizer = tokenizer_beside(folder)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"tokenizer: expected a fast one, with tokenizer.json, got {type(tokenizer).__name__}")
+    return tokenizer.backend_tokenizer
 
 
 def save_tokenizer(task: Task, folder: Path) -> None:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Shard
 
 import deadreckon as dr
-from deadreckon.lab.training.files import begin, beside, complete, to_disk, write_text
+from deadreckon.lab.files import begin, beside, complete, to_disk, write_text
 from deadreckon.lab.training.ranks import Ranks
 
 SMALLEST = 1 << 26  # bytes that a rank writes a file of its own for

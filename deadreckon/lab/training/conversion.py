@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 import deadreckon as dr
 from deadreckon.lab.environment import check_device, check_model
+from deadreckon.lab.files import recover, replacing
 from deadreckon.lab.recipes.conversion import Conversion
-from deadreckon.lab.recipes.texts import tokenizer_of
+from deadreckon.lab.recipes.texts import fast_tokenizer
 from deadreckon.lab.training.distillation import load_source, load_start, load_teacher
-from deadreckon.lab.training.files import recover, replacing
+from deadreckon.lab.training.ranks import processes
 from deadreckon.lab.training.trainer import quiet_transformers, train_run
 from deadreckon.tasks.language import Language
 
@@ -31,6 +32,8 @@ ROPE_OPTIONS = ("base", "scaling", "learn_factor")
 
 def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", console: Console | None = None) -> Path:
     """Converts a model, or resumes; returns the folder of the last checkpoint."""
+    if (started := processes()) > 1:
+        raise ValueError(f"convert: expected one process, as a teacher and its student need it, got {started}")
     console = console or Console()
     check_device(device)
     with quiet_transformers():
@@ -43,14 +46,18 @@ def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", conso
         for stage, recipe in recipes:
             train_run(recipe, out / stage, device=device, console=console)
             latest = out / stage / "last"
-        save_result(conversion, latest, out)
+        model = load_start(str(latest))
+        if conversion.drop_rope:
+            model = without_rope(model, conversion.ended)
+        model.save_pretrained(out)
+        AutoTokenizer.from_pretrained(conversion.source).save_pretrained(out)
     return latest
 
 
 def check_vocabulary(conversion: Conversion) -> None:
     """Raises a ValueError unless there is a tokenizer whose tokens the model all knows."""
     check_model(Path(conversion.source))
-    tokenizer, known = tokenizer_of(conversion.source), AutoConfig.from_pretrained(conversion.source).vocab_size
+    tokenizer, known = fast_tokenizer(conversion.source), AutoConfig.from_pretrained(conversion.source).vocab_size
     if (tokens := tokenizer.get_vocab_size()) > known:
         raise ValueError(f"tokenizer: expected at most {known} tokens, the model's vocabulary, got {tokens}")
     for task in (conversion.test_recipe().make_task(), conversion.test_recipe().make_task("held out")):
@@ -65,9 +72,9 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
     """Saves the model that training begins with, if it is not there, and says how far it is off the teacher."""
     recover(folder)
     if (folder / "config.json").exists():
-        found = dr.DeadReckonConfig.from_pretrained(folder).encoding
-        if found != conversion.begun:
-            raise ValueError(f"out: {folder.parent} holds a conversion to {found}, not {conversion.begun}")
+        encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding
+        if encoding != conversion.begun:
+            raise ValueError(f"out: {folder.parent} holds a conversion to {encoding}, not {conversion.begun}")
         return
     torch.manual_seed(conversion.seed)
     source = load_source(conversion.source)
@@ -87,17 +94,8 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
 @torch.no_grad()
 def difference(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, rows: Tensor) -> float:
     """The greatest difference of logits, in units of their range."""
-    found, expected = student.eval()(rows).logits, teacher.eval()(rows).logits
-    return float((found - expected).abs().max() / (expected.max() - expected.min()))
-
-
-def save_result(conversion: Conversion, folder: Path, out: Path) -> None:
-    """Saves a checkpoint as the result, without RoPE's rotation if that was dropped."""
-    model = load_start(str(folder))
-    if conversion.drop_rope:
-        model = without_rope(model, conversion.ended)
-    model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(conversion.source).save_pretrained(out)
+    logits, expected = student.eval()(rows).logits, teacher.eval()(rows).logits
+    return float((logits - expected).abs().max() / (expected.max() - expected.min()))
 
 
 def without_rope(model: dr.DeadReckonForCausalLM, encoding: str) -> dr.DeadReckonForCausalLM:

@@ -27,7 +27,7 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-class Tally:
+class Countdown:
     """Counts what is done of something that is known to be so many, and says how long the rest will take.
 
     Args:

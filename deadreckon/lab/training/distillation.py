@@ -76,8 +76,8 @@ def align(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, 
     for ours, theirs in layers:
         with torch.no_grad():
             target = theirs.self_attn.attend(theirs.input_layernorm(x), context)
-        found = ours.self_attn.attend(ours.input_layernorm(x), context)
-        errors.append(mse_loss(found.float(), target.float()) / target.float().square().mean())
+        output = ours.self_attn.attend(ours.input_layernorm(x), context)
+        errors.append(mse_loss(output.float(), target.float()) / target.float().square().mean())
         with torch.no_grad():
             x = x + target
             x = x + theirs.mlp(theirs.post_attention_layernorm(x))
@@ -87,8 +87,8 @@ def align(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, 
 def distil(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, batch: Batch) -> Tensor:
     """KL(teacher ‖ student) of the next token, mean over the tokens that are scored."""
     with torch.no_grad():
-        wanted = teacher.model(batch.tokens, cu_seqlens=batch.cu_seqlens).last_hidden_state[:, :-1]
-    found = student.model(batch.tokens, cu_seqlens=batch.cu_seqlens).last_hidden_state[:, :-1]
+        target = teacher.model(batch.tokens, cu_seqlens=batch.cu_seqlens).last_hidden_state[:, :-1]
+    hidden = student.model(batch.tokens, cu_seqlens=batch.cu_seqlens).last_hidden_state[:, :-1]
     scored = (batch.labels[:, 1:] != NOT_SCORED).flatten()
 
     def divergence(ours: Tensor, theirs: Tensor, counted: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def distil(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM,
         each = (log_teacher.exp() * (log_teacher - log_student)).sum(-1)
         return (each * counted).sum()
 
-    parts = zip(*(x.split(HEAD_TOKENS) for x in (found.flatten(0, 1), wanted.flatten(0, 1), scored)), strict=True)
+    parts = zip(*(x.split(HEAD_TOKENS) for x in (hidden.flatten(0, 1), target.flatten(0, 1), scored)), strict=True)
     # Logits are computed again in the backward pass: those of a batch would be the greatest tensors there are.
     sums = [checkpoint(divergence, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.stack(sums).sum() / scored.sum()

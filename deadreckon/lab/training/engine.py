@@ -22,7 +22,7 @@ import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, is_wrong
 from deadreckon.lab.recipes import BLOCKS, Recipe
 from deadreckon.lab.recipes.texts import save_tokenizer
-from deadreckon.lab.training.checkpoints import staged, weights_of
+from deadreckon.lab.training.checkpoints import weights_of
 from deadreckon.lab.training.distillation import OBJECTIVES, freeze
 from deadreckon.lab.training.graphs import Graphs, captured_on
 from deadreckon.lab.training.ranks import Ranks
@@ -232,14 +232,13 @@ class Training:
         return output.loss.detach(), is_wrong(output.logits, following).sum()
 
     def whole_model(self) -> dr.DeadReckonForCausalLM:
-        """The model, all of it on this process, to test it. All ranks must ask; only the first gets weights."""
+        """The model, all of it on every rank, to test it. All must ask."""
         if self.ranks.size == 1:
             return self.model
-        weights = {name: staged(x, 0, self.ranks) for name, x in self.weights().items()}
-        copy = dr.DeadReckonForCausalLM(self.model.config)
-        if self.ranks.first:
-            copy.load_state_dict(weights, strict=False)  # tied ones have one name
-            copy.to(self.device)
+        copy = dr.DeadReckonForCausalLM(self.model.config).to(self.device)
+        places = weights_of(copy)
+        for name, x in self.weights().items():  # one after the other: a second copy of all might not fit
+            places[name].detach().copy_(x.full_tensor() if isinstance(x, DTensor) else x)
         return copy.eval()
 
     def describe(self, folder: Path) -> None:

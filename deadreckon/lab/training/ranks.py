@@ -1,13 +1,14 @@
 """The processes of a training: one, or those of a mesh that `torchrun` has started.
 
 Ranks along "dp" take parts of each batch, ranks along "cp" shards of each sequence. All draw the same data, so that
-what they learn together is what one process learns. The first one writes, prints and scores for all.
+what they learn together is what one process learns. They share the rows of tests. The first one writes and prints.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 import deadreckon as dr
+from deadreckon.lab.evaluation.scores import alone
 
 DIMENSIONS = ("dp", "cp")
 T = TypeVar("T")
@@ -34,6 +36,11 @@ def sizes_in(mesh: str) -> dict[str, int]:
             raise ValueError(f"mesh: expected sizes of dp and cp, such as dp=2,cp=2, got {mesh!r}")
         sizes[name] = int(number)
     return sizes
+
+
+def processes() -> int:
+    """How many processes `torchrun` has started, this one included."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Ranks:
@@ -60,9 +67,11 @@ class Ranks:
         A rank that waits for another for longer than that raises an error.
         """
         sizes = sizes_in(mesh)
+        expected, started = math.prod(sizes.values()), processes()
         if not sizes:
+            if started > 1:
+                raise ValueError(f"mesh: expected sizes for {started} processes, such as dp={started}, got none")
             return cls(), device
-        expected, started = torch.tensor(list(sizes.values())).prod().item(), int(os.environ.get("WORLD_SIZE", "1"))
         if started != expected:
             raise ValueError(
                 f"mesh: {mesh} needs {expected} processes, got {started}; "
@@ -99,6 +108,19 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def share(self, count: int, compute: Callable[[slice], Tensor]) -> Tensor:
+        """What compute gives for so many rows, (count, ...) on the CPU of every rank, each computing some of them.
+
+        All must ask. Results differ from one process's by rounding; and by what encodings draw, other numbers for the
+        rows of each rank.
+        """
+        if self.mesh is None:
+            return alone(count, compute)
+        mine = slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        parts: list[Tensor | None] = [None] * self.size
+        dist.all_gather_object(parts, compute(mine) if mine.start < mine.stop else None)
+        return torch.cat([part for part in parts if part is not None])
 
     def totals(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The sum of each number over all ranks."""

@@ -14,22 +14,21 @@ written in the background (`checkpoints.py`).
 from __future__ import annotations
 
 import json
-import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deadreckon as dr
 from deadreckon.lab.environment import check_model, describe_environment
 from deadreckon.lab.evaluation.scores import Place, Score, mean_of_best
+from deadreckon.lab.files import add_lines, format_line, read_lines, recover, write_text
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.checkpoints import Writer, read, tensors_in
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model
-from deadreckon.lab.training.files import recover, write_text
 from deadreckon.lab.training.ranks import Ranks
 
 KINDS = ("last", "best")
@@ -102,20 +101,12 @@ class Run:
         if writer is None:
             with Writer(training.ranks) as writer:
                 return self.save(training, progress, writer)
-
-        def describe(folder: Path) -> None:
-            training.describe(folder)
-            (folder / "progress.json").write_text(json.dumps(asdict(progress)))
-
+        describe = partial(_describe, training, "progress.json", asdict(progress))
         writer.save(self.path / "last", {"model": training.weights(), "optimizer": training.memory()}, describe)
 
     def save_best(self, training: Training, score: Score, writer: Writer) -> None:
         """Begins to write the best checkpoint, in place of the one before, likewise."""
-
-        def describe(folder: Path) -> None:
-            training.describe(folder)
-            (folder / "score.json").write_text(json.dumps({"step": training.done} | asdict(score)))
-
+        describe = partial(_describe, training, "score.json", {"step": training.done} | asdict(score))
         writer.save(self.path / "best", {"model": training.weights()}, describe)
 
     def restore(self, device: str, ranks: Ranks | None = None) -> tuple[Training, Progress]:
@@ -192,9 +183,7 @@ class Run:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Of metrics.jsonl or evaluations.jsonl, without one that was cut off."""
-        path = self.path / f"{name}.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_lines(self.path / f"{name}.jsonl")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The logged steps."""
@@ -202,10 +191,7 @@ class Run:
 
     def add_evaluation(self, step: int, scores: Iterable[Score]) -> None:
         """Keeps scores while training."""
-        with (self.path / "evaluations.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "scores": [asdict(score) for score in scores]}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        add_lines(self.path / "evaluations.jsonl", [{"step": step, "scores": [asdict(score) for score in scores]}])
 
     def cut_lines(self, step: int) -> None:
         """Removes what was logged after a step: those steps are taken again."""
@@ -218,6 +204,12 @@ class Run:
     def finished(self) -> bool:
         """Whether all steps have been taken."""
         return self.progress().step == self.recipe.steps
+
+
+def _describe(training: Training, name: str, about: dict[str, Any], folder: Path) -> None:
+    """Writes what a checkpoint has beside its tensors; `about` it, as JSON."""
+    training.describe(folder)
+    (folder / name).write_text(json.dumps(about))
 
 
 def load_for_tests(folder: Path, recipe: Recipe, device: str, lengths: Sequence[int] = ()) -> dr.DeadReckonForCausalLM:
@@ -237,11 +229,3 @@ def find_runs(paths: Iterable[Path]) -> list[Run]:
             raise ValueError(f"run: expected a folder with recipe.json, or with such folders in it, got {str(path)!r}")
         runs |= {place.resolve(): Run(place) for place in places}
     return list(runs.values())
-
-
-def format_line(values: dict[str, Any]) -> str:
-    """A line of JSON, with null for infinities and NaN, which JSON lacks."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
-    }
-    return json.dumps(finite) + "\n"

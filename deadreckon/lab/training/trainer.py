@@ -18,12 +18,13 @@ from transformers.utils import logging
 import deadreckon as dr
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, is_better, places_to_test, score
+from deadreckon.lab.files import format_line
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.checkpoints import Writer
-from deadreckon.lab.training.display import Display, Tally, format_seconds
+from deadreckon.lab.training.display import Countdown, Display, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
 from deadreckon.lab.training.ranks import Ranks
-from deadreckon.lab.training.runs import Progress, Run, format_line, load_for_tests
+from deadreckon.lab.training.runs import Progress, Run, load_for_tests
 
 SAVE_SECONDS = 60.0  # the most that is lost when a run is killed; how often it is saved changes no result
 VALIDATION_SEED = 4321
@@ -45,7 +46,7 @@ def train_run(
     Args:
         out: the run's folder.
         tensorboard: also write metrics for TensorBoard, there.
-        ranks: the processes that train it together, which all must call this; the first writes and scores.
+        ranks: the processes that train it together, which all must call this; the first writes.
     """
     ranks = ranks or Ranks()
     console = ranks.console(console)
@@ -57,9 +58,8 @@ def train_run(
     with run.locked() if ranks.first else nullcontext(), quiet_transformers():
         if not ranks.same(run.finished):
             _train(run, device, console, tensorboard, ranks)
-        if ranks.first:
-            score_run(run, device=device, console=console)
-        ranks.same(None)
+        score_run(run, device=device, console=console, ranks=ranks)
+        ranks.same(None)  # others wait until it is written
     return run
 
 
@@ -146,18 +146,17 @@ def _note_start(run: Run, progress: Progress, device: str, console: Console) -> 
 def validate(run: Run, training: Training) -> Score:
     """A score on fresh sequences of the training length; and all tests, where the best of them are reported.
 
-    All ranks must ask; the first computes it.
+    All ranks must ask; they share the rows.
     """
-    recipe, model, found = training.recipe, training.whole_model(), None
-    if training.ranks.first:
-        if recipe.reporting != "last":
-            run.add_evaluation(training.done, evaluate(model_for_tests(model, recipe), recipe, run.metrics()))
-        condition = next(iter(recipe.conditions))
-        rows, seed = recipe.validation_rows, VALIDATION_SEED
-        found = score(model, recipe, condition, recipe.length, rows=rows, seed=seed)
-    found = training.ranks.same(found)
-    assert found is not None
-    return found
+    recipe, model, ranks = training.recipe, training.whole_model(), training.ranks
+    if recipe.reporting != "last":
+        tested, metrics = model_for_tests(model, recipe), ranks.same(run.metrics() if ranks.first else [])
+        found = list(evaluate(tested, recipe, metrics, share=ranks.share))
+        if ranks.first:
+            run.add_evaluation(training.done, found)
+    condition = next(iter(recipe.conditions))
+    rows, seed = recipe.validation_rows, VALIDATION_SEED
+    return score(model, recipe, condition, recipe.length, rows=rows, seed=seed, share=ranks.share)
 
 
 def _line(recipe: Recipe, step: Step, validation: Score | None, speed: float) -> dict[str, float]:
@@ -206,15 +205,23 @@ def score_run(
     kind: str = "last",
     device: str = "cpu",
     console: Console | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[Place, Score]:
-    """Scores of a checkpoint in every test at these lengths, or the recipe's; known ones are not computed again."""
-    places, known = places_to_test(run.recipe, lengths), run.scores(kind)
+    """Scores of a checkpoint in every test at these lengths, or the recipe's; known ones are not computed again.
+
+    Args:
+        ranks: the processes that share the rows, which all must call this; the first writes.
+    """
+    ranks = ranks or Ranks()
+    places = places_to_test(run.recipe, lengths)
+    known, metrics = ranks.same((run.scores(kind), run.metrics()) if ranks.first else ({}, []))
     if any(place not in known for place in places):
         model = run.load(kind, device, lengths)
-        found = evaluate(model, run.recipe, run.metrics(), lengths, set(known))
-        for one in counted(found, sum(place not in known for place in places), str(run.path), console or Console()):
-            run.add_scores([one], kind)
-        known = run.scores(kind)
+        found = evaluate(model, run.recipe, metrics, lengths, set(known), ranks.share)
+        for one in counted(found, sum(place not in known for place in places), str(run.path), ranks.console(console)):
+            known[one.place] = one
+            if ranks.first:
+                run.add_scores([one], kind)
     return {place: known[place] for place in places if place in known}
 
 
@@ -237,10 +244,10 @@ def score_model(
 
 def counted(scores: Iterator[Score], wanted: int, title: str, console: Console) -> Iterator[Score]:
     """Shows how far a scoring is."""
-    tally = Tally(console, wanted)
+    countdown = Countdown(console, wanted)
     with console.status(f"scoring {title}") as status:
         for one in scores:
-            status.update(tally.advance(1, f"{title}: {one.condition} at {one.axis} {one.length}", "scores"))
+            status.update(countdown.advance(1, f"{title}: {one.condition} at {one.axis} {one.length}", "scores"))
             yield one
 
 

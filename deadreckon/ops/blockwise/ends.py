@@ -33,8 +33,6 @@ class Ends(torch.autograd.Function):
         queries, keys = padding.cut(frames.queries, frames.keys)
         assert frames.products is not None
         product = frames.products[:, 0]
-        if problem.poison is not None:  # whoever looks at these tokens from later on gets NaN
-            keys = keys + problem.poison[:, -1:, None]
         return queries, keys, product
 
     @staticmethod

@@ -69,8 +69,8 @@ def form_for(score: Power, q: Tensor) -> Form:
     if score.form != "auto":
         return score.form
     length = q.shape[1]
-    many = isinstance(length, torch.SymInt) or length >= chunked_from(q.shape[3], score.p, q.device)
-    return "chunked" if many else "attention"
+    long_enough = isinstance(length, torch.SymInt) or length >= chunked_from(q.shape[3], score.p, q.device)
+    return "chunked" if long_enough else "attention"
 
 
 def state_dtype(dtype: torch.dtype, p: int, device: torch.device) -> torch.dtype:

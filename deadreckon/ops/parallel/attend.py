@@ -24,6 +24,7 @@ from deadreckon.ops.blockwise.problem import by_head, gates_by_head
 from deadreckon.ops.blockwise.rotation import turned
 from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.parallel.context import ContextParallel
+from deadreckon.ops.parallel.finite import Containment
 from deadreckon.ops.parallel.ring import Inside, InsideTree, Plan, Ring
 from deadreckon.ops.parallel.states import Handover, States, sends_states
 
@@ -48,6 +49,8 @@ def attend_parallel(
         q, k, v, factors = mapped(lambda x: cp.moved(x, near), q, k, v, factors)
         return near.moved(attend_parallel(q, k, v, factors, scale, documents, near, kernels), cp)
     cp.piece_length(q.shape[1])
+    finite = Containment(q.shape[2])
+    k, v, factors = finite.cleared(k), finite.cleared(v), finite.cleared_factors(factors)
     q, scale = usual_scale(q, scale, factors.score)
     rows = mapped(cp.as_rows, q, k, v, factors)
     inside: Inside = InsideTree()
@@ -55,7 +58,7 @@ def attend_parallel(
         from deadreckon.ops.parallel.fused import InsideKernels
 
         inside = InsideKernels(cp, documents)
-    return cp.from_rows(_over_pieces(*rows, scale, documents, cp, inside))
+    return finite.restored(cp.from_rows(_over_pieces(*rows, scale, documents, cp, inside)), documents, cp)
 
 
 def mapped(

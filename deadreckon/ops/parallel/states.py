@@ -102,11 +102,6 @@ class Fades(NamedTuple):
         return cls(*found)
 
 
-def _kept(x: Tensor, fade: Tensor) -> Tensor:
-    """x (M, C, ...), or 0 where nothing of a token is left: what is no number may not reach another document."""
-    return x.masked_fill((fade == 0).all(2).view(*fade.shape[:2], *(1,) * (x.dim() - 2)), 0)
-
-
 class States(torch.autograd.Function):
     """Of pieces by head, M = pieces · N rows: q (M, C, G, D), k (M, C, D), v (M, C, E), gates inside pieces and their
     sums from its start (M, C, 1 | G), or None. Returns the output (M, C, G, E) in the dtype of q."""
@@ -117,7 +112,7 @@ class States(torch.autograd.Function):
     ) -> Tensor:
         p, dtype = plan.score.p, state_dtype(q.dtype, plan.score.p, q.device)
         fades = Fades.of(plan, k, sums, dtype)
-        wrote = written(_kept(k, fades.to_end).to(dtype), _kept(v, fades.to_end).to(dtype), fades.to_end, p)
+        wrote = written(k.to(dtype), v.to(dtype), fades.to_end, p)
         out, total = unfinished_rows(q, k, v, None, None, gates, plan.score, 1.0)
         before = torch.empty_like(wrote)
         ours, news, across = (x.unflatten(0, (plan.cp.pieces, -1)) for x in (before, wrote, fades.across))
@@ -167,8 +162,7 @@ def _backward(plan: Handover, grad: Tensor, *saved: Tensor) -> tuple[Tensor | No
         return ours[slot] + torch.where(fade == 0, 0, fade * grad_state)
 
     plan.cp.relay(ours[0], earlier, direction=-1)
-    keys, values = (_kept(x, fades.to_end).to(dtype) for x in (k, v))
-    grad_k, grad_v, by_key = write_gradients(keys, values, fades.to_end, p, grad_wrote)
+    grad_k, grad_v, by_key = write_gradients(k.to(dtype), v.to(dtype), fades.to_end, p, grad_wrote)
     grad_sums = None
     if sums is not None:
         # What is read is homogeneous of degree p in q: so d log-weights add up to q · dq / p.

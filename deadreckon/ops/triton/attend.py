@@ -45,9 +45,9 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
             return f"score Power(2) or Power(4), not recurrent and without Householder steps, got {score!r}"
         limits = {"D": WIDEST[form][score.p], "E": 128}
     elif limits["D"] < 256:
-        what = "gates" if log_gate is not None else "packed sequences"
-        what = "Householder steps" if steps is not None else what
-        among = f" with {what} in {q.dtype}"
+        limiting = "gates" if log_gate is not None else "packed sequences"
+        limiting = "Householder steps" if steps is not None else limiting
+        among = f" with {limiting} in {q.dtype}"
     for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
         if width % 8 or width > limit:
             return f"{name} a multiple of 8 up to {limit}{among}, got {width}"

@@ -128,13 +128,13 @@ def read_babilong(babi: str | Path, books: str | Path, part: str = "test") -> di
     border = len(sentences) - len(sentences) // TESTED
     sentences = sentences[border:] if part == "test" else sentences[:border]
     for name, text in zip(read_documents(babi, "task"), read_documents(babi, "text"), strict=True):
-        told = parse_stories(text)
-        train = [story for number, stories in enumerate(told) if number % TESTED for story in stories]
-        test = [story for stories in told[::TESTED] for story in stories]
+        groups = parse_stories(text)
+        train = [story for number, stories in enumerate(groups) if number % TESTED for story in stories]
+        test = [story for stories in groups[::TESTED] for story in stories]
         examples = [story for story in train if len(story.facts) <= EXAMPLE_FACTS]
         asked = [story for story in (test if part == "test" else train) if len(story.facts) <= MOST_FACTS]
         if len(examples) < EXAMPLES or not asked:
-            raise ValueError(f"babi: expected more than {len(told)} stories of {name}, or shorter ones, in {babi}")
+            raise ValueError(f"babi: expected more than {len(groups)} stories of {name}, or shorter ones, in {babi}")
         tasks[name] = BabiLong(asked, examples, sentences)
     return tasks
 
@@ -165,9 +165,9 @@ def parse_stories(text: str) -> list[list[Story]]:
 def _sentences(books: str) -> tuple[str, ...]:
     """All sentences of books that are long enough, in their order."""
     sentences = (" ".join(sentence.split()) for book in read_documents(books) for sentence in SENTENCE.split(book))
-    found = tuple(sentence for sentence in sentences if sentence.count(" ") >= SHORTEST - 1)
-    if len(found) < TESTED:
+    long_enough = tuple(sentence for sentence in sentences if sentence.count(" ") >= SHORTEST - 1)
+    if len(long_enough) < TESTED:
         raise ValueError(
-            f"books: expected {TESTED} sentences or more of {SHORTEST} words or more, got {len(found)} in {books}"
+            f"books: expected {TESTED} sentences or more of {SHORTEST} words or more, got {len(long_enough)} in {books}"
         )
-    return found
+    return long_enough

@@ -57,8 +57,8 @@ class Passkey:
 
     def score(self, question: Question, said: str) -> float:
         """1 if the first number is the pass key."""
-        found = re.search(r"\d+", said)
-        return float(found is not None and found.group() == question.references[0])
+        number = re.search(r"\d+", said)
+        return float(number is not None and number.group() == question.references[0])
 
 
 def noise(sentences: int) -> str:

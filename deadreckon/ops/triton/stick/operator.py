@@ -95,8 +95,8 @@ def packed_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: f
     """As `stick_breaking_forward`, of the documents of one row, whose boundaries (N + 1,) are checked when it runs."""
     results = _forward_outputs(q, v)
     for batch in batches(boundaries(cu_seqlens, q.shape[1]), q.device):
-        found = stick_breaking_forward(batch.rows(q), batch.rows(k), batch.rows(v), scale)
-        for result, x in zip(results, found, strict=True):
+        outputs = stick_breaking_forward(batch.rows(q), batch.rows(k), batch.rows(v), scale)
+        for result, x in zip(results, outputs, strict=True):
             if x.numel():
                 result[0, batch.place[batch.real]] = x[batch.real]
     return results

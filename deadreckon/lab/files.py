@@ -1,13 +1,16 @@
-"""Files and folders that are written as a whole or not at all, whenever a process is killed."""
+"""Files and folders that are written as a whole or not at all, whenever a process is killed; and JSON lines."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
@@ -17,6 +20,28 @@ def write_text(path: Path, text: str) -> None:
     to_disk(new)
     os.replace(new, path)
     to_disk(path.parent)
+
+
+def format_line(values: Mapping[str, Any]) -> str:
+    """A line of JSON, with null for infinities and NaN, which JSON lacks."""
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+    }
+    return json.dumps(finite) + "\n"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON lines of a file, without one that was cut off; none if there is no such file."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def add_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Appends JSON lines; they are on disk when this returns."""
+    with path.open("a") as file:
+        file.writelines(map(format_line, lines))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
