@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from deadreckon.ops.factors import Factors, Householder, Rotation
 from deadreckon.ops.triton.rotation import turn_by, turn_by_steps
+from deadreckon.ops.triton.turn import turned_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [  # T, B, Hq, H, Hr, D, values
@@ -131,6 +133,32 @@ def test_shared_angles(shape: tuple[int, ...]) -> None:
         weigh(fused(q, k, v, leaf, True)).backward()
         weigh(plain(q.double(), k.double(), v.double(), exact.expand(3, -1, -1, -1), True)).backward()
         assert leaf.grad is not None and exact.grad is not None and error(leaf.grad, exact.grad) < 2e-6
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize(("rows", "Hr", "D"), [(3, 1, 24), (1, 2, 16), (3, 2, 16), (3, 4, 16)])
+def test_one_more_token(rows: int, Hr: int, D: int, values: bool) -> None:
+    """After a phase of several turns: queries, keys, directions and values, and an output turned back."""
+    q, k, v, angles = (x[:, 3:4] for x in inputs(5, 3, 4, 2, Hr, D))
+    w = inputs(1, 3, 1, 4 if Hr == 4 else 2, 1, D, seed=1)[1]
+    angles = angles[:rows].expand(3, -1, -1, -1)
+    start = 2 * math.pi * torch.rand(rows, 1, Hr, D // 2, dtype=torch.float64, device=DEVICE)
+    factors = Factors((Rotation(angles, values=values), Householder(w, torch.ones_like(w[..., 0]))), None, "softmax")
+    got = turned_token(q, k, v, factors, start)
+    phase = start + angles.double()
+    if Hr == 4:  # keys and values are repeated for query heads that turn differently
+        k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    expected_v = rotate(v.double(), phase) if values else v.double()
+    _, steps = got.factors.parts()
+    assert steps is not None
+    for one, other in ((got.q, q), (got.k, k), (steps.w, w)):
+        assert error(one, rotate(other.double(), phase)) < 1e-6
+    assert error(got.v, expected_v) < 1e-6
+    assert error(got.back(q), rotate(q.double(), -phase) if values else q.double()) < 1e-6
+    assert got.phase.shape == start.shape and got.phase.dtype == torch.float64
+    difference = got.phase - (start + angles[:rows].double())
+    torch.testing.assert_close((difference / (2 * math.pi)).round() * 2 * math.pi, difference, rtol=0, atol=1e-14)
+    assert bool((got.phase >= 0).all()) and bool((got.phase < 2 * math.pi).all())
 
 
 def test_half_precision() -> None:

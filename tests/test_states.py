@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import deadreckon as dr
+from deadreckon.models.cache import StateLayer
 from deadreckon.ops.streaming.decode import TokenDecoder
 from deadreckon.ops.streaming.fused import KernelDecoder
 
@@ -321,6 +322,15 @@ def test_what_crop_cannot_undo_is_said(name: str) -> None:
     y, _ = layer(x[:, -1:], state=state)
     expected = layer(torch.cat([x[:, : 202 - held], x[:, -1:]], dim=1)).detach()[:, -1:]
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-11)
+
+
+def test_a_cache_crops_by_a_tensor() -> None:
+    """As transformers 5.17 does it after drafted tokens were refused."""
+    layer = StateLayer()
+    _, layer.state = make_layer("path")(torch.randn(1, 9, 16, dtype=torch.float64), state=None)
+    layer.crop(torch.tensor(0))
+    layer.crop(torch.tensor(-3))
+    assert layer.get_seq_length() == 6
 
 
 def test_a_past_crops_by_itself() -> None:

@@ -40,8 +40,9 @@ class StateLayer(DynamicLayer):
         """Forgets everything."""
         self.state = LayerState()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Undoes the last −tokens_to_remove tokens: transformers passes 0 or a negative number."""
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Undoes the last −tokens_to_remove tokens: transformers passes 0 or a negative number, or a tensor of one."""
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop: expected a number of 0 or less, got {tokens_to_remove}")
         self.state.crop(-tokens_to_remove)
