@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, logsigmoid, pad
+from torch.nn.functional import linear, pad
 
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
+from deadreckon.ops.pointwise import at_least_single, log_gate, strength
 
 if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
@@ -204,11 +205,6 @@ def every_token(angles: Tensor, x: Tensor) -> Tensor:
     return angles.expand(x.shape[0], x.shape[1], 1, -1)
 
 
-def at_least_single(x: Tensor) -> Tensor:
-    """x in float32 if it is in half precision: gates and angles add up over long routes."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 class RopeSteps(SelfInitialised, nn.Module):
     """RoPE's rotation with a factor on its angles, 1 to begin with, which a schedule may change or training learn.
 
@@ -343,9 +339,8 @@ class ForgetGate(Projection):
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        logit = at_least_single(linear(x, self.weight, self.bias))
-        log_gate = logit.clamp(max=0) if self.from_zero else logsigmoid(logit)
-        return log_gate if self.scale == 1 else self.scale * log_gate
+        logit = linear(x, self.weight, self.bias)
+        return self.scale * at_least_single(logit).clamp(max=0) if self.from_zero else log_gate(logit, self.scale)
 
 
 class HouseholderSteps(nn.Module):
@@ -399,6 +394,6 @@ class HouseholderSteps(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Householder:
         unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
         w = self.convolution.through(unit, self.up(self.down(x)), context)
-        logit = at_least_single(self.strength(x))
-        beta = 2 * ((logit / 2).tanh().clamp(min=0) if self.from_zero else logit.sigmoid())
+        logit = self.strength(x)
+        beta = 2 * (at_least_single(logit) / 2).tanh().clamp(min=0) if self.from_zero else strength(logit)
         return Householder(w, beta, self.recompute)

@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, ForgetGate, Projection, Sizes, at_least_single
+from deadreckon.encodings.base import Context, Encoding, ForgetGate, Projection, Sizes
 from deadreckon.ops.factors import Factors, Power, Rotation
+from deadreckon.ops.pointwise import at_least_single
 
 PACES = ("head", "layer")
 

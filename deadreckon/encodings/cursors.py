@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deadreckon.encodings.base import CROPPABLE, Context, Projection, SelfInitialised, Sizes, at_least_single
+from deadreckon.encodings.base import CROPPABLE, Context, Projection, SelfInitialised, Sizes
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.filters.histogram import histogram_filter, superpose
+from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.tracing import operator, traced, without_autocast
 
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from deadreckon.encodings.base import Context, Encoding, Sizes, at_least_single
+from deadreckon.encodings.base import Context, Encoding, Sizes
 from deadreckon.ops.factors import Factors, Rotation
+from deadreckon.ops.pointwise import at_least_single
 
 STARTS = ("normal", "grid")
 

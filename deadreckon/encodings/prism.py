@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deadreckon.encodings.base import Context, Encoding, Sizes, at_least_single
+from deadreckon.encodings.base import Context, Encoding, Sizes
 from deadreckon.encodings.cursors import Cursors
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.ops.factors import Factors
+from deadreckon.ops.pointwise import at_least_single
 
 
 class Prism(Encoding):

@@ -19,9 +19,9 @@ from deadreckon.encodings.base import (
     Projection,
     ShortConvolution,
     Sizes,
-    at_least_single,
 )
 from deadreckon.ops.factors import Factors, Rotation
+from deadreckon.ops.pointwise import at_least_single
 
 
 class SelectiveRoPE(Encoding):

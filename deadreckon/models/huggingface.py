@@ -24,7 +24,8 @@ from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first,
 from deadreckon.models.state import LayerState
 from deadreckon.models.tools import offer_lora_targets, refuse_unknown
 from deadreckon.ops.attention import check_documents
-from deadreckon.ops.tracing import traced
+from deadreckon.ops.pointwise import swiglu
+from deadreckon.ops.tracing import cast_once, traced
 
 if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
@@ -40,12 +41,14 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(width, inner, bias=config.mlp_bias) if config.gated_mlp else None
         self.up_proj = nn.Linear(width, inner, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner, width, bias=config.mlp_bias)
-        self.act = ACT2FN[config.hidden_act]
+        self.act, self.is_silu = ACT2FN[config.hidden_act], config.hidden_act in ("silu", "swish")
 
     def forward(self, x: Tensor) -> Tensor:
+        x = cast_once(x)
         if self.gate_proj is None:
             return self.down_proj(self.act(self.up_proj(x)))
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up) if self.is_silu else self.act(gate) * up)
 
 
 class DecoderLayer(GradientCheckpointingLayer):

@@ -11,6 +11,7 @@ from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import CROPPABLE, Context, Encoding, Sizes
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
+from deadreckon.ops.tracing import cast_once
 
 if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
@@ -164,12 +165,12 @@ class AttentionLayer(nn.Module):
         return output
 
     def _attend(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:
-        width = self.sizes.head_dim
-        v = self.v_proj(x).unflatten(-1, (-1, width))
+        width, mapped = self.sizes.head_dim, cast_once(x)
+        v = self.v_proj(mapped).unflatten(-1, (-1, width))
         # Norms may answer in float32 under autocast.
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, width))).to(v.dtype)
-        factors, scale = self.encoding(x, context), width**-0.5
+        q = self.q_norm(self.q_proj(mapped).unflatten(-1, (-1, width))).to(v.dtype)
+        k = self.k_norm(self.k_proj(mapped).unflatten(-1, (-1, width))).to(v.dtype)
+        factors, scale = self.encoding(mapped, context), width**-0.5
         q, k = self.encoding.widen(q, k, x, context)
         if state is None:
             output = attend(

@@ -54,3 +54,10 @@ def traced(x: Tensor) -> bool:
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A region where operations on x's device keep their dtype. The meta device has no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def cast_once(x: Tensor) -> Tensor:
+    """x as autocast hands it to a linear map: each map that reads x would cast it anew, and keep its own copy."""
+    if x.dtype != torch.float32 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))

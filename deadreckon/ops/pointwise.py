@@ -1,0 +1,54 @@
+"""What happens to each number for itself around attention: gates, strengths and the MLP's SwiGLU.
+
+On a GPU each is one kernel, where PyTorch takes several passes and keeps what lies between them for the backward pass.
+A tracer sees PyTorch's operations, which its compiler fuses.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, silu
+
+from deadreckon.ops.tracing import traced
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and HAS_TRITON and x.dtype != torch.float64 and not traced(x)
+
+
+def at_least_single(x: Tensor) -> Tensor:
+    """x in float32 if it is in half precision: gates and angles add up over long routes."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) ⊙ up."""
+    if _has_kernels(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
+        from deadreckon.ops.triton import pointwise
+
+        return pointwise.swiglu(gate, up)
+    return silu(gate) * up
+
+
+def strength(logit: Tensor) -> Tensor:
+    """β = 2σ(a), in float32 or more."""
+    if _has_kernels(logit) and not (torch.is_grad_enabled() and logit.requires_grad):
+        from deadreckon.ops.triton import pointwise
+
+        return pointwise.strength(logit)
+    return 2 * at_least_single(logit).sigmoid()
+
+
+def log_gate(logit: Tensor, scale: float = 1.0) -> Tensor:
+    """log f = scale · log σ(a), in float32 or more."""
+    if _has_kernels(logit) and not (torch.is_grad_enabled() and logit.requires_grad):
+        from deadreckon.ops.triton import pointwise
+
+        return pointwise.log_gate(logit, scale)
+    y = logsigmoid(at_least_single(logit))
+    return y if scale == 1 else scale * y
