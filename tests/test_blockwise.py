@@ -20,7 +20,7 @@ from deadreckon.ops.blockwise.runs import Gate
 
 LENGTHS = itertools.cycle((1, 63, 64, 128, 100, 257, 192))
 COMBINATIONS = [
-    Case(*factors, length=length, seed=seed)
+    Case(*factors, length=length, seed=seed, batch=1 if length > 128 else 2)  # rows do not differ by length
     for seed, (factors, length) in enumerate(zip(itertools.product(TRANSPORTS, GATES, SCORES), LENGTHS, strict=False))
 ]
 AWKWARD = [
@@ -37,7 +37,11 @@ AWKWARD = [
     Case(None, "learned", length=150, scale=-0.3),
     Case("householder", "learned", length=150, scale=0.0),
     Case("rotation of values and householder", "learned", length=200, group=3),
-    *(Case("householder", gate, length=257, beta=beta) for beta in (0.0, 1.0, 2.0) for gate in (None, "learned")),
+    *(
+        Case("householder", gate, length=257, batch=1, beta=beta)
+        for beta in (0.0, 1.0, 2.0)
+        for gate in (None, "learned")
+    ),
 ]
 
 

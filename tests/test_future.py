@@ -70,7 +70,7 @@ def test_blockwise(case: Case) -> None:
 
 @pytest.mark.parametrize("case", KERNELS, ids=describe)
 def test_kernels(case: Case) -> None:
-    check(replace(case, length=150, width=16, value_width=16, heads=1, batch=1), "triton")
+    check(replace(case, length=150, width=16, value_width=16, heads=1, group=1, batch=1), "triton")
 
 
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
@@ -82,7 +82,7 @@ def test_other_documents(case: Case, impl: Any) -> None:
     """Packed rows: neither documents before nor those after, of the same leaf or of later ones, notice."""
     if case.transport == "rotation" and impl == "blockwise":
         pytest.skip("PyTorch's own kernel, which multiplies values of later tokens by zero")
-    case = replace(case, width=16, value_width=16, heads=1, batch=1)
+    case = replace(case, width=16, value_width=16, heads=1, group=1, batch=1)
     start, end = 60, 80
     bounds = torch.tensor([0, start, end, 90, case.length], dtype=torch.int32)
     leaves = {name: x.float() for name, x in case.inputs().items()}

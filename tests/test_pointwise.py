@@ -67,7 +67,10 @@ def test_swiglu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("encoding", ["rope", "path-fox"])
 def test_a_layer_casts_its_input_once(encoding: str) -> None:
     """Under autocast every linear map would keep a copy of its own for the backward pass."""
-    layer, x = dr.AttentionLayer(64, 4, encoding), torch.randn(2, 24, 64, requires_grad=True)
+    layer, x = (
+        dr.AttentionLayer(64, 4, encoding),
+        1 * torch.randn(2, 24, 64, requires_grad=True),
+    )  # autocast keeps leaves
     kept = set[int]()
 
     def pack(y: Tensor) -> Tensor:

@@ -251,7 +251,7 @@ def test_orthogonality_is_part_of_the_loss_in_training() -> None:
 
 def test_noise_is_for_training() -> None:
     """With gates that are 0 but for noise, moves differ from token to token; in tests nothing is drawn."""
-    layer, x = make_layer(noise=2.0, copy=2), torch.randn(1, 4000, 8, dtype=torch.float64)
+    layer, x = make_layer(noise=2.0, copy=2), torch.randn(1, 1000, 8, dtype=torch.float64)
     cursors, quiet = cursors_of(layer), cursors_of(make_layer(copy=2))
     with torch.no_grad():
         for part in (cursors.gates, quiet.gates, cursors.no_copy, quiet.no_copy):
