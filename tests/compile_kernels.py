@@ -35,6 +35,7 @@ from deadreckon.ops.factors import Factors, Form, Householder, Power, Rotation, 
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
+from deadreckon.ops.triton import pointwise
 from deadreckon.ops.triton.attend import attend_fused
 from deadreckon.ops.triton.directions import directions_forward
 from deadreckon.ops.triton.power.operator import attend_power
@@ -133,12 +134,16 @@ def call(
     output.sum().backward()
 
 
-def decode(dtype: torch.dtype, width: int, gated: bool, routes: bool, score: Score = "softmax") -> None:
+def decode(
+    dtype: torch.dtype, width: int, gated: bool, routes: bool, score: Score = "softmax", *, turns: bool = False
+) -> None:
     past = Past()
     for tokens in (192, 1):
         q, k, v, w = (torch.randn(1, tokens, heads, width).to(dtype) for heads in (4, 1, 1, 1))
         beta, gate = torch.rand(1, tokens, 1), -torch.rand(1, tokens, 4) if gated else None
-        factors = Factors(Householder(w, beta) if routes else None, gate, score)
+        rotation, steps = Rotation(torch.rand(1, tokens, 1, width // 2), values=not routes), Householder(w, beta)
+        transport = (rotation, steps) if turns and routes else rotation if turns else steps if routes else None
+        factors = Factors(transport, gate, score)
         attend_stream(q, k, v, factors, 0.1, past, PYTORCH if tokens > 1 else STREAM)
 
 
@@ -165,6 +170,13 @@ def call_directions(dtype: torch.dtype, width: int) -> None:
     directions_forward(x, torch.randn(3, 2 * width), torch.arange(40)[None], 2, True, 0.0).sum().backward()
 
 
+def call_pointwise(dtype: torch.dtype) -> None:
+    gate, up = (torch.randn(100).to(dtype).requires_grad_() for _ in range(2))
+    pointwise.swiglu(gate, up).sum().backward()
+    pointwise.log_gate(gate.detach(), 1.0)
+    pointwise.strength(gate.detach())
+
+
 JITFunction.run = compile_only  # type: ignore[method-assign]
 deadreckon.ops.triton.householder.levels.backend_for = lambda x: None  # type: ignore[attr-defined]
 deadreckon.ops.triton.gated.launch.roomy = lambda x: SHARED >= 227 * 1024  # type: ignore[attr-defined]
@@ -174,7 +186,9 @@ call(torch.float16, 100, 1, 64, "rotation", False)
 call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
 decode(torch.bfloat16, 64, gated=True, routes=True)
 decode(torch.bfloat16, 64, gated=True, routes=False, score=Power(2))
+decode(torch.bfloat16, 64, gated=False, routes=True, turns=True)
 call_directions(torch.bfloat16, 64)
+call_pointwise(torch.bfloat16)
 call_filter(torch.bfloat16, 20, 512, copy=True)
 call_power(torch.bfloat16, 1100, 2, 64, 2, True)
 if not QUICK:
@@ -191,6 +205,7 @@ if not QUICK:
     decode(torch.float16, 256, gated=False, routes=False)
     decode(torch.float32, 64, gated=True, routes=True)
     decode(torch.float32, 128, gated=True, routes=False)
+    decode(torch.float32, 256, gated=False, routes=False, turns=True)
     call_filter(torch.float32, 1, 99, copy=False)
     call_filter(torch.float32, 20, 4096, copy=False)
     call_power(torch.bfloat16, 2100, 1, 128, 2, False)

@@ -318,19 +318,20 @@ def test_training_steps_are_timed(
         str(page),
     ]
     monkeypatch.setattr(text, "make_model", without_fox(text.make_model))
-    assert run_cli(monkeypatch, *words, "--encodings", "rope,fox,path") == 0
-    llama, rope, failed, path = rows_of(page.read_text(), "1x64")
+    assert run_cli(monkeypatch, *words, "--encodings", "rope,fox,path", "--recompute", "--head-dim", "32") == 0
+    llama, rope, failed, path, recomputed = rows_of(page.read_text(), "1x64")
     assert llama[6] == "1.00" and llama[2] == rope[2] and float(path[6]) > 0
+    assert recomputed[1] == "path with recompute, eager" and recomputed[2] == path[2] and float(recomputed[6]) > 0
     assert failed[1] == "fox, eager (failed: MemoryError: fox)"
     assert run_cli(monkeypatch, *words, "--encodings", "rotary") == 2
     assert "encoding: expected one of nope" in capsys.readouterr().err
 
 
 def without_fox(make: Any) -> Any:
-    def some(name: str, *sizes: Any) -> torch.nn.Module:
+    def some(name: str, *sizes: Any, **more: Any) -> torch.nn.Module:
         if name == "fox":
             raise MemoryError(name)
-        return make(name, *sizes)
+        return make(name, *sizes, **more)
 
     return some
 

@@ -10,7 +10,7 @@ from cases import Case
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.ops.streaming.decode import renew
+from deadreckon.ops.streaming.decode import in_newest_frame, renew
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import attend_stream
@@ -154,3 +154,22 @@ def test_decoders_stay_where_they_are() -> None:
     assert all(x is y for x, y in zip(held, after, strict=True))
     for name, x in decoder.waiting.storage.items():
         assert x.data_ptr() == getattr(decoder.last, name).data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64, 65])
+def test_keys_in_the_newest_frame(tokens: int, dtype: torch.dtype) -> None:
+    """Against step after step in float64; no step makes anything longer, so that errors add up."""
+    k, v, w = (torch.randn(3, tokens, 16, dtype=dtype) for _ in range(3))
+    w, beta = torch.nn.functional.normalize(w, dim=-1), 2 * torch.rand(3, tokens, dtype=dtype)
+    keys, product = in_newest_frame({"k": k, "v": v, "w": w, "beta": beta})
+    expected, steps = k.double(), torch.eye(16, dtype=torch.float64).repeat(3, 1, 1)
+    for t in range(tokens):
+        along = w[:, t].double().unsqueeze(1)
+        step = torch.eye(16, dtype=torch.float64) - beta[:, t].double()[:, None, None] * along.mT @ along
+        expected = torch.cat([expected[:, :t] @ step, expected[:, t:]], dim=1)
+        steps = steps @ step
+    allowed = 4 * (tokens + 1) * torch.finfo(dtype).eps
+    if tokens:
+        torch.testing.assert_close(keys.double(), expected, rtol=0, atol=allowed * k.norm(dim=-1).max().item())
+    torch.testing.assert_close(product.double(), steps, rtol=0, atol=allowed)

@@ -119,7 +119,8 @@ class Drift(Flags):
 class Text(Flags):
     """Time training steps of language models on random tokens, beside Hugging Face's LlamaForCausalLM.
 
-    A step is forward, backward, clipping and AdamW; in bfloat16 by autocast on a GPU.
+    A step is forward, backward, clipping and AdamW; in bfloat16 by autocast on a GPU. Ours compute their loss without
+    keeping logits (skip_logits=True), as `train` does.
     """
 
     encodings: str = "rope,fox,path,path-fox"  # names (see `deadreckon list`), separated by commas

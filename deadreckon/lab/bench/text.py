@@ -61,10 +61,11 @@ def training_step(model: torch.nn.Module, tokens: Tensor, compiled: bool) -> Cal
     device = tokens.device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     forward = torch.compile(model) if compiled else model
+    options = {"skip_logits": True} if isinstance(model, dr.DeadReckonForCausalLM) else {}  # as `train` does
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = forward(input_ids=tokens, labels=tokens).loss
+            loss = forward(input_ids=tokens, labels=tokens, **options).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

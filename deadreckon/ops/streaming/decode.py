@@ -8,6 +8,8 @@ product and one more, that of all steps between the segment and the tail.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,11 @@ ROOM = LEAF + 128  # tokens of a tail, which are closed when it is full: of Hous
 class Tail:
     """The tokens that wait, in storage with room for more, and how they and the segments look from the newest.
 
+    Args:
+        past: whose last tokens they are.
+        room: for so many tokens.
+        storage: whether there is to be room: False for what will be copied to where there is some.
+
     Attributes:
         waiting: the tokens as they came.
         keys: (N, room, D) in the newest frame, with Householder steps.
@@ -34,23 +41,21 @@ class Tail:
             and the tail.
     """
 
-    def __init__(self, past: Past, room: int) -> None:
+    def __init__(self, past: Past, room: int, storage: bool = True) -> None:
         self.room = room
+        stored = partial(roomy, room=room) if storage else torch.Tensor.contiguous
         past.segments = [segment.closed() for segment in past.segments]
         fields = _last_tokens(past)
         (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
-        self.keys = self.product = self.bias = self.total = sums = None
+        self.keys = self.product = self.bias = self.total = None
         if "w" in fields:
-            top = without_queries(fields)
-            assert top.product is not None
-            self.keys, self.product = roomy(top.keys[:, :tokens].to(dtype), room), top.product.to(dtype)
-            sums = None if top.sums is None else top.sums[:, :tokens]
-        elif "gates" in fields:
+            keys, whole_product = in_newest_frame(fields)
+            self.keys, self.product = stored(keys.to(dtype)), whole_product.to(dtype)
+        if "gates" in fields:
             sums = fields["gates"].cumsum(1)
-        if sums is not None:
             whole = sums[:, -1:].sum(1, keepdim=True)  # zero where no token waits
-            self.bias, self.total = roomy((whole - sums).to(dtype), room), whole[:, 0].to(dtype)
-        self.waiting = Segment({name: roomy(x, room) for name, x in fields.items()}).of_length(tokens)
+            self.bias, self.total = stored((whole - sums).to(dtype)), whole[:, 0].to(dtype)
+        self.waiting = Segment({name: stored(x) for name, x in fields.items()}).of_length(tokens)
         product = None
         if self.product is not None:
             product = torch.eye(width, dtype=dtype, device=self.product.device).repeat(heads, 1, 1)
@@ -146,6 +151,27 @@ def roomy(x: Tensor, room: int) -> Tensor:
     storage = x.new_empty(x.shape[0], room, *x.shape[2:])
     storage[:, : x.shape[1]] = x
     return storage
+
+
+def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
+    """Keys (N, S, D) carried along all steps behind them, and the product (N, D, D) of all steps.
+
+    Row by row, x H_1 ⋯ H_S = x − Σ_s y_s β_s w_s, where y_s = x · w_s − Σ_{r<s} y_r β_r (w_r · w_s): a triangular
+    system for all rows. A key begins behind its own step: its y is 0 up to there. More than a leaf are a tree.
+    """
+    (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
+    if tokens > LEAF:
+        top = without_queries(fields)
+        assert top.product is not None
+        return top.keys[:, :tokens], top.product
+    k, w, beta = (fields[name].to(dtype) for name in ("k", "w", "beta"))
+    rows = torch.cat([k, torch.eye(width, dtype=dtype, device=k.device).expand(heads, -1, -1)], dim=1)
+    along = rows @ w.mT
+    along[:, :tokens].triu_(1)
+    system = beta.unsqueeze(2) * (w @ w.mT)  # what is not above its diagonal is not looked at
+    along = torch.linalg.solve_triangular(system, along, upper=True, left=False, unitriangular=True)
+    rows = torch.baddbmm(rows, along * beta.unsqueeze(1), w, alpha=-1)
+    return rows[:, :tokens], rows[:, tokens:]
 
 
 def _last_tokens(past: Past) -> Fields:

@@ -74,7 +74,7 @@ class KernelDecoder:
             self._place(copy(tail), past, row)
 
     def load(self, past: Past, row: int = 0) -> bool:
-        tail, last = Tail(past, ROOM), self.last
+        tail, last = Tail(past, ROOM, storage=False), self.last
         if 2 * len(tail.segments) > self.programs:
             return False
         held = tail.waiting.storage
@@ -82,7 +82,7 @@ class KernelDecoder:
         heads = self._heads(row)
         for here, there in zip(last[:7], new, strict=True):
             if here is not None and there is not None:
-                here[heads].copy_(there)
+                here[heads, : there.shape[1]].copy_(there)
         for here, there in ((last.products, tail.product), (last.totals, tail.total)):
             if here is not None and there is not None:
                 here[:, heads].copy_(there)  # twice
