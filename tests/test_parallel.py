@@ -14,7 +14,7 @@ from cases import Case, relative_errors, run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import world
+from worlds import run_world
 
 import deadreckon as dr
 from deadreckon.ops.parallel.states import sends_states
@@ -64,6 +64,7 @@ KERNELS = {
     "packed, householder, gated": Case("householder", "learned", length=48, batch=1, width=8, value_width=8),
 }
 DOCUMENTS = (0, 3, 3, 20, 24, 45, 48)  # some within a piece, one across several, an empty one, some at edges
+SINGLE = {"float32": "householder, gated", "float32, autocast": "householder, gated", "float32, sticks": "sticks"}
 WORLDS = ((2, "contiguous"), (3, "zigzag"), (4, "zigzag"))
 
 
@@ -115,30 +116,24 @@ def expected(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("size", "layout"), WORLDS)
-@pytest.mark.parametrize("name", [*CASES, *(f"packed, {name}" for name in PACKED)])
-def test_ranks_equal_one_process(size: int, layout: str, name: str) -> None:
-    for found in world(size, all_cases, layout):
-        errors = relative_errors(found[name], expected(name))
-        assert max(errors.values()) < 1e-10, errors
+def test_ranks_equal_one_process(size: int, layout: str) -> None:
+    """Every case in one test: two runners would each start the ranks."""
+    for found in run_world(size, all_cases, layout):
+        for name in (*CASES, *(f"packed, {name}" for name in PACKED)):
+            errors = relative_errors(found[name], expected(name))
+            assert max(errors.values()) < 1e-10, (name, errors)
+        for name, case in SINGLE.items():
+            errors = relative_errors(found[name], expected(case))
+            assert max(errors.values()) < 1e-5, (name, errors)
 
 
-@pytest.mark.parametrize(("size", "layout"), WORLDS)
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [("float32", "householder, gated"), ("float32, autocast", "householder, gated"), ("float32, sticks", "sticks")],
-)
-def test_single_precision_stays_within_1e_5(size: int, layout: str, name: str, case: str) -> None:
-    for found in world(size, all_cases, layout):
-        errors = relative_errors(found[name], expected(case))
-        assert max(errors.values()) < 1e-5, errors
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_inside_pieces(name: str) -> None:
-    reference = run(KERNELS[name], impl="reference", **packing(name))
-    for found in world(2, with_kernels, "zigzag"):
-        errors = relative_errors(found[name], reference)
-        assert max(errors.values()) < 1e-5, errors
+def test_kernels_inside_pieces() -> None:
+    worlds = run_world(2, with_kernels, "zigzag")
+    for name, case in KERNELS.items():
+        reference = run(case, impl="reference", **packing(name))
+        for found in worlds:
+            errors = relative_errors(found[name], reference)
+            assert max(errors.values()) < 1e-5, errors
 
 
 class Largest(TorchDispatchMode):
@@ -178,7 +173,7 @@ def sizes_and_bytes() -> dict[str, Any]:
 
 def test_memory_is_linear_in_the_shard_and_bytes_are_counted() -> None:
     tokens, heads, width, number = 512, 2, 16, 4
-    for found in world(4, sizes_and_bytes):
+    for found in run_world(4, sizes_and_bytes):
         # Twice the tokens on twice the ranks: a rank that held all keys would hold twice as many.
         assert found["largest 4"] == found["largest 2"]
         products = heads * width**2 * 2  # of a rank's two pieces
@@ -208,7 +203,7 @@ def test_states_of_powers_are_fewer_bytes_than_the_ring() -> None:
     """One state a piece that another rank goes on from; keys and values go to all other ranks."""
     heads, width, number = 2, 8, 4
     state = heads * 36 * (width + 1) * number
-    for rank, found in enumerate(world(4, bytes_of_states)):
+    for rank, found in enumerate(run_world(4, bytes_of_states)):
         lengths = 3 * 2 * heads * number  # of each piece's longest key: powers stay in range
         lengths += 3 * 2 * heads * 8  # and of each piece, the last token with a number that is none
         ring = 3 * 512 * heads * 2 * width * number
@@ -262,7 +257,7 @@ def test_refusals_say_what_was_expected() -> None:
         "cp: expected pieces of at least 2 tokens, 8 in all, got 1",
         "cp: a sequence that comes in pieces is not divided among ranks",
     )
-    for said in world(2, refusals):
+    for said in run_world(2, refusals):
         assert len(said) == len(expected)
         for message, beginning in zip(said, expected, strict=True):
             assert message.startswith(beginning), message

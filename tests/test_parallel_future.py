@@ -5,12 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-import pytest
 import torch
 from cases import Case
 from test_parallel import DOCUMENTS, KERNELS, PACKED, packing
 from torch import Tensor
-from worlds import world
+from worlds import run_world
 
 import deadreckon as dr
 
@@ -36,7 +35,8 @@ def spread(case: Case, packed: bool, places: tuple[int, ...], impl: Any = "block
     found, keywords = list[str](), {"impl": impl, **packing("packed" if packed else "")}
     leaves = {name: x.float() for name, x in case.inputs().items()}
     expected = attended(case, leaves, **keywords)
-    for name, at in ((name, at) for name, x in leaves.items() for at in places if x.dim() > 1):
+    tokenwise = [name for name, x in leaves.items() if x.dim() > 1]
+    for name, at in ((name, at) for number, name in enumerate(tokenwise) for at in places[number % 2 :: 2]):
         bad = leaves[name].clone()
         bad[(0, at, -1, 0)[: bad.dim()]] = NUMBERS[at]
         outputs = attended(case, {**leaves, name: bad}, **keywords)
@@ -59,12 +59,11 @@ def inside_kernels() -> dict[str, list[str]]:
     return {name: spread(KERNELS[name], True, (2,), "triton") for name in names}
 
 
-@pytest.mark.parametrize("name", [*CASES, *(f"packed, {name}" for name in CASES)])
-def test_a_nan_stays_in_its_document(name: str) -> None:
-    for found in world(2, everywhere):
-        assert not found[name], "\n".join(found[name])
+def test_a_nan_stays_in_its_document() -> None:
+    for found in run_world(2, everywhere):
+        assert not any(found.values()), {name: leaks for name, leaks in found.items() if leaks}
 
 
 def test_kernels_inside_pieces() -> None:
-    for found in world(2, inside_kernels):
+    for found in run_world(2, inside_kernels):
         assert not any(found.values()), found

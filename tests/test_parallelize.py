@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from worlds import world
+from worlds import run_world
 
 import deadreckon as dr
 
@@ -86,10 +87,10 @@ def on_meshes() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("shape", MESHES)
-def test_a_mesh_learns_what_one_process_learns(shape: tuple[int, int]) -> None:
-    expected = trained(model_of(), 0, 1)
-    for found in world(4, on_meshes):
+def test_a_mesh_learns_what_one_process_learns() -> None:
+    """And a model may begin on the meta device."""
+    expected, ranks = trained(model_of(), 0, 1), run_world(4, on_meshes)
+    for found, shape in product(ranks, MESHES):
         for name, value in found[str(shape)].items():
             if name == "losses" and shape[0] > 1:  # of one part of the batch, but for the first, and norms
                 value, reference = value[[0, 1, 3]], expected[name][[0, 1, 3]]
@@ -97,10 +98,6 @@ def test_a_mesh_learns_what_one_process_learns(shape: tuple[int, int]) -> None:
                 reference = expected[name]
             assert torch.allclose(value, reference, atol=1e-4, rtol=1e-4), (name, value, reference)
         assert found[f"{shape} groups"] == {(2, 2): 3, (4, 1): 2, (1, 4): 1}[shape]
-
-
-def test_a_model_may_begin_on_the_meta_device() -> None:
-    ranks = world(4, on_meshes)
     fresh = dict(model_of().named_parameters())
     for found in ranks:
         assert abs(float(found["meta loss"]) - 2.398) < 0.1  # log 11: nothing is learnt yet
@@ -128,7 +125,7 @@ def on_one_rank() -> dict[str, Any]:
 
 def test_one_rank_has_nothing_to_divide() -> None:
     """And so costs nothing, but for mixed precision."""
-    (found,) = world(1, on_one_rank)
+    (found,) = run_world(1, on_one_rank)
     assert found["same"] and found["cast"]
     for name, x in model_of().named_parameters():
         assert 0.5 < (found["begun"][name] + 1e-3) / (float(x.detach().std()) + 1e-3) < 2 or x.numel() < 9, name

@@ -55,22 +55,6 @@ def run_world(
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(size) if rank != lost]
 
 
-_known: dict[Any, Any] = {}
-
-
-def world(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """As `run_world`, once for all tests that ask for the same."""
-    key = (size, work, arguments)
-    if key not in _known:
-        try:
-            _known[key] = run_world(size, work, *arguments)
-        except AssertionError as error:
-            _known[key] = error
-    if isinstance(_known[key], AssertionError):
-        raise _known[key]
-    return _known[key]
-
-
 def _rank(
     rank: int, size: int, folder: Path, work: Callable[..., Any], arguments: tuple[Any, ...], timeout: int, backend: str
 ) -> None:
@@ -80,6 +64,7 @@ def _rank(
             backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=size,
             timeout=timedelta(seconds=timeout),
         )  # fmt: skip
+        dist.barrier()  # a rank that has nothing to say might be gone before the others have met it
         torch.save(work(*arguments), folder / f"{rank}.pt")
     except BaseException:  # whatever it is, the parent must hear of it
         text = f"rank {rank} of {size}:\n{traceback.format_exc()}"
