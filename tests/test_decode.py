@@ -12,10 +12,13 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.ops.streaming.decode import in_newest_frame, renew
 from deadreckon.ops.streaming.fused import STREAM
+from deadreckon.ops.streaming.kernels import Partial, _combine
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import attend_stream
 
 TOKENS = 43
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -173,3 +176,29 @@ def test_keys_in_the_newest_frame(tokens: int, dtype: torch.dtype) -> None:
     if tokens:
         torch.testing.assert_close(keys.double(), expected, rtol=0, atol=allowed * k.norm(dim=-1).max().item())
     torch.testing.assert_close(product.double(), steps, rtol=0, atol=allowed)
+
+
+def test_partial_results_of_many_programs_add_up() -> None:
+    """More of them than a program combines at a time, the greatest logits among the last."""
+    heads, parts, group, width = 2, 70, 3, 16
+    out = torch.randn(heads, parts, group, width, device=DEVICE)
+    weight, greatest = torch.rand(2, heads, parts, group, device=DEVICE)
+    greatest = 4 * greatest + torch.linspace(0, 6, parts, device=DEVICE)[:, None]
+    tokens, y = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.empty(heads, group, width, device=DEVICE)
+    _combine[(heads, group)](
+        y,
+        Partial(out, weight, greatest),
+        tokens,
+        heads,
+        parts,
+        parts,
+        G=group,
+        SQUARES=False,
+        E=width,
+        BE=width,
+        BLOCK=32,
+    )
+    share = torch.exp2(greatest.double()).unsqueeze(-1)
+    expected = (share * out).sum(1) / (share * weight.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    assert int(tokens) == 1
