@@ -79,7 +79,9 @@ def draw(to: Path) -> None:
         for i, room in enumerate(inside):
             box = (i * step + 0.08, y + 0.06)
             axes.add_patch(FancyBboxPatch(box, step - 0.16, 0.78, boxstyle="round,pad=0.02", fc="white", ec="#aaaaaa"))
-            axes.text(box[0] + step / 2 - 0.08, y + 0.45, room, ha="center", va="center", fontsize=8 if step > 1.3 else 6.5)
+            axes.text(
+                box[0] + step / 2 - 0.08, y + 0.45, room, ha="center", va="center", fontsize=8 if step > 1.3 else 6.5
+            )
     pairs = sorted(arrows().items(), key=lambda pair: places[pair[0][0]] - places[pair[0][1]])
     for number, ((above, below), files) in enumerate(pairs):
         x = WIDTH + 0.45 + 0.42 * number
