@@ -325,6 +325,9 @@ def test_training_steps_are_timed(
     assert failed[1] == "fox, eager (failed: MemoryError: fox)"
     assert run_cli(monkeypatch, *words, "--encodings", "rotary") == 2
     assert "encoding: expected one of nope" in capsys.readouterr().err
+    for head_dim, error in (("0", "1 or more, got 0"), ("48", "a divisor of the width 64, got 48")):
+        assert run_cli(monkeypatch, *words, "--head-dim", head_dim) == 2
+        assert f"head_dim: expected {error}" in capsys.readouterr().err
 
 
 def without_fox(make: Any) -> Any:

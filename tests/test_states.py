@@ -331,6 +331,13 @@ def test_a_cache_crops_by_a_tensor() -> None:
     layer.crop(torch.tensor(0))
     layer.crop(torch.tensor(-3))
     assert layer.get_seq_length() == 6
+    for wrong, text in (
+        (-1.5, "a whole number of 0 or less, got -1.5"),
+        (torch.tensor(2), "a number of 0 or less, got 2"),
+    ):
+        with pytest.raises(ValueError, match=f"crop: expected {text}"):
+            layer.crop(wrong)
+    assert layer.get_seq_length() == 6
 
 
 def test_a_past_crops_by_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, NoReturn
 
 import torch
@@ -42,10 +43,13 @@ class StateLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Undoes the last −tokens_to_remove tokens: transformers passes 0 or a negative number, or a tensor of one."""
-        tokens_to_remove = int(tokens_to_remove)
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop: expected a number of 0 or less, got {tokens_to_remove}")
-        self.state.crop(-tokens_to_remove)
+        try:
+            tokens = -index(tokens_to_remove)
+        except TypeError as error:
+            raise ValueError(f"crop: expected a whole number of 0 or less, got {tokens_to_remove!r}") from error
+        if tokens < 0:
+            raise ValueError(f"crop: expected a number of 0 or less, got {-tokens}")
+        self.state.crop(tokens)
         if not self.state.length:
             self.reset()
 

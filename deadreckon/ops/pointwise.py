@@ -6,15 +6,12 @@ A tracer sees PyTorch's operations, which its compiler fuses.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
+from deadreckon.ops.directions import HAS_TRITON
 from deadreckon.ops.tracing import traced
-
-HAS_TRITON = find_spec("triton") is not None
 
 
 def _has_kernels(x: Tensor) -> bool:

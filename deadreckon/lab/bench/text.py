@@ -96,6 +96,9 @@ def run(flags: Text) -> None:
         names += tuple(name + RECOMPUTE for name in names if "recompute" in signature(dr.ENCODINGS[name]).parameters)
     batch, length = sizes_in(flags.batch or BATCHES[device], "batch", "BxT, such as 8x4096")
     sizes = [sizes_in(size, "sizes", "LxW, such as 24x1024") for size in flags.sizes or SIZES[device]]
+    check_counts(head_dim=flags.head_dim, vocab=flags.vocab)
+    if uneven := [width for _, width in sizes if width > flags.head_dim and width % flags.head_dim]:
+        raise ValueError(f"head_dim: expected a divisor of the width {uneven[0]}, got {flags.head_dim}")
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(0, flags.vocab, (batch, length), generator=generator, device=device)
     page.note(

@@ -19,7 +19,7 @@ from deadreckon.ops.factors import Factors
 from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.rotation import cos_sin, distinct, turn_by
-from deadreckon.ops.triton.tiles import power_of_two
+from deadreckon.ops.triton.tiles import power_of_two, strides
 
 TURN = tl.constexpr(2 * math.pi)
 
@@ -92,12 +92,12 @@ def turned_token(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tenso
     new_w = None if w is None else w.new_empty(w.shape)
     phase = start.new_empty(rows, 1, turns, width // 2)
     in_turns = torch.empty_like(phase, dtype=torch.float32)
-    none = (0, 0, 0)
+    none = [(0, 0, 0)]
     with torch.cuda.device_of(q):
         _turn_token[(turns, batch)](
-            angles, angles.stride()[:3], start, start.stride()[:3], phase, in_turns,
-            q, q.stride()[:3], new_q, k, k.stride()[:3], new_k, v, v.stride()[:3], new_v,
-            w, none if w is None else w.stride()[:3], new_w, rows,
+            angles, *strides(angles), start, *strides(start), phase, in_turns,
+            q, *strides(q), new_q, k, *strides(k), new_k, v, *strides(v), new_v,
+            w, *(none if w is None else strides(w)), new_w, rows,
             TURNS=turns, GROUP_Q=heads // turns, GROUP_K=k.shape[2] // turns,
             GROUP_W=0 if w is None else w.shape[2] // turns, VALUES=rotation.values,
             BQ=power_of_two(heads // turns), BK=power_of_two(k.shape[2] // turns), D=width,
