@@ -6,8 +6,9 @@
     python examples/serve.py 16x2048:path-fox --load 1 8 32 64     # a load test, of random weights and tokens
 
 MODEL is a folder with a model and its tokenizer, or LAYERSxWIDTH:ENCODING. One thread owns the model: it admits
-requests to free rows (a prefill each, after the prefix that all share, which is computed once and forked), decodes all
-rows together, and hands each stream its tokens. A row is free again when its stream has ended.
+requests to free rows, decodes all rows together, and hands each stream its tokens. A row is free again when its stream
+has ended. Prompts that wait are read together, as one batch; with a prefix that all share, which is computed once and
+forked, one after another.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import deadreckon as dr
 from deadreckon.models.streams import Streams, fork
 
 END = -1  # after the last token of a stream
+READ = 1 << 14  # tokens that are read at a time, at most, where there is more than one prompt: others wait for it
 
 
 @dataclass(eq=False)
@@ -65,8 +67,8 @@ class Server:
         choose: Callable[[Tensor], Tensor] = lambda logits: logits.argmax(-1),
     ) -> None:
         self.model, self.choose, self.streams = model, choose, Streams(model, rows)
-        self.prefix = DynamicCache(config=model.config)
-        if prefix:
+        self.prefix = DynamicCache(config=model.config) if prefix else None
+        if prefix and self.prefix is not None:
             self._logits(prefix, self.prefix)
         end = model.config.eos_token_id
         self.ends = set(end if isinstance(end, list) else [end])
@@ -80,6 +82,9 @@ class Server:
         """Queues a request for so many tokens at most."""
         if not prompt or tokens < 1:
             raise ValueError(f"prompt, tokens: expected at least one token each, got {len(prompt)} and {tokens}")
+        known = self.model.config.vocab_size
+        if strangers := [token for token in prompt if not 0 <= token < known]:
+            raise ValueError(f"prompt: expected tokens below {known}, the vocabulary's, got {strangers[0]}")
         request = Request(prompt, tokens, left=tokens)
         self.waiting.put(request)
         return request
@@ -95,31 +100,49 @@ class Server:
         return self.model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
     def _run(self) -> None:
-        open_ = True
-        while open_ or self.running:
-            while open_ and self.streams.free and (not self.running or not self.waiting.empty()):
-                request = self.waiting.get()  # waits where there is nothing else to do
-                if request is None:
-                    open_ = False
-                    for row in list(self.running):
-                        self._end(row)
-                else:
-                    self._admit(request)
+        while (asked := self._asked()) is not None:
+            while asked:
+                count = self._together(asked)
+                self._admit(asked[:count])
+                del asked[:count]
             if self.running:
                 self._step()
+        for row in list(self.running):
+            self._end(row)
 
-    def _admit(self, request: Request) -> None:
-        cache = fork(self.prefix)
-        try:
-            first = self.choose(self._logits(request.prompt, cache))
-        except ValueError as error:  # a token that the vocabulary does not have, say: that stream ends, others do not
-            print(f"refused: {error}")
-            request.answers.put(END)
-            return
-        row = self.streams.admit(cache)
-        self.running[row] = request
-        self.next[row] = first[0]
-        self._hand_over(row, int(first))
+    def _asked(self) -> list[Request] | None:
+        """Requests that there are rows for. Waits for one where there is nothing else to do; None when all is over."""
+        asked = list[Request]()
+        while len(asked) < len(self.streams.free) and not (self.waiting.empty() and (asked or self.running)):
+            request = self.waiting.get()
+            if request is None:
+                for one in asked:
+                    one.answers.put(END)
+                return None
+            asked.append(request)
+        return asked
+
+    def _together(self, asked: list[Request]) -> int:
+        """How many of them are read at once."""
+        longest = 0
+        for count, request in enumerate(asked):
+            longest = max(longest, len(request.prompt))
+            if count and (self.prefix is not None or (count + 1) * longest > READ):
+                return count
+        return len(asked)
+
+    def _admit(self, requests: list[Request]) -> None:
+        if self.prefix is None:
+            rows, logits = self.streams.read([request.prompt for request in requests])
+        else:
+            cache = fork(self.prefix)
+            logits = self._logits(requests[0].prompt, cache)
+            rows = self.streams.admit(cache)
+        first = self.choose(logits)
+        self.next[rows] = first
+        for row, request, token in zip(rows, requests, first.tolist(), strict=True):
+            self.running[row] = request
+            self._hand_over(row, token)
 
     @torch.no_grad()
     def _step(self) -> None:

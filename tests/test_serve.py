@@ -42,10 +42,32 @@ def test_streams_are_as_alone(serve: Any) -> None:
     assert [list(request) for request in requests] == answers
     with pytest.raises(ValueError, match="expected at least one token each, got 0 and 3"):
         server.submit([], 3)
+    with pytest.raises(ValueError, match=f"prompt: expected tokens below {VOCABULARY}, the vocabulary's, got -1"):
+        server.submit([1, -1], 3)
     assert list(server.submit([VOCABULARY - 1], 1))
     server.close()
     assert not server.running
     assert server.streams.free == [0, 1]
+
+
+def test_prompts_are_read_together(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as wait and have rows, while they and their padding are few enough tokens."""
+    model = make_model("fox")
+    asked = [row[: 3 + 2 * n].tolist() for n, row in enumerate(prompts(5, 12))]
+    expected = [
+        model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+        for ids in asked
+    ]
+    monkeypatch.setattr(serve, "READ", 15)
+    monkeypatch.setattr(serve.threading.Thread, "start", lambda _: None)
+    server, read = serve.Server(model, 4), []
+    together = server.streams.read
+    monkeypatch.setattr(server.streams, "read", lambda ids: read.append(len(ids)) or together(ids))
+    requests = [server.submit(ids, 3) for ids in asked]
+    server.waiting.put(None)
+    server._run()  # of 3 and 5, then 7, then 9 tokens; the last has no row before the end
+    assert read == [2, 1, 1]
+    assert [list(request) for request in requests] == [*expected[:4], []]
 
 
 class Letters:

@@ -39,7 +39,7 @@ def test_steps_give_what_one_pass_gives(encoding: str) -> None:
     for row, start in enumerate(at):
         cache = DynamicCache(config=model.config)
         model(ids[row : row + 1, :start], past_key_values=cache)
-        assert streams.admit(cache) == row
+        assert streams.admit(cache) == [row]
     for step in range(20):
         logits = streams.step(torch.stack([ids[0, 100 + step], ids[1, 17 + step], ids[0, 0]]))
         for row, start in enumerate(at):

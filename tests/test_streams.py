@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import deadreckon as dr
+from deadreckon.models.layer import RESET
 from deadreckon.models.streams import Streams, fork
 
 __all__ = ["as_on_a_gpu"]  # a fixture
@@ -34,9 +35,9 @@ def test_rows_come_and_go(encoding: str, monkeypatch: pytest.MonkeyPatch) -> Non
     streams = Streams(model, 2, Rerun)
     prefix = prefilled(model, ids[1:2, :6])
     caches = [prefilled(model, ids[:1, :12]), fork(prefix), fork(prefix)]
-    at, rows = [12, 6, 6], {streams.admit(caches[0]): 0, streams.admit(caches[1]): 1}
-    assert rows == {0: 0, 1: 1}
-    with pytest.raises(ValueError, match="cache: expected a free row, all 2 are taken"):
+    at, rows = [12, 6, 6], {0: 0, 1: 1}
+    assert [streams.admit(caches[row]) for row in rows] == [[0], [1]]
+    with pytest.raises(ValueError, match="cache: expected 1 free rows of 2, got 0"):
         streams.admit(caches[2])
     for _ in range(7):
         tokens = torch.stack([ids[rows[row], at[rows[row]]] for row in (0, 1)])
@@ -47,20 +48,92 @@ def test_rows_come_and_go(encoding: str, monkeypatch: pytest.MonkeyPatch) -> Non
         if at[1] == 9:
             streams.drop(1)
             rows[1] = 2
-            assert streams.admit(caches[2]) == 1
+            assert streams.admit(caches[2]) == [1]
+    for row in rows:
+        streams.drop(row)
     assert [cache.get_seq_length() for cache in caches] == at
     assert bool(Rerun.captured) == (encoding != "stickbreaking")
 
 
+@pytest.mark.parametrize("encoding", ["path-fox", "path", "rope", "alibi", "conformal-sympow", "stickbreaking"])
+@torch.no_grad()
+def test_prompts_that_are_read_together(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1, 19 and 7 tokens: padding is in no row's past, nor is there a gate for it."""
+    monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
+    model = kernel_model(encoding) if encoding != "stickbreaking" else make_model(encoding)
+    ids, at = prompts(3, 24), [1, 19, 7]
+    expected = model(ids).logits
+    streams = Streams(model, 4, Rerun)
+    assert streams.admit(prefilled(model, ids[2:, :2])) == [0]
+    rows, logits = streams.read([ids[number, :length].tolist() for number, length in enumerate(at)])
+    assert rows == [1, 2, 3]
+    for number, length in enumerate(at):
+        torch.testing.assert_close(logits[number], expected[number, length - 1], **CLOSE)
+    tokens = ids[:, 0].new_zeros(4)
+    for step in range(5):
+        tokens[1:] = torch.stack([ids[number, length + step] for number, length in enumerate(at)])
+        tokens[0] = ids[2, 2 + step]
+        logits = streams.step(tokens)
+        torch.testing.assert_close(logits[0], expected[2, 2 + step], **CLOSE)
+        for number, length in enumerate(at):
+            torch.testing.assert_close(logits[1 + number], expected[number, length + step], **CLOSE)
+    caches = [streams.drop(row) for row in range(4)]
+    assert [cache.get_seq_length() for cache in caches] == [7, 6, 24, 12]
+    assert len({cache.layers[0].state.past.signature for cache in caches}) == 1
+    again = model(ids[2:, 12:15], past_key_values=caches[3]).logits  # a sequence goes on where it was dropped
+    torch.testing.assert_close(again[0], expected[2, 12:15], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["none", "gates", "rotation", "steps", "steps and gates", "squares"])
+@pytest.mark.parametrize("masked", [5, 150, 198])
+@torch.no_grad()
+def test_a_past_without_its_padding(kind: str, masked: int) -> None:
+    """Then it goes on as if that had never been: past segments that join, states that fold, tokens that wait."""
+    torch.manual_seed(0)
+    length, end = 200, 420
+    q, k, v, w = (torch.randn(1, end, 2, 4, dtype=torch.float64) for _ in range(4))
+    beta, gates = 2 * torch.rand(1, end, 2, dtype=torch.float64), -torch.rand(1, end, 2, dtype=torch.float64)
+    w, angles = w / w.norm(dim=-1, keepdim=True), torch.rand(1, end, 2, 2, dtype=torch.float64)
+    gated, score = kind in ("gates", "steps and gates", "squares"), dr.Power(2) if kind == "squares" else "softmax"
+
+    def attend(past: dr.Past, start: int, stop: int, gate: Tensor | None) -> Tensor:
+        piece = slice(start, stop)
+        transport: dr.Rotation | dr.Householder | None = None
+        if kind.startswith("steps"):
+            transport = dr.Householder(w[:, piece], beta[:, piece])
+        elif kind == "rotation":
+            transport = dr.Rotation(angles[:, piece])
+        gate = None if gate is None else gate[:, piece]
+        inputs = (x[:, piece] for x in (q, k, v))
+        return dr.attend_next(*inputs, transport=transport, log_gate=gate, score=score, past=past)
+
+    alone, padded, real = dr.Past(), dr.Past(), gates if gated else None
+    closed = gates.clone() if gated else torch.zeros_like(gates)
+    closed[:, masked] = RESET
+    attend(alone, masked, length, real)
+    attend(padded, 0, length, closed)
+    found = padded.without_first(masked, gated)
+    assert (found.length, found.signature) == (alone.length, alone.signature)
+    for start, stop in [
+        (length, length + 1),
+        (length + 1, length + 90),
+        *((t, t + 1) for t in range(length + 90, end)),
+    ]:
+        torch.testing.assert_close(attend(found, start, stop, real), attend(alone, start, stop, real))
+
+
 def test_bad_rows() -> None:
-    model, ids = make_model("rope"), prompts(2, 5)
+    model = make_model("rope")
     with pytest.raises(ValueError, match="rows: expected an integer of 1 or more, got 0"):
         Streams(model, 0)
     streams = Streams(model, 2)
-    with pytest.raises(ValueError, match="cache: expected that of one sequence"):
-        streams.admit(prefilled(model, ids))
-    with pytest.raises(ValueError, match="cache: expected that of one sequence"):
+    with pytest.raises(ValueError, match="cache: expected that of sequences after their first piece"):
         streams.admit(DynamicCache(config=model.config))
+    with pytest.raises(ValueError, match="cache: expected 3 free rows of 2, got 2"):
+        streams.read([[1], [2, 3], [4]])
+    for bad in ([], [[1], []]):
+        with pytest.raises(ValueError, match="prompts: expected one or more, of at least one token each"):
+            streams.read(bad)
     with pytest.raises(ValueError, match="row: expected one that is taken, got 0"):
         streams.drop(0)
     with pytest.raises(ValueError, match=r"ids: expected \(2,\), one token a row, got \(3,\)"):

@@ -194,14 +194,14 @@ def _forgotten(decoder: StaticDecoder, _: object) -> None:
     decoder.release()
 
 
-def count(state: LayerState, decoder: StaticDecoder, row: int = 0) -> None:
-    """Counts a token that kernels have added."""
+def count(state: LayerState, decoder: StaticDecoder, row: int = 0, tokens: int = 1) -> None:
+    """Counts tokens that kernels have added."""
     past = state.past
-    past.waiting = decoder.lengthen(row)
+    past.waiting = decoder.lengthen(row, tokens)
     if past.phases is not None:
-        past.turned = min(past.turned + 1, CROPPABLE + 1)
-    past.length += 1
-    state.kept = min(state.kept + 1, CROPPABLE)
+        past.turned = min(past.turned + tokens, CROPPABLE + 1)
+    past.length += tokens
+    state.kept = min(state.kept + tokens, CROPPABLE)
 
 
 class Steps:

@@ -178,8 +178,9 @@ class AttentionLayer(nn.Module):
             )
         else:
             if state.left_out is not None:  # nothing passes from masked tokens to the first real one
-                fresh = (context.positions == 0).unsqueeze(-1).expand(*x.shape[:2], self.sizes.n_heads)
-                gate = 0.0 if factors.log_gate is None else factors.log_gate
+                state.gated, gate = factors.log_gate is not None, factors.log_gate
+                gate = x.new_zeros(*x.shape[:2], self.sizes.n_heads, dtype=torch.float32) if gate is None else gate
+                fresh = (context.positions == 0).unsqueeze(-1)
                 factors = factors._replace(log_gate=torch.where(fresh, RESET, gate))
             output = attend_next(q, k, v, **factors._asdict(), scale=scale, past=state.past, impl=self.impl)
         return self.o_proj(output.flatten(-2))

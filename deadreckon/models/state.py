@@ -40,6 +40,7 @@ class LayerState:
         recent: what the encoding needs of the last inputs, and of so many before them that `crop` can undo tokens.
         kept: how many tokens `crop` can undo, as far as recent inputs go back.
         left_out: (B,) how many masked tokens each row counts before its first real one; None where there are none.
+        gated: whether the encoding has gates; if not, those of the past are closed behind masked tokens and open else.
         origin: the layer and the inputs that it comes from; None before the first piece.
     """
 
@@ -47,6 +48,7 @@ class LayerState:
     recent: dict[str, Tensor] = field(default_factory=dict)
     kept: int = 0
     left_out: Tensor | None = None
+    gated: bool = False
     origin: Origin | None = None
 
     @property
@@ -95,6 +97,12 @@ class LayerState:
         origin = None if self.origin is None else self.origin._replace(batch=len(rows))
         left_out = None if self.left_out is None else self.left_out.index_select(0, rows.to(self.left_out.device))
         return replace(self, past=past, recent=recent, left_out=left_out, origin=origin)
+
+    def alone(self, row: int, masked: int) -> LayerState:
+        """The state of one sequence, of which so many tokens were masked, as if these had never been."""
+        state = self.select(torch.tensor([row]))
+        past = state.past.without_first(masked, self.gated or self.left_out is None)
+        return replace(state, past=past, left_out=None)
 
     def to(self, device: torch.device | str) -> LayerState:
         """The state on another device."""

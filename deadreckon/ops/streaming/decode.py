@@ -72,9 +72,9 @@ class Tail:
     def full(self) -> bool:
         return self.waiting.length == self.room
 
-    def lengthen(self) -> None:
-        """Counts the new token, whose fields are in the storage, among those that wait."""
-        self.waiting = self.waiting.of_length(self.waiting.length + 1)
+    def lengthen(self, tokens: int = 1) -> None:
+        """Counts new tokens, whose fields are in the storage, among those that wait."""
+        self.waiting = self.waiting.of_length(self.waiting.length + tokens)
 
     def tensors(self) -> list[Tensor]:
         """Everything held, but for the tokens that wait and the segments."""

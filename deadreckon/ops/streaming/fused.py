@@ -150,7 +150,7 @@ class KernelDecoder:
 
     @property
     def full(self) -> bool:
-        return self.is_full()
+        return self.tails[0].full
 
     def tensors(self) -> list[Tensor]:
         held = [x for x in (*self.last[5:], *self.partial, *(self.state or ())) if x is not None]
@@ -165,12 +165,12 @@ class KernelDecoder:
         self.lengthen()
         return out
 
-    def lengthen(self, row: int = 0) -> Segment:
-        self.tails[row].lengthen()
+    def lengthen(self, row: int = 0, tokens: int = 1) -> Segment:
+        self.tails[row].lengthen(tokens)
         return self.tails[row].waiting
 
-    def is_full(self, row: int = 0) -> bool:
-        return self.tails[row].full
+    def room(self, row: int = 0) -> int:
+        return self.tails[row].room - self.tails[row].waiting.length
 
     def waiting_in(self, row: int) -> Segment:
         return self.tails[row].waiting

@@ -54,11 +54,11 @@ class StaticDecoder(Decoder, Protocol):
     def load(self, past: Past, row: int = 0) -> bool:
         """As any decoder; the past of one row, where it serves several."""
 
-    def lengthen(self, row: int = 0) -> Segment:
-        """Counts a token that the kernels have added to a row, and returns all that wait there."""
+    def lengthen(self, row: int = 0, tokens: int = 1) -> Segment:
+        """Counts tokens that the kernels have added to a row, and returns all that wait there."""
 
-    def is_full(self, row: int = 0) -> bool:
-        """Whether it is time to close a segment of a row."""
+    def room(self, row: int = 0) -> int:
+        """How many more tokens a row takes before it is time to close a segment of it."""
 
     def waiting_in(self, row: int) -> Segment:
         """The tokens of a row that are not in a closed segment."""
@@ -179,6 +179,26 @@ class Past:
             decoder.select(change, chosen)
             chosen.decoder, chosen.waiting = decoder, decoder.waiting
         return chosen
+
+    def without_first(self, tokens: int, gated: bool = True) -> Past:
+        """Without its first tokens, which nothing can see since a gate is closed behind them; or without any gates."""
+        segments, waiting, folded = list(self.segments), self.waiting, self.length
+        for held in (*segments, *([] if waiting is None else [waiting])):
+            folded -= held.length
+        left = max(0, tokens - folded)  # powers forget what is folded and cannot be seen
+        while segments and left >= segments[0].length:
+            left -= segments.pop(0).length
+        if left and segments:
+            segments[0], left = segments[0].without_first(left), 0
+        if left and waiting is not None:
+            waiting = waiting.without_first(left)
+        if not gated:
+            segments = [segment.without_gates() for segment in segments]
+            waiting = None if waiting is None else waiting.without_gates()
+        past = replace(self, length=self.length - tokens, segments=segments, waiting=waiting, decoder=None)
+        if not gated and self.signature is not None:
+            past.signature = self.signature._replace(gate_heads=None)
+        return past
 
     def to(self, device: torch.device | str) -> Past:
         """The past on another device."""

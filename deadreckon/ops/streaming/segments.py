@@ -90,14 +90,22 @@ class Segment:
         return other
 
     def without_first(self, tokens: int) -> Segment:
-        """Without its first tokens, in storage of its own."""
+        """Without its first tokens, in storage of its own. The product, if there is one, is still that of all steps."""
         fields = {name: self[name][:, tokens:].clone() for name in self.storage}
         if self.sums is not None:
             fields["sums"] -= self.sums[:, tokens - 1 : tokens]
         if self.bias is None or self.total is None:
-            return Segment(fields)
+            return Segment(fields, self.product)
         total = self.bias[..., tokens - 1 : tokens].to(self.total.dtype)
-        return Segment(fields, None, self.bias[..., tokens:].clone(memory_format=torch.contiguous_format), total)
+        bias = self.bias[..., tokens:].clone(memory_format=torch.contiguous_format)
+        return Segment(fields, self.product, bias, total)
+
+    def without_gates(self) -> Segment:
+        """Where they are all open."""
+        fields = {name: x for name, x in self.storage.items() if name not in ("sums", "gates")}
+        other = Segment(fields, self.product)
+        other.length, other.shared, other.has_room = self.length, self.shared, self.has_room
+        return other
 
     def map(self, change: Change) -> Segment:
         """A segment of its own, every tensor changed along its first dimension."""
