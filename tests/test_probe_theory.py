@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.probe import attention, fit_decay, mean_transport
+from deadreckon.lab.probe import attention, fit_decay, mean_transport, transport
 from deadreckon.lab.probe.reach import FarTokens, measure, middle, predict
 from deadreckon.lab.probe.transport import MeanTransport
 
@@ -134,17 +134,37 @@ def test_products_agree_with_multiplying_out() -> None:
     found = mean_transport(dr.Householder(w, beta), [1, 3, 8, 20, 35], routes=10**6)
     steps = torch.eye(4, dtype=torch.float64) - beta.unsqueeze(-1) * w[..., 0, :, None] * w[..., 0, None, :]
     for number, length in enumerate(found.lengths):
-        routes = []
-        for start in range(70 - length):
-            product = torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
-            for step in range(start + 1, start + length + 1):
-                product = product @ steps[:, step]
-            routes.append(product)
-        expected = torch.linalg.matrix_norm(torch.stack(routes).mean((0, 1)), 2)
-        torch.testing.assert_close(found.norm[number, 0], expected, rtol=1e-12, atol=1e-14)
+        routes = torch.eye(4, dtype=torch.float64).repeat(3, 70 - length, 1, 1)
+        for step in range(length):
+            routes = routes @ steps[:, 1 + step : 71 + step - length]
+        mean, groups = routes.mean((0, 1)), [half for row in routes for half in row.tensor_split(2)]
+        drawn = transport._noise(
+            torch.stack([group.mean(0) for group in groups]),
+            torch.tensor([len(group) / (3 * (70 - length)) for group in groups], dtype=torch.float64).view(-1, 1, 1),
+        )
+        noise = torch.linalg.matrix_norm(drawn, 2).square().mean().sqrt()
+        squares = mean.square().sum() - drawn.square().sum((-2, -1)).mean()
+        for figure, expected in (
+            (found.norm, torch.linalg.matrix_norm(mean, 2)), (found.noise, noise),
+            (found.typical, (squares / 4).clamp(min=0).sqrt()), (found.size, (routes.square().mean() * 4).sqrt()),
+        ):  # fmt: skip
+            torch.testing.assert_close(figure[number, 0], expected, rtol=1e-12, atol=1e-14)
     coarse = mean_transport(dr.Householder(w, beta), [1, 2, 4, 8, 16, 32], routes=24)
     fine = mean_transport(dr.Householder(w, beta), [1, 2, 4, 8, 16, 32], routes=10**6)
     assert ((coarse.norm - fine.norm).abs() < 4 * coarse.noise + 4 * fine.noise).all()
+
+
+def test_largest_singular_values() -> None:
+    turned, also_turned = torch.linalg.qr(normal(2, 9, 9)).Q
+    for values in (
+        torch.rand(9, generator=seed()).double(),
+        torch.ones(9).double(),  # nothing stands out
+        1 - 1e-9 * torch.arange(9).double(),  # hardly anything does
+        torch.tensor([1e-200, 1e-210, *[0.0] * 7], dtype=torch.float64),  # whose squares are zero
+        torch.zeros(9).double(),
+    ):
+        found = transport.largest_singular_value(turned @ values.diag() @ also_turned)
+        torch.testing.assert_close(found, values.max(), rtol=1e-12, atol=1e-250)
 
 
 def test_rope_has_no_gap() -> None:
@@ -343,20 +363,30 @@ def test_routes_that_turn_and_reflect() -> None:
     torch.testing.assert_close(attention.carried_sum(weights, v, both, places)[:, :, 0], carried)
 
 
-def test_reflections_carry_values_as_they_carry_keys() -> None:
-    w, beta, v = torch.nn.functional.normalize(normal(1, 20, 2, 4), dim=-1), 1 + uniform(1, 20, 2), normal(1, 20, 2, 4)
-    places, weights = torch.tensor([5, 19]), uniform(1, 2, 2, 20).abs()
-    weights[..., 0, 6:] = 0
-    found = attention.carried_sum(weights, v, dr.Householder(w, beta), places)
-    for head in range(2):
-        for number, place in enumerate(places.tolist()):
-            expected = torch.zeros(4, dtype=torch.float64)
-            for j in range(place + 1):
-                value = v[0, j, head]
-                for s in range(j + 1, place + 1):
-                    value = value - beta[0, s, head] * (w[0, s, head] @ value) * w[0, s, head]
-                expected += weights[0, head, number, j] * value
-            torch.testing.assert_close(found[0, head, number], expected)
+def test_blocks_of_reflections_are_steps_one_by_one() -> None:
+    tokens, places = 150, torch.tensor([0, 5, 63, 64, 100, 127, 128, 149])  # two blocks and a rest
+    w, beta = torch.nn.functional.normalize(normal(2, tokens, 2, 4), dim=-1), 1 + uniform(2, tokens, 2)
+    q, k, v = uniform(3, 2, tokens, 2, 4)
+    behind = torch.arange(tokens) <= places.unsqueeze(-1)
+    weights = uniform(2, 2, 8, tokens).abs() * behind
+    logits = attention.logits_of(q, k, dr.Householder(w, beta), 0.5, places)
+    carried = attention.carried_sum(weights, v, dr.Householder(w, beta), places)
+    for number, place in enumerate(places.tolist()):
+        query, expected, arrived = (
+            q[:, place],
+            torch.zeros(2, 2, tokens, dtype=torch.float64),
+            torch.zeros_like(q[:, 0]),
+        )
+        for back, token in zip(range(place, -1, -1), range(place + 1), strict=True):
+            expected[..., back] = 0.5 * (query * k[:, back]).sum(-1)
+            query = reflected(query, w[:, back], beta[:, back])
+            arrived = reflected(arrived, w[:, token], beta[:, token]) + weights[..., number, token, None] * v[:, token]
+        torch.testing.assert_close(logits[:, :, number] * behind[number], expected, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(carried[:, :, number], arrived, rtol=1e-11, atol=1e-12)
+
+
+def reflected(x: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+    return x - (beta * (x * w).sum(-1)).unsqueeze(-1) * w
 
 
 # Ranges.

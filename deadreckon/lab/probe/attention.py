@@ -13,6 +13,7 @@ import deadreckon as dr
 
 Both = tuple[dr.Rotation, dr.Householder]
 Transport = dr.Rotation | dr.Householder | Both
+BLOCK = 64  # tokens whose Householder steps are taken at once
 
 
 def per_head(x: Tensor, heads: int) -> Tensor:
@@ -45,22 +46,35 @@ def logits_of(q: Tensor, k: Tensor, transport: Transport | None, scale: float, p
     Args:
         q, k: (B, T, H, D), keys repeated to the heads of queries.
     """
-    heads = q.shape[2]
-    phases, steps = unrolled(transport, heads)
+    phases, steps = unrolled(transport, q.shape[2])
     if phases is not None:
         q, k = turn(q, phases), turn(k, phases)
     queries = q[:, places].transpose(1, 2)  # (B, H, Q, D)
     if steps is None:
         return scale * queries @ k.permute(0, 2, 3, 1)
-    w, beta = (per_head(x, heads).to(q.dtype) for x in (steps.w, steps.beta))
-    logits = q.new_zeros(*queries.shape[:3], q.shape[1])
-    walking = torch.zeros_like(queries)  # T_ji q_i, while j goes back
-    for j in range(int(places.max()), -1, -1):
-        walking = torch.where((places == j).unsqueeze(-1), queries, walking)
-        logits[..., j] = (walking * k[:, j].unsqueeze(2)).sum(-1)
-        step = w[:, j].unsqueeze(2)
-        walking = walking - beta[:, j, :, None, None] * (walking * step).sum(-1, keepdim=True) * step
-    return scale * logits
+    logits = []
+    for met, w, keys, x, y in reversed(_blocks(steps, k, places)):
+        along = met * (queries @ w.mT)
+        logits.append(queries @ keys.mT - along @ y)
+        queries = queries - along @ x
+    return scale * torch.cat(logits[::-1], dim=-1)
+
+
+def _blocks(steps: dr.Householder, k: Tensor, places: Tensor) -> list[tuple[Tensor, ...]]:
+    """Of each block of tokens: which steps a query meets (Q, S), W and K (B, H, S, D), and of all routes in it X and Y.
+
+    With rows for steps, [X, Y] = M⁻¹ diag(β) [W, strictLower(W Kᵀ)], where M = I + strictLower(diag(β) W Wᵀ). Then
+    H_1 ⋯ H_s = I − Xᵀ W with the first s rows of both, and H_s ⋯ H_{j+1} k_j = k_j − Σ_{r≤s} Y_rj w_r. The solve takes
+    the diagonal of M for 1 and what is above it for 0.
+    """
+    every = (per_head(x, k.shape[2]).to(k.dtype).transpose(1, 2) for x in (steps.w, steps.beta.unsqueeze(-1), k))
+    met = torch.arange(k.shape[1], device=k.device) <= places.unsqueeze(-1)
+    blocks = []
+    for mask, w, beta, keys in zip(met.split(BLOCK, 1), *(x.split(BLOCK, 2) for x in every), strict=True):
+        system, right = beta * (w @ w.mT), beta * torch.cat([w, (w @ keys.mT).tril(-1)], dim=-1)
+        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        blocks.append((mask, w, keys, *solved.split([w.shape[-1], w.shape[-2]], dim=-1)))
+    return blocks
 
 
 def gates_of(log_gate: Tensor | None, like: Tensor, heads: int) -> Tensor | None:
@@ -99,18 +113,12 @@ def carried_sum(weights: Tensor, v: Tensor, transport: Transport | None, places:
     Rotations turn them back by the route's angle. For reflections, whose values no published encoding carries, it is
     what happens to keys: H_i ⋯ H_{j+1} v_j.
     """
-    heads = v.shape[2]
-    phases, steps = unrolled(transport, heads)
+    phases, steps = unrolled(transport, v.shape[2])
     v = v if phases is None else turn(v, phases)
     if steps is None:
         arrived = weights @ v.transpose(1, 2)
     else:
-        w, beta = (per_head(x, heads).to(v.dtype) for x in (steps.w, steps.beta))
-        summed = v.new_zeros(*weights.shape[:3], v.shape[-1])
-        arrived = torch.zeros_like(summed)
-        for j in range(int(places.max()) + 1):
-            step = w[:, j].unsqueeze(2)
-            summed = summed - beta[:, j, :, None, None] * (summed * step).sum(-1, keepdim=True) * step
-            summed = summed + weights[..., j].unsqueeze(-1) * v[:, j].unsqueeze(2)
-            arrived = torch.where((places == j).unsqueeze(-1), summed, arrived)
+        arrived = v.new_zeros(*weights.shape[:3], v.shape[-1])
+        for share, (met, w, values, x, y) in zip(weights.split(BLOCK, -1), _blocks(steps, v, places), strict=True):
+            arrived = arrived + share @ values - (met * (arrived @ x.mT + share @ y.mT)) @ w
     return arrived if phases is None else turn(arrived, -phases[:, places].transpose(1, 2))

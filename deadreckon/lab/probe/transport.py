@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,7 @@ def route_lengths(longest: int) -> list[int]:
     return [1 << k for k in range(longest.bit_length())]
 
 
+@torch.no_grad()
 def mean_transport(
     steps: Transport | Tensor, lengths: Sequence[int] | None = None, routes: int = 1024
 ) -> MeanTransport:
@@ -86,9 +87,8 @@ def mean_transport(
         lengths: up to T / 2; powers of two by default.
         routes: about how many to average for steps that do not commute; more cost more.
     """
-    reflections = steps[1] if isinstance(steps, tuple) else steps
-    first = reflections.angles if isinstance(reflections, dr.Rotation) else reflections
-    first = first.w if isinstance(first, dr.Householder) else first
+    last = steps[1] if isinstance(steps, tuple) else steps
+    first = last.w if isinstance(last, dr.Householder) else last.angles if isinstance(last, dr.Rotation) else last
     rows, tokens, *_ = first.shape
     if tokens < SHORTEST:
         raise ValueError(f"steps: expected {SHORTEST} tokens or more, got {tokens}")
@@ -125,68 +125,69 @@ def _products(
     grid = 1 << max((rows * (tokens - 1) // routes).bit_length() - 1, 0)
     while any(length % grid for length in lengths if length > grid) or (tokens - 1) // grid < 2 * segments:
         grid //= 2
-    sums: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {length: [] for length in lengths}
-    for row in range(rows):
-        for length, products in _row_products(steps, first, row, grid, lengths):
-            means, counts = _segment_means(products.unsqueeze(0), segments)
-            sums[length].append((means, counts * products.shape[0], products.square().mean((0, -2, -1)) * dim))
-    figures = []  # of each length, as fields of MeanTransport
-    for length in lengths:
-        by_row, by_row_counts, sizes = zip(*sums[length], strict=True)
-        means, counts = torch.cat(by_row), torch.cat(by_row_counts)
-        counts = counts / counts.sum(0)
+    figures = {}  # of each length, as fields of MeanTransport
+    for length, products in _routes(steps, first, grid, lengths):
+        groups = _segment_means(products.transpose(0, 1), segments)
+        means, counts = (x.unflatten(0, (segments, -1)).transpose(0, 1).flatten(0, 1) for x in groups)  # row by row
         mean, drawn = (means * counts).sum(0), _noise(means, counts)  # (H, D, D), (draws, H, D, D)
-        noise = torch.linalg.matrix_norm(drawn, 2).square().mean(0).sqrt()
+        norms = largest_singular_value(torch.cat([mean.unsqueeze(0), drawn]))
         squares = mean.square().sum((-2, -1)) - drawn.square().sum((-2, -1)).mean(0)
-        typical, size = (squares / dim).clamp(min=0).sqrt(), torch.stack(sizes).mean(0).sqrt()
-        figures.append((torch.linalg.matrix_norm(mean, 2), typical, noise, size))
-    return MeanTransport(lengths, *_columns(figures))
+        size = torch.linalg.vector_norm(products, dim=(0, 1, -2, -1)) / math.sqrt(products.shape[:2].numel() * dim)
+        figures[length] = norms[0], (squares / dim).clamp(min=0).sqrt(), norms[1:].square().mean(0).sqrt(), size
+    return MeanTransport(lengths, *_columns([figures[length] for length in lengths]))
 
 
-def _row_products(
-    steps: dr.Householder | Both | Tensor, first: Tensor, row: int, grid: int, lengths: list[int]
-) -> list[tuple[int, Tensor]]:
-    """The routes (count, H, D, D) of each length that begin on the grid."""
-    advance = _stepper(steps, row)
-    (tokens, heads), dim, device = first.shape[1:3], first.shape[-1], first.device
-    cells = (tokens - 1) // grid
-    product = torch.eye(dim, dtype=torch.float64, device=device).expand(cells, heads, dim, dim)
-    by_length = []
+def largest_singular_value(x: Tensor) -> Tensor:
+    """Of matrices (…, D, D), by the size of xᵀx to the powers 1, 2, 4, …: a GPU is quick at products, not at SVDs."""
+    scale = x.abs().amax((-2, -1), keepdim=True).clamp(min=1e-300)  # squares of what has decayed would be zero
+    power, log = (x / scale).mT @ (x / scale), 2 * scale.log()
+    for squarings in range(50):  # then log √D / 2^50 is left
+        size = torch.linalg.matrix_norm(power, keepdim=True).clamp(min=1e-300)
+        more = size.log() / 2**squarings
+        power, log = power / size, log + more
+        if squarings and float(more.abs().max()) < 1e-16:
+            break
+        power = power @ power
+    return (log / 2).exp()[..., 0, 0]
+
+
+def _routes(
+    steps: dr.Householder | Both | Tensor, first: Tensor, grid: int, lengths: list[int]
+) -> Iterator[tuple[int, Tensor]]:
+    """The routes (count, B, H, D, D) of each length that begin on the grid, in memory that the next ones overwrite."""
+    advance, cells = _stepper(steps), (first.shape[1] - 1) // grid
+    product = torch.eye(first.shape[-1], device=first.device).double().repeat(cells, len(first), first.shape[2], 1, 1)
     for step in range(grid):
-        product = advance(product, slice(1 + step, 1 + step + (cells - 1) * grid + 1, grid))
+        advance(product, slice(1 + step, 1 + step + (cells - 1) * grid + 1, grid))
         if step + 1 in lengths:
-            by_length.append((step + 1, product))
+            yield step + 1, product
     # Longer routes are made of those of 1, 2, 4, … cells, the binary digits of their length, lowest first.
     wanted = {length // grid: product for length in lengths if length > grid}
-    doubled, reach = product, 1
-    while wanted and reach <= max(wanted):
+    spare = torch.empty_like(product)  # to allocate each product would take longer than the product
+    for reach in route_lengths(max(wanted, default=0)):
+        if half := reach // 2:
+            product, spare = torch.matmul(product[:-half], product[half:], out=spare[: len(product) - half]), product
         for count in wanted:
             if count & reach:
-                before = count & (reach - 1)
-                after = doubled[before:]
-                wanted[count] = wanted[count][: len(after)] @ after if before else doubled
+                if before := count & (reach - 1):
+                    wanted[count] = wanted[count][: len(product) - before] @ product[before:]
+                else:
+                    wanted[count] = product if count == reach else product.clone()
                 if count < 2 * reach:
-                    by_length.append((count * grid, wanted[count]))
-        doubled, reach = doubled[:-reach] @ doubled[reach:], 2 * reach
-    return by_length
+                    yield count * grid, wanted[count]
 
 
-def _stepper(steps: dr.Householder | Both | Tensor, row: int) -> Callable[[Tensor, slice], Tensor]:
-    """How products (count, H, D, D) take the steps of some tokens."""
+def _stepper(steps: dr.Householder | Both | Tensor) -> Callable[[Tensor, slice], Tensor]:
+    """How products (count, B, H, D, D) take the steps of some tokens, in place."""
     if isinstance(steps, Tensor):
-        matrices = steps[row].double()
-        return lambda product, which: product @ matrices[which]
+        matrices = steps.double().transpose(0, 1)
+        return lambda product, which: product.copy_(product @ matrices[which])
     if isinstance(steps, tuple):
-        angles, reflected = steps[0].angles[row].double(), _stepper(steps[1], row)
+        angles, reflected = steps[0].angles.double().transpose(0, 1).unsqueeze(3), _stepper(steps[1])
         # P R is Rᵀ applied to the rows of P.
-        return lambda product, which: reflected(turn(product, -angles[which].unsqueeze(2)), which)
-    w, beta = steps.w[row].double(), steps.beta[row].double()
-
-    def reflect(product: Tensor, which: slice) -> Tensor:
-        direction = w[which].unsqueeze(-1)  # (count, H, D, 1)
-        return product - (product @ direction) * (beta[which, :, None, None] * direction.mT)
-
-    return reflect
+        return lambda product, which: reflected(product.copy_(turn(product, -angles[which])), which)
+    w, beta = (x.double().transpose(0, 1).unsqueeze(-1) for x in (steps.w, steps.beta.unsqueeze(-1)))
+    return lambda product, which: product.addcmul_(product @ w[which], beta[which] * w[which].mT, value=-1)
 
 
 def _segment_means(routes: Tensor, segments: int) -> tuple[Tensor, Tensor]:
@@ -194,8 +195,7 @@ def _segment_means(routes: Tensor, segments: int) -> tuple[Tensor, Tensor]:
     parts = routes.tensor_split(segments, dim=1)
     means = torch.cat([part.mean(1) for part in parts])
     counts = torch.tensor([part.shape[1] for part in parts for _ in range(len(routes))], dtype=torch.float64)
-    shares = counts / counts.sum()
-    return means, shares.view(-1, *[1] * (means.dim() - 1)).to(means.device)
+    return means, (counts / counts.sum()).view(-1, *[1] * (means.dim() - 1)).to(means.device)
 
 
 def _noise(means: Tensor, shares: Tensor) -> Tensor:
