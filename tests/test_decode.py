@@ -12,7 +12,7 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.ops.streaming.decode import in_newest_frame, renew
 from deadreckon.ops.streaming.fused import STREAM
-from deadreckon.ops.streaming.kernels import Partial, _combine
+from deadreckon.ops.streaming.kernels import Partial, _combine, look
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import attend_stream
 
@@ -108,7 +108,22 @@ def test_many_segments() -> None:
 
 
 @pytest.mark.usefixtures("small_tail")
-def test_interrupted_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_is_not_loaded_with_more_segments_than_it_has_programs_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SPARE", 1)  # two programs: for one segment
+    past, stream = Past(), Stream(Case(None, "learned", length=30, batch=1, heads=1, group=1))
+    stream.attend(0, 20, past)
+    for token in range(20, 28):
+        stream.attend(token, token + 1, past)
+    decoder: Any = past.decoder
+    assert decoder.full
+    stream.attend(28, 29, past)  # the tail becomes a second one
+    assert past.decoder is not decoder
+    stream.attend(29, 30, past)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.usefixtures("small_tail")
+def test_interrupted_steps_leave_no_trace(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the tail was full: what a decoder writes over is no longer the past's."""
     past, stream = Past(), Stream(Case(None, "learned", length=60, batch=1, heads=1, group=2))
     stream.attend(0, 20, past)
@@ -117,7 +132,9 @@ def test_interrupted_steps_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
     assert past.decoder is not None
     assert past.decoder.full
 
-    def broken(*_: Any) -> Tensor:
+    def broken(*arguments: Any) -> Tensor:
+        if when == "after":  # the kernels have run
+            look(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
