@@ -35,15 +35,17 @@ def test_steps_give_what_one_pass_gives(encoding: str) -> None:
     torch.testing.assert_close(torch.cat(found, dim=1), expected[:, 300:], **close)
     assert model.model.steps is not None
     assert len(model.model.steps.captured) == 1
-    streams, at = Streams(model, 3), (100, 17)
-    for row, start in enumerate(at):
-        cache = DynamicCache(config=model.config)
-        model(ids[row : row + 1, :start], past_key_values=cache)
-        assert streams.admit(cache) == [row]
+    streams, at = Streams(model, 4), (100, 17, 300)
+    cache = DynamicCache(config=model.config)
+    model(ids[:1, :100], past_key_values=cache)
+    assert streams.admit(cache) == [0]
+    rows, logits = streams.read([ids[1, :17].tolist(), ids[0, :300].tolist()])
+    assert rows == [1, 2]
+    torch.testing.assert_close(logits, torch.stack([expected[1, 16], expected[0, 299]]), **close)
     for step in range(20):
-        logits = streams.step(torch.stack([ids[0, 100 + step], ids[1, 17 + step], ids[0, 0]]))
+        logits = streams.step(torch.stack([ids[row % 2, start + step] for row, start in enumerate((*at, 0))]))
         for row, start in enumerate(at):
-            torch.testing.assert_close(logits[row], expected[row, start + step], **close)
+            torch.testing.assert_close(logits[row], expected[row % 2, start + step], **close)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 4}])

@@ -25,7 +25,7 @@ STAGES: dict[str, dict[str, Any]] = {
 """Fields of each stage's recipe, in the order in which stages run."""
 LONGER = 4  # times the length: what `extend` trains at
 TESTED = (1, 2, 4, 8, 16)  # times the length: where models are scored in the end
-STEP_TOKENS = 2**16
+STEP_TOKENS = 2**14  # four times as many taught a student less from the same text
 # By the share of the first stage in which RoPE is dropped: the factor on its angles, and on β and log f beside them.
 FADING = {"angle_factor": [[0.0, 1.0], [0.8, 0.0]], "new_factor": [[0.0, 0.0], [0.8, 1.0]]}
 
