@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
-from deadreckon.ops.directions import HAS_TRITON
 from deadreckon.ops.tracing import traced
+from deadreckon.ops.triton import HAS_TRITON
 
 
 def _has_kernels(x: Tensor) -> bool:
