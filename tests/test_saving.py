@@ -19,6 +19,7 @@ from deadreckon.encodings import base
 from deadreckon.ops.saving import Recipe, saving
 from deadreckon.ops.triton.directions import directions_forward
 from deadreckon.ops.triton.householder import operator
+from deadreckon.ops.triton.rotation import turn_by, turn_by_steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -177,3 +178,19 @@ def test_directions_are_not_held(encoding: str, packed: bool, recompute: bool, m
     assert directions[0].dtype == torch.float32 and torch.equal(*directions)
     assert has(all_kept, directions[0]) and not has(kept, directions[0])
     assert sum(x.numel() for x in all_kept) - sum(x.numel() for x in kept) == directions[0].numel()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_angles_that_do_not_learn_cost_nothing(learned: bool) -> None:
+    """A phase is made of angles alone: what turns by it is saved for the angles' sake, not for that of q and k."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, w = (torch.randn(1, 20, heads, 8, generator=generator).to(DEVICE) for heads in (2, 1, 1))
+    q, k, w = (x.requires_grad_() for x in (q, k, w))
+    angles = torch.rand(1, 20, 1, 4, generator=generator).to(DEVICE).requires_grad_(learned)
+    with watched() as kept:
+        q_turned, k_turned, _, phase = turn_by_steps(q, k, k, angles, False)
+        w_turned = turn_by(w, phase, 1)
+    assert phase.requires_grad is learned
+    assert [has(kept, x.detach()) for x in (q, k, w)] == [learned] * 3
+    (q_turned.sum() + k_turned.sum() + w_turned.sum()).backward()
+    assert all(x.grad is not None for x in (q, k, w)) and (angles.grad is not None) is learned
