@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deadreckon as dr
 from deadreckon.encodings import base
+from deadreckon.ops import pointwise
 from deadreckon.ops.saving import Recipe, saving
 from deadreckon.ops.triton.directions import directions_forward
 from deadreckon.ops.triton.householder import operator
@@ -194,3 +195,38 @@ def test_angles_that_do_not_learn_cost_nothing(learned: bool) -> None:
     assert [has(kept, x.detach()) for x in (q, k, w)] == [learned] * 3
     (q_turned.sum() + k_turned.sum() + w_turned.sum()).backward()
     assert all(x.grad is not None for x in (q, k, w)) and (angles.grad is not None) is learned
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_mlps_save_their_two_inputs(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third, silu(gate) ⊙ up, is computed again. The same bits; with activation checkpointing, nothing is held."""
+    monkeypatch.setattr(pointwise, "_has_kernels", lambda x: not torch.compiler.is_compiling())
+    torch.manual_seed(0)
+    config = dr.DeadReckonConfig(
+        encoding="rope", vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
+    )
+    model = dr.DeadReckonForCausalLM(config).to(DEVICE).train()
+    ids = torch.randint(20, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inner = list[tuple[Tensor, weakref.ref[Tensor]]]()
+    for layer in model.model.layers:
+        down: Any = layer.get_submodule("mlp.down_proj")
+        down.register_forward_pre_hook(
+            lambda _, inputs: inner.append((inputs[0].detach().clone(), weakref.ref(inputs[0])))
+        )
+
+    def trained() -> tuple[list[Tensor], list[Tensor]]:
+        with watched() as kept:
+            loss = model(ids, labels=ids).loss
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], kept
+
+    less, kept = trained()
+    values, references = zip(*inner, strict=True)
+    assert len(values) == (4 if checkpointing else 2) and all(y() is None for y in references)
+    assert not any(has(kept, y) for y in values)
+    monkeypatch.setattr(pointwise, "saving", lambda recipe: nullcontext())
+    more, all_kept = trained()
+    assert all(torch.equal(one, other) for one, other in zip(less, more, strict=True))
+    saved = sum(x.numel() for x in all_kept) - sum(x.numel() for x in kept)
+    assert saved == (0 if checkpointing else 2 * ids.numel() * 24)
