@@ -54,7 +54,7 @@ def saving(recipe: Recipe | None) -> AbstractContextManager[Any]:
         recipe is None
         or not torch.is_grad_enabled()
         or traced(recipe.result)
-        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]  # torch.func has none
+        or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # inside torch.func
     ):
         return nullcontext()
     return _saving(recipe)
