@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -80,6 +81,28 @@ def test_nothing_is_held_after_the_backward_pass() -> None:
     del c
     z.sum().backward()
     assert held() is None and a.grad is not None
+
+
+def test_a_graph_that_is_dropped_is_gone() -> None:
+    """Without the garbage collector, which knows nothing of what a GPU holds: no operation keeps itself alive."""
+    a, b = leaves()
+
+    class Held:
+        def __call__(self, grad: Tensor) -> Tensor:
+            return grad
+
+    c, hook = 2 * a, Held()
+    c.register_hook(hook)
+    graph = weakref.ref(hook)
+    gc.disable()
+    try:
+        z, _ = product(c, b)
+        del c, hook
+        assert graph() is not None
+        del z
+        assert graph() is None
+    finally:
+        gc.enable()
 
 
 def test_gradients_of_gradients() -> None:

@@ -62,7 +62,8 @@ def saving(recipe: Recipe | None) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _saving(recipe: Recipe) -> Iterator[None]:
-    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_unchanged, _unchanged)
+    # Detached: an operation that saved its own output with its history would keep itself alive.
+    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (Tensor.detach, _unchanged)
     open_recipes = [recipe]  # autograd keeps `pack` beside what it saves, and would keep the result with it
 
     def pack(x: Tensor) -> Any:
