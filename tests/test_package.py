@@ -73,3 +73,8 @@ def test_class_variables_say_what_they_hold() -> None:
         path for path in (ROOT / "deadreckon").rglob("*.py") if re.search(r": ClassVar( =|$)", path.read_text(), re.M)
     ]
     assert files == []
+
+
+def test_one_place_knows_whether_triton_is_there() -> None:
+    files = [path for path in (ROOT / "deadreckon").rglob("*.py") if 'find_spec("triton")' in path.read_text()]
+    assert files == [ROOT / "deadreckon" / "ops" / "triton" / "__init__.py"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +15,7 @@ from torch.nn.functional import linear, pad
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
 from deadreckon.ops.pointwise import at_least_single, log_gate, strength
+from deadreckon.ops.saving import Recipe
 
 if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
@@ -88,6 +88,10 @@ class Context:
     def shard(self, x: Tensor) -> Tensor:
         """This rank's part of x (B, length, ...)."""
         return x if self.cp is None else self.cp.shard(x)
+
+    def from_rows(self, x: Tensor) -> Tensor:
+        """(B, T, ...) from this rank's pieces as rows of their own, where there is context parallelism."""
+        return x if self.cp is None else self.cp.from_rows(x)
 
     def after(self, length: int) -> Context:
         """The context of a piece that `length` tokens come before."""
@@ -245,7 +249,6 @@ class RopeSteps(SelfInitialised, nn.Module):
         return Rotation(every_token(angles * self.angle_factor.float(), x))
 
 
-Convolution = Callable[[Tensor, Tensor, Tensor], Tensor]
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
 
 
@@ -262,15 +265,15 @@ class ShortConvolution(SelfInitialised, nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        return self.through(convolve, x, context)
+        return context.from_rows(convolve(*self.inputs(x, context)))
 
-    def through(self, function: Convolution, x: Tensor, context: Context) -> Tensor:
-        """A function of x (B, T, C) and the tokens before it, the filters and places: see :func:`convolve`."""
+    def inputs(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, C) with the tokens before it, the filters and places: what :func:`convolve` takes."""
         reach, length = self.weight.shape[0] - 1, x.shape[1]
         if context.cp is not None:  # a piece goes on from the one before it, which may be on another rank
             rows = context.cp.rows_with_tails(x, reach)
             places = context.cp.as_rows(context.positions.expand(x.shape[0], -1))
-            return context.cp.from_rows(function(rows, self.weight, places))
+            return rows, self.weight, places
         if context.recent is not None:
             recent = context.recent.get("convolution")
             if recent is not None:
@@ -280,7 +283,7 @@ class ShortConvolution(SelfInitialised, nn.Module):
             if recent is None or x.shape[1] != reach + CROPPABLE:  # as many, zeros at first; no view of a whole prefill
                 kept = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
             context.recent["convolution"] = kept
-        return function(x, self.weight, context.positions)
+        return x, self.weight, context.positions
 
 
 class Projection(SelfInitialised, nn.Linear):
@@ -393,7 +396,9 @@ class HouseholderSteps(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Householder:
         unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
-        w = self.convolution.through(unit, self.up(self.down(x)), context)
+        inputs = self.convolution.inputs(self.up(self.down(x)), context)
+        w = unit(*inputs)
+        recipe, w = Recipe(w, unit, inputs), context.from_rows(w)
         logit = self.strength(x)
         beta = 2 * (at_least_single(logit) / 2).tanh().clamp(min=0) if self.from_zero else strength(logit)
-        return Householder(w, beta, self.recompute)
+        return Householder(w, beta, self.recompute, recipe)

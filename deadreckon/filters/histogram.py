@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from numbers import Real
 from typing import Any, Literal, overload
 
@@ -16,9 +15,9 @@ from deadreckon.filters.operators import filter_operator, superposition_operator
 from deadreckon.filters.reference import filter_reference
 from deadreckon.ops.checks import check_tensor, shape_of
 from deadreckon.ops.tracing import without_autocast
+from deadreckon.ops.triton import HAS_TRITON
 
 Implementation = Literal["auto", "reference", "blockwise", "native", "triton"]
-HAS_TRITON = find_spec("triton") is not None
 
 filter_blockwise = filter_operator("deadreckon::histogram_filter_blockwise", advance, retreat)
 superpose_blockwise = superposition_operator("deadreckon::superpose_blockwise", advance, retreat)

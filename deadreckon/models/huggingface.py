@@ -48,7 +48,7 @@ class MLP(nn.Module):
         if self.gate_proj is None:
             return self.down_proj(self.act(self.up_proj(x)))
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(swiglu(gate, up) if self.is_silu else self.act(gate) * up)
+        return swiglu(gate, up, self.down_proj) if self.is_silu else self.down_proj(self.act(gate) * up)
 
 
 class DecoderLayer(GradientCheckpointingLayer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from importlib.util import find_spec
 from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
@@ -19,13 +18,13 @@ from deadreckon.ops.reference import attend_reference
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, Kernels, attend_stream
 from deadreckon.ops.tracing import traced, without_autocast
+from deadreckon.ops.triton import HAS_TRITON
 
 if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
 
 Implementation = Literal["auto", "reference", "blockwise", "triton"]
 
-HAS_TRITON = find_spec("triton") is not None
 IMPLEMENTATIONS = {
     "reference": "the literal O(T²) definition, any device and dtype; what everything else is tested against",
     "blockwise": "plain PyTorch over stock attention kernels, any device and dtype, memory linear in T",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad, silu
 
-HAS_TRITON = find_spec("triton") is not None
+from deadreckon.ops.triton import HAS_TRITON
+
 ACTIVATIONS = ("none", "silu")
 WIDTH = 3  # of the convolution whose kernel there is
 

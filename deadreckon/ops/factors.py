@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from deadreckon.ops.saving import Recipe
+
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
@@ -38,11 +40,13 @@ class Householder:
         beta: (B, T, H) strengths: 0 is the identity, 1 a projection, 2 (with a unit w) a reflection.
         recompute: on CUDA, whether the backward pass computes routes of 64 tokens anew. Otherwise the forward
             pass saves it, which takes six times the memory of keys of 64.
+        recipe: of w, where an encoding has computed it: what is then saved on CUDA is what w was computed from.
     """
 
     w: Tensor
     beta: Tensor
     recompute: bool = False
+    recipe: Recipe | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Householder:
         """The steps whose directions and strengths are changed."""

@@ -6,12 +6,15 @@ A tracer sees PyTorch's operations, which its compiler fuses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
-from deadreckon.ops.directions import HAS_TRITON
+from deadreckon.ops.saving import Recipe, saving
 from deadreckon.ops.tracing import traced
+from deadreckon.ops.triton import HAS_TRITON
 
 
 def _has_kernels(x: Tensor) -> bool:
@@ -23,13 +26,15 @@ def at_least_single(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) ⊙ up."""
+def swiglu(gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
+    """down(silu(gate) ⊙ up). Where there is a kernel, the backward pass computes the input of `down` again."""
     if _has_kernels(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
         from deadreckon.ops.triton import pointwise
 
-        return pointwise.swiglu(gate, up)
-    return silu(gate) * up
+        y = pointwise.swiglu(gate, up)
+        with saving(Recipe(y, pointwise.swiglu, (gate, up))):
+            return down(y)
+    return down(silu(gate) * up)
 
 
 def strength(logit: Tensor) -> Tensor:

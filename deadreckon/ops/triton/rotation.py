@@ -354,6 +354,8 @@ def _turn_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.count = len(turned)
     ctx.set_materialize_grads(False)  # a phase that nothing used has no gradient, rather than one of zeros
     ctx.save_for_backward(output[3], *(turned if ctx.needs_input_grad[3] else ()))
+    if not ctx.needs_input_grad[3]:  # or what else is turned by the phase would be saved for its gradient
+        ctx.mark_non_differentiable(output[3])
 
 
 def _turn_grad(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,100 @@
+"""What autograd saves of a tensor that is cheap to compute: what it was computed from.
+
+    y = f(a, b)      saves a and b for f's backward pass
+    z = g(y)         saves y for g's; inside `saving(Recipe(y, f, (a, b)))` it is a and b once more, which costs nothing
+
+This is activation checkpointing of a single tensor. It is for eager mode: compilers choose for themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from deadreckon.ops.tracing import traced
+
+
+class Recipe(NamedTuple):
+    """result = function(*inputs), the same bits at every call. What else the function holds is held as long as it."""
+
+    result: Tensor
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+
+    def then(self, result: Tensor, function: Callable[..., Tensor], *others: Tensor) -> Recipe:
+        """The recipe of a tensor that was made of this one, result = function(this, *others)."""
+        first, count = self.function, len(self.inputs)
+
+        def both(*inputs: Tensor) -> Tensor:
+            return function(first(*inputs[:count]), *inputs[count:])
+
+        return Recipe(result, both, (*self.inputs, *others))
+
+
+class _Saved(NamedTuple):
+    """In place of a recipe's result."""
+
+    function: Callable[..., Tensor]
+    inputs: list[Any]
+    shape: torch.Size
+
+
+def saving(recipe: Recipe | None) -> AbstractContextManager[Any]:
+    """A region where operations that save the recipe's result for their backward pass save its inputs instead.
+
+    All other tensors are saved as ever. Where hooks are on already (activation checkpointing, offloading), of which
+    PyTorch calls the innermost alone, they are given all that is saved here.
+    """
+    if (
+        recipe is None
+        or not torch.is_grad_enabled()
+        or traced(recipe.result)
+        or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # inside torch.func
+    ):
+        return nullcontext()
+    return _saving(recipe)
+
+
+@contextmanager
+def _saving(recipe: Recipe) -> Iterator[None]:
+    # Detached: an operation that saved its own output with its history would keep itself alive.
+    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (Tensor.detach, _unchanged)
+    open_recipes = [recipe]  # autograd keeps `pack` beside what it saves, and would keep the result with it
+
+    def pack(x: Tensor) -> Any:
+        for result, function, inputs in open_recipes:
+            if _is_same(x, result):
+                return _Saved(function, [outer_pack(y.detach()) for y in inputs], x.shape)
+        return outer_pack(x)
+
+    def unpack(kept: Any) -> Tensor:
+        if not isinstance(kept, _Saved):
+            return outer_unpack(kept)
+        with torch.no_grad():
+            return kept.function(*(outer_unpack(y) for y in kept.inputs)).view(kept.shape)
+
+    with saved_tensors_hooks(pack, unpack):
+        try:
+            yield
+        finally:
+            open_recipes.clear()
+
+
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def _is_same(x: Tensor, result: Tensor) -> bool:
+    """Whether x is the result's own memory, all of it and in its order, in whatever shape."""
+    return (
+        x.numel() == result.numel()
+        and x.dtype == result.dtype
+        and x.is_contiguous()
+        and result.is_contiguous()
+        and x.data_ptr() == result.data_ptr()
+    )
