@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import deadreckon as dr
 from deadreckon.encodings import base
 from deadreckon.ops import pointwise
-from deadreckon.ops.saving import Recipe, saving
+from deadreckon.ops.saving import Formula, saving
 from deadreckon.ops.triton.directions import directions_forward
 from deadreckon.ops.triton.householder import operator
 from deadreckon.ops.triton.rotation import turn_by, turn_by_steps
@@ -54,7 +54,7 @@ def leaves(count: int = 2) -> list[Tensor]:
 def product(a: Tensor, b: Tensor, *, plainly: bool = False) -> tuple[Tensor, weakref.ref[Tensor]]:
     """Something of y = ab, which is used three times, in two shapes; and who knows whether y is still there."""
     y = a * b
-    with nullcontext() if plainly else saving(Recipe(y, torch.mul, (a, b))):
+    with nullcontext() if plainly else saving(Formula(y, torch.mul, (a, b))):
         z = y.sin() + y.view(-1).cos().view_as(y) + a.exp() * y
     return z, weakref.ref(y)
 
@@ -81,6 +81,17 @@ def test_nothing_is_held_after_the_backward_pass() -> None:
     del c
     z.sum().backward()
     assert held() is None and a.grad is not None
+
+
+def test_what_is_saved_must_not_change() -> None:
+    a, b, c = leaves(3)
+    y = a * b
+    with saving(Formula(y, torch.mul, (a, b))):
+        z = y * c
+    with torch.no_grad():
+        c.mul_(2)
+    with pytest.raises(RuntimeError, match="needed for gradients was changed in place"):
+        z.sum().backward()
 
 
 def test_a_graph_that_is_dropped_is_gone() -> None:
@@ -111,23 +122,23 @@ def test_gradients_of_gradients() -> None:
 
 
 def test_a_result_of_a_result() -> None:
-    """And a recipe whose result is another tensor by now changes nothing."""
+    """And a formula whose result is another tensor by now changes nothing."""
     a, b, c = leaves(3)
 
-    def run(use: Callable[[Recipe], Recipe | None]) -> Tensor:
+    def run(use: Callable[[Formula], Formula | None]) -> Tensor:
         y = a * b
         z = y + c
-        with saving(use(Recipe(y, torch.mul, (a, b)).then(z, torch.add, c))):
+        with saving(use(Formula(y, torch.mul, (a, b)).then(z, torch.add, c))):
             return (z.sin() * z[:, :3].sum()).sum()
 
-    expected = torch.autograd.grad(run(lambda recipe: None), (a, b, c))
+    expected = torch.autograd.grad(run(lambda formula: None), (a, b, c))
     with watched() as kept:
-        loss = run(lambda recipe: recipe)
+        loss = run(lambda formula: formula)
     assert not has(kept, (a * b + c).detach())
     assert all(
         torch.equal(one, other) for one, other in zip(torch.autograd.grad(loss, (a, b, c)), expected, strict=True)
     )
-    other = run(lambda recipe: recipe._replace(result=recipe.result.clone()))
+    other = run(lambda formula: formula._replace(result=formula.result.clone()))
     assert all(
         torch.equal(one, other) for one, other in zip(torch.autograd.grad(other, (a, b, c)), expected, strict=True)
     )
@@ -196,7 +207,7 @@ def test_directions_are_not_held(encoding: str, packed: bool, recompute: bool, m
     monkeypatch.setattr(base, "directions", by_kernel)  # as on a GPU
     monkeypatch.setattr(operator, "householder_forward", partial(forward, operator.householder_forward))
     less, kept = trained()
-    monkeypatch.setattr(operator, "saving", lambda recipe: nullcontext())
+    monkeypatch.setattr(operator, "saving", lambda formula: nullcontext())
     more, all_kept = trained()
     assert all(torch.equal(one, other) for one, other in zip(less, more, strict=True))
     assert directions[0].dtype == torch.float32 and torch.equal(*directions)
@@ -248,7 +259,7 @@ def test_mlps_save_their_two_inputs(checkpointing: bool, monkeypatch: pytest.Mon
     values, references = zip(*inner, strict=True)
     assert len(values) == (4 if checkpointing else 2) and all(y() is None for y in references)
     assert not any(has(kept, y) for y in values)
-    monkeypatch.setattr(pointwise, "saving", lambda recipe: nullcontext())
+    monkeypatch.setattr(pointwise, "saving", lambda formula: nullcontext())
     more, all_kept = trained()
     assert all(torch.equal(one, other) for one, other in zip(less, more, strict=True))
     saved = sum(x.numel() for x in all_kept) - sum(x.numel() for x in kept)

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, pad
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
 from deadreckon.ops.pointwise import at_least_single, log_gate, strength
-from deadreckon.ops.saving import Recipe
+from deadreckon.ops.saving import Formula
 
 if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
@@ -398,7 +398,7 @@ class HouseholderSteps(nn.Module):
         unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
         inputs = self.convolution.inputs(self.up(self.down(x)), context)
         w = unit(*inputs)
-        recipe, w = Recipe(w, unit, inputs), context.from_rows(w)
+        formula, w = Formula(w, unit, inputs), context.from_rows(w)
         logit = self.strength(x)
         beta = 2 * (at_least_single(logit) / 2).tanh().clamp(min=0) if self.from_zero else strength(logit)
-        return Householder(w, beta, self.recompute, recipe)
+        return Householder(w, beta, self.recompute, formula)

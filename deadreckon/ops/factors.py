@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from deadreckon.ops.saving import Recipe
+from deadreckon.ops.saving import Formula
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +40,13 @@ class Householder:
         beta: (B, T, H) strengths: 0 is the identity, 1 a projection, 2 (with a unit w) a reflection.
         recompute: on CUDA, whether the backward pass computes routes of 64 tokens anew. Otherwise the forward
             pass saves it, which takes six times the memory of keys of 64.
-        recipe: of w, where an encoding has computed it: what is then saved on CUDA is what w was computed from.
+        formula: of w, where an encoding has computed it: what is then saved on CUDA is what w was computed from.
     """
 
     w: Tensor
     beta: Tensor
     recompute: bool = False
-    recipe: Recipe | None = None
+    formula: Formula | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Householder:
         """The steps whose directions and strengths are changed."""

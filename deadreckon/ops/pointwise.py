@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
-from deadreckon.ops.saving import Recipe, saving
+from deadreckon.ops.saving import Formula, saving
 from deadreckon.ops.tracing import traced
 from deadreckon.ops.triton import HAS_TRITON
 
@@ -32,7 +32,7 @@ def swiglu(gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor
         from deadreckon.ops.triton import pointwise
 
         y = pointwise.swiglu(gate, up)
-        with saving(Recipe(y, pointwise.swiglu, (gate, up))):
+        with saving(Formula(y, pointwise.swiglu, (gate, up))):
             return down(y)
     return down(silu(gate) * up)
 

@@ -1,7 +1,7 @@
 """What autograd saves of a tensor that is cheap to compute: what it was computed from.
 
     y = f(a, b)      saves a and b for f's backward pass
-    z = g(y)         saves y for g's; inside `saving(Recipe(y, f, (a, b)))` it is a and b once more, which costs nothing
+    z = g(y)         saves y for g's; inside `saving(Formula(y, f, (a, b)))` it is a and b once more, at no cost
 
 This is activation checkpointing of a single tensor. It is for eager mode: compilers choose for themselves.
 """
@@ -19,55 +19,54 @@ from torch.autograd.graph import saved_tensors_hooks
 from deadreckon.ops.tracing import traced
 
 
-class Recipe(NamedTuple):
+class Formula(NamedTuple):
     """result = function(*inputs), the same bits at every call. What else the function holds is held as long as it."""
 
     result: Tensor
     function: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
 
-    def then(self, result: Tensor, function: Callable[..., Tensor], *others: Tensor) -> Recipe:
-        """The recipe of a tensor that was made of this one, result = function(this, *others)."""
+    def then(self, result: Tensor, function: Callable[..., Tensor], *others: Tensor) -> Formula:
+        """The formula of a tensor that was made of this one, result = function(this, *others)."""
         first, count = self.function, len(self.inputs)
 
         def both(*inputs: Tensor) -> Tensor:
             return function(first(*inputs[:count]), *inputs[count:])
 
-        return Recipe(result, both, (*self.inputs, *others))
+        return Formula(result, both, (*self.inputs, *others))
 
 
 class _Saved(NamedTuple):
-    """In place of a recipe's result."""
+    """In place of a formula's result."""
 
     function: Callable[..., Tensor]
     inputs: list[Any]
     shape: torch.Size
 
 
-def saving(recipe: Recipe | None) -> AbstractContextManager[Any]:
-    """A region where operations that save the recipe's result for their backward pass save its inputs instead.
+def saving(formula: Formula | None) -> AbstractContextManager[Any]:
+    """A region where operations that save the formula's result for their backward pass save its inputs instead.
 
     All other tensors are saved as ever. Where hooks are on already (activation checkpointing, offloading), of which
     PyTorch calls the innermost alone, they are given all that is saved here.
     """
     if (
-        recipe is None
+        formula is None
         or not torch.is_grad_enabled()
-        or traced(recipe.result)
+        or traced(formula.result)
         or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # inside torch.func
     ):
         return nullcontext()
-    return _saving(recipe)
+    return _saving(formula)
 
 
 @contextmanager
-def _saving(recipe: Recipe) -> Iterator[None]:
-    # Detached: an operation that saved its own output with its history would keep itself alive.
-    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (Tensor.detach, _unchanged)
-    open_recipes = [recipe]  # autograd keeps `pack` beside what it saves, and would keep the result with it
+def _saving(formula: Formula) -> Iterator[None]:
+    outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_hold, _held)
+    open_formulas = [formula]  # autograd keeps `pack` beside what it saves, and would keep the result with it
 
     def pack(x: Tensor) -> Any:
-        for result, function, inputs in open_recipes:
+        for result, function, inputs in open_formulas:
             if _is_same(x, result):
                 return _Saved(function, [outer_pack(y.detach()) for y in inputs], x.shape)
         return outer_pack(x)
@@ -82,10 +81,20 @@ def _saving(recipe: Recipe) -> Iterator[None]:
         try:
             yield
         finally:
-            open_recipes.clear()
+            open_formulas.clear()
 
 
-def _unchanged(x: Any) -> Any:
+def _hold(x: Tensor) -> tuple[Tensor, int]:
+    """As autograd holds a tensor. Detached: an operation that saved its own output would keep itself alive."""
+    return x.detach(), x._version
+
+
+def _held(kept: tuple[Tensor, int]) -> Tensor:
+    x, version = kept
+    if x._version != version:
+        raise RuntimeError(
+            f"a tensor {tuple(x.shape)} that is needed for gradients was changed in place after the forward pass"
+        )
     return x
 
 

@@ -103,8 +103,8 @@ def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> Turned:
     q, k, v, phase = turn_by_steps(q, k, v, rotation.angles, rotation.values)
     if steps is not None:
         w = turn_by(steps.w, phase, 1)
-        recipe = None if steps.recipe is None else steps.recipe.then(w, partial(turn_by, sign=1), phase)
-        steps = replace(steps, w=w, recipe=recipe)
+        formula = None if steps.formula is None else steps.formula.then(w, partial(turn_by, sign=1), phase)
+        steps = replace(steps, w=w, formula=formula)
     factors = Factors(steps, log_gate, factors.score)
     back = partial(turn_by, phase=phase, sign=-1) if rotation.values else unchanged
     return Turned(q, k, v, factors, phase, back, unit=2 * math.pi)

@@ -16,7 +16,7 @@ block's start and keys to its end, (3) levels of dense attention, (4) merge: all
 
 Backward, the other way around, with the log-sum-exp of *whole* rows, so that every part has its exact gradient as in
 ring attention: levels from the top down, the walk once more and back, leaves. Frames of leaves are saved (unless they
-too are to be computed again), all else is computed again, directions by their recipe. Nothing inverts a step, nothing
+too are to be computed again), all else is computed again, directions by their formula. Nothing inverts a step, nothing
 uses atomics.
 
 Gates ride along as sums that each stage subtracts; packed documents as masks where they begin and end: what crosses a
@@ -272,7 +272,7 @@ def attend_householder(
     inputs = q, k, v, directions(steps.w), steps.beta, log_gate, cu_seqlens
     learning = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     keep = learning and not steps.recompute
-    with saving(steps.recipe):
+    with saving(steps.formula):
         return householder_forward(*inputs, pruned(k, log_gate), scale, keep)[0]
 
 
