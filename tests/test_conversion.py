@@ -178,7 +178,7 @@ def test_accumulated_steps_and_resumed_ones_are_the_same(teacher: Path, tmp_path
         ({"stages": ("heal",)}, "stages: expected some of align, distil, extend; got 'heal'"),
         ({"drop_rope": True, "stages": ()}, "drop_rope: expected a stage"),
         ({"drop_rope": True, "cold": True}, "drop_rope: expected it without cold"),
-        ({"drop_rope": True, "changes": (*SMALL, "steps=4")}, "align.steps: expected 5 or more, .* got 4"),
+        ({"drop_rope": True, "changes": (*SMALL, "steps=1")}, "align.steps: expected more, .* got 1"),
         ({"drop_rope": True, "encoding": "rope-values"}, "drop_rope: expected to end with path-fox, path or fox, got"),
         ({"drop_rope": True, "encoding": "alibi"}, "encoding: expected one of .* got 'rope-alibi'"),
         ({"freeze": ("mpl",)}, "freeze: expected part of a parameter's name, such as mlp, got 'mpl'"),
