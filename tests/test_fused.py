@@ -84,6 +84,24 @@ def test_levels(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(None, "learned", length=100, batch=1, heads=1, group=1, width=128, value_width=128),
+        Case(None, None, "stick-breaking", length=100, batch=1, heads=1, group=1, width=64, value_width=64),
+        Case(None, None, "stick-breaking", length=70, batch=1, heads=1, group=1, width=128, value_width=128),
+        Case(
+            None, "learned per key head", dr.Power(2), length=100, batch=1, heads=1, group=1, width=128, value_width=128
+        ),
+    ],
+    ids=str,
+)
+def test_little_shared_memory(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles of other GPUs, which only these cases have."""
+    monkeypatch.setattr("deadreckon.ops.triton.tiles.shared_memory", lambda _: 99)
+    check(case)
+
+
 @pytest.mark.parametrize("length", [40, 200])
 def test_leaves_can_be_computed_again(length: int) -> None:
     """The same to the last bit, and nothing but inputs, output and log-sum-exp is kept for the backward pass."""
@@ -304,7 +322,7 @@ def test_operators(transport: str | None, gate: str | None) -> None:
         assert torch.equal(a, b)
 
 
-def test_what_no_kernel_serves() -> None:
+def test_what_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 5, 2, 16, device=DEVICE)
     wide, wider = torch.randn(2, 1, 3, 2, 136, device=DEVICE)
     steps = dr.Householder(wide, wide[..., 0])
@@ -324,6 +342,10 @@ def test_what_no_kernel_serves() -> None:
         dr.attend(q, q, q, transport=dr.Householder(q, q[..., 0]), score=dr.Power(2), impl="triton")
     with pytest.raises(ValueError, match="impl: 'triton' needs D a multiple of 8 up to 32"):
         dr.attend(*(q.repeat(1, 1, 1, 3),) * 3, score=dr.Power(4, form="chunked"), impl="triton")
+    assert dr.attend(wide, wider, wide, score="stick-breaking", impl="triton").shape == wide.shape
+    monkeypatch.setattr("deadreckon.ops.triton.tiles.shared_memory", lambda _: 99)
+    with pytest.raises(ValueError, match=r"up to 128 with sticks on this GPU in torch\.float32, got 136"):
+        dr.attend(wide, wider, wide, score="stick-breaking", impl="triton")
     with pytest.raises(ValueError, match="neither Householder"):
         dr.attend(q, q, q, score="stick-breaking", log_gate=-torch.ones(2, device=DEVICE), impl="triton")
 

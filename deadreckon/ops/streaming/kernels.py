@@ -24,7 +24,7 @@ from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, padded, power_of_two, store_matrix
 
 CHUNK = 64  # tokens of the tail that a program turns
-STATE_PARTS = 32  # programs that read a state
+STATE_PARTS = 66  # programs that read a state: of heads of 64 each one has 32 rows, one step of its loop
 FIELDS = 7  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; length and room
 
 

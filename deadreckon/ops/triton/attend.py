@@ -28,6 +28,7 @@ from deadreckon.ops.triton.householder.operator import attend_householder
 from deadreckon.ops.triton.power.operator import WIDEST, attend_power
 from deadreckon.ops.triton.rotation import turn_by, turn_by_steps
 from deadreckon.ops.triton.stick.operator import stick_breaking
+from deadreckon.ops.triton.tiles import cramped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,7 +39,7 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
     _, steps = factors.parts()
     if q.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {q.dtype}"
-    limits, among = dict.fromkeys("DE", _widest_head(q.dtype, factors, packed)), ""
+    limits, among = dict.fromkeys("DE", _widest_head(q, factors, packed)), ""
     if isinstance(score, Power):
         form = form_for(score, q)
         if steps is not None or score.p not in WIDEST.get(form, {}):
@@ -47,6 +48,7 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
     elif limits["D"] < 256:
         limiting = "gates" if log_gate is not None else "packed sequences"
         limiting = "Householder steps" if steps is not None else limiting
+        limiting = "sticks on this GPU" if score == "stick-breaking" else limiting
         among = f" with {limiting} in {q.dtype}"
     for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
         if width % 8 or width > limit:
@@ -56,12 +58,14 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
     return None
 
 
-def _widest_head(dtype: torch.dtype, factors: Factors, packed: bool) -> int:
+def _widest_head(q: Tensor, factors: Factors, packed: bool) -> int:
     """Up to what D and E the tiles of softmax and sticks are in a multiprocessor's shared memory."""
     _, steps = factors.parts()
     widest = 128 if steps is not None else 256
-    has_tiles_of_ours = steps is not None or factors.log_gate is not None or packed
-    return widest // 2 if dtype == torch.float32 and has_tiles_of_ours else widest
+    has_large_tiles = steps is not None or factors.log_gate is not None or packed
+    if factors.score == "stick-breaking" and steps is None:
+        has_large_tiles = cramped(q)
+    return widest // 2 if q.dtype == torch.float32 and has_large_tiles else widest
 
 
 def attend_fused(

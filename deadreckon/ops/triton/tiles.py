@@ -52,13 +52,24 @@ def warps_for(width: int) -> int:
 
 
 @cache
-def _generation(device: int) -> int:
-    return torch.cuda.get_device_capability(device)[0]
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def shared_memory(x: Tensor) -> int:
+    """KiB that a program may have: 227 on an H100 or B200, 163 on an A100, 99 on most others."""
+    major, minor = _capability(x.get_device()) if x.is_cuda else (8, 0)
+    return 227 if major in (9, 10) else 163 if (major, minor) in ((8, 0), (8, 7)) else 99
 
 
 def roomy(x: Tensor) -> bool:
-    """Whether programs have 227 KiB of shared memory, as on an H100 or B200: an A100 has 163, most others have 99."""
-    return x.is_cuda and _generation(x.get_device()) in (9, 10)
+    """Whether programs have as much shared memory as on an H100."""
+    return shared_memory(x) >= 227
+
+
+def cramped(x: Tensor) -> bool:
+    """Whether programs have less shared memory than on an A100, as on an RTX 3090, 4090 or 5090."""
+    return shared_memory(x) < 163
 
 
 def strides(*tensors: Tensor) -> Iterator[tuple[int, ...]]:

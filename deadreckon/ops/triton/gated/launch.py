@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import Tiling, ceil_div, padded, power_of_two, roomy
+from deadreckon.ops.triton.tiles import Tiling, ceil_div, cramped, padded, power_of_two, roomy
 
 EDGE = 64  # tokens that share one float64 sum of gates; steps of a loop are no larger
 
@@ -19,18 +19,21 @@ TILINGS = {
         128: Tiling(128, 64, 8, 3),
         256: Tiling(64, 32, 4, 2),
         512: Tiling(64, 32, 4, 1),
+        1024: Tiling(64, 32, 4, 1),
     },
     "queries": {
         64: Tiling(128, 64, 4, 3),
         128: Tiling(128, 32, 8, 2),
         256: Tiling(64, 32, 4, 2),
         512: Tiling(64, 16, 4, 1),
+        1024: Tiling(32, 16, 4, 1),
     },
     "keys": {
         64: Tiling(128, 32, 4, 3),
         128: Tiling(128, 32, 8, 2),
         256: Tiling(64, 32, 4, 1),
         512: Tiling(64, 16, 4, 1),
+        1024: Tiling(32, 16, 4, 1),
     },
 }
 
@@ -111,7 +114,9 @@ def _tiling(kernel: str, q: Tensor, v: Tensor) -> Tiling:
     widest = max(padded(q.shape[-1]), padded(v.shape[-1])) * q.element_size() // 2
     if widest > 128 and not roomy(q):
         widest *= 2
-    return TILINGS[kernel][64 if widest <= 64 else 128 if widest <= 128 else 256 if widest <= 256 else 512]
+    if widest > 256 and cramped(q) and q.dtype == torch.float32:
+        widest *= 2
+    return TILINGS[kernel][min(max(64, widest), 1024)]
 
 
 class Launch:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import Tiling, ceil_div, mul_single
+from deadreckon.ops.triton.tiles import Tiling, ceil_div, cramped, mul_single
 
 # For half and for single precision, with up to 64 channels and with up to 128. The tile of "write" is pairs of blocks
 # of channels, all other tiles are tokens; "read" and "gradient" loop over the rows of a state, whatever the step.
@@ -29,12 +29,16 @@ SINGLE = {
     "queries": {64: Tiling(64, 32, 4, 1), 128: Tiling(64, 32, 8, 1)},
     "keys": {64: Tiling(64, 32, 8, 1), 128: Tiling(64, 32, 8, 1)},
 }
+SMALL = Tiling(32, 16, 4, 1)  # of gradients of single precision and 128 channels, for 99 KiB of shared memory
 CHUNK = {64: 1024, 128: 2048, 0: 4096}  # tokens, by the state width U; 0: wider than 128
 PADDING = 128  # transposed sequences are padded to a multiple of so many tokens
 
 
-def tiling_for(kernel: str, width: int, dtype: torch.dtype) -> Tiling:
-    return (SINGLE if dtype == torch.float32 else HALF)[kernel][64 if width <= 64 else 128]
+def tiling_for(kernel: str, width: int, x: Tensor) -> Tiling:
+    """For the dtype and the device of x."""
+    if kernel in ("queries", "keys") and width > 64 and x.dtype == torch.float32 and cramped(x):
+        return SMALL
+    return (SINGLE if x.dtype == torch.float32 else HALF)[kernel][64 if width <= 64 else 128]
 
 
 def chunk_for(width: int) -> int:

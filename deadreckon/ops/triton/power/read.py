@@ -74,7 +74,7 @@ def read(chunks: Chunks, x: Tensor, factor: Tensor, states: States, sums: bool) 
     """
     heads, length, width = x.shape
     value_width = states.values.shape[3]
-    tiling = tiling_for("read", value_width, x.dtype)
+    tiling = tiling_for("read", value_width, x)
     tile, tiles = chunks.tiles(tiling)
     out = x.new_empty(heads, length, value_width, dtype=torch.float32)
     rows = x.new_empty(heads, length, dtype=torch.float32) if sums else out
@@ -162,7 +162,7 @@ def read_gradient(
     """
     heads, length, width = x.shape
     value_width = states.values.shape[3]
-    tiling = tiling_for("gradient", value_width, x.dtype)
+    tiling = tiling_for("gradient", value_width, x)
     tile, tiles = chunks.tiles(tiling)
     group, parts = heads // chunks.key_heads, ceil_div(width, 64)
     out = x.new_empty(heads, length, width, dtype=torch.float32)

@@ -251,7 +251,7 @@ def _launch(
     *arguments: Any,
 ) -> None:  # fmt: skip
     """Launches a kernel with one program per tile of keys (`which` = "keys") or of queries."""
-    tiling = tiling_for(which, max(q.shape[2], v.shape[3]), q.dtype)
+    tiling = tiling_for(which, max(q.shape[2], v.shape[3]), q)
     tile, tiles = chunks.tiles(tiling)
     of_keys = which == "keys"
     kernel[(tiles * (chunks.key_heads if of_keys else chunks.query_heads),)](

@@ -158,7 +158,7 @@ def _write_values(
 ) -> tuple[Tensor, Tensor]:
     width, room, value_width = x.shape[1], x.shape[2], y.shape[3]
     rows, count = pairs_of(width) * 64, chunks.count
-    tiling = tiling_for("write", value_width, x.dtype)
+    tiling = tiling_for("write", value_width, x)
     tiles = ceil_div(rows // 64, tiling.tile)
     segment = ceil_div(count, min(count, ceil_div(PROGRAMS, tiles * chunks.key_heads)))
     segments = ceil_div(count, segment)

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deadreckon.ops.triton.tiles import Tiling, power_of_two
+from deadreckon.ops.triton.tiles import Tiling, cramped, power_of_two
 
 STRIP = 2048  # keys, if there are eight heads or more; a query and head keeps 8 bytes for each tile of a strip
 CHECK = 512  # tokens between two checks whether anything is left of a tile's rows
@@ -26,11 +26,25 @@ SINGLE = {
     "queries": {64: Tiling(128, 32, 8, 2), 128: Tiling(64, 32, 4, 2), 256: Tiling(16, 32, 4, 1, 255)},
     "keys": {64: Tiling(32, 32, 4, 1), 128: Tiling(32, 32, 8, 1), 256: Tiling(32, 16, 8, 1, 255)},
 }
+# The same, where programs have 99 KiB of shared memory, which is too little for wide heads in single precision.
+CRAMPED_HALF = {
+    "forward": {64: HALF["forward"][64], 128: HALF["forward"][128], 256: Tiling(64, 32, 4, 1)},
+    "queries": {64: HALF["queries"][64], 128: HALF["queries"][128], 256: Tiling(64, 32, 4, 1)},
+    "keys": {64: HALF["keys"][64], 128: Tiling(64, 64, 8, 1), 256: HALF["keys"][256]},
+}
+CRAMPED_SINGLE = {
+    "forward": {64: SINGLE["forward"][64], 128: Tiling(64, 32, 4, 1)},
+    "queries": {64: Tiling(64, 32, 4, 1), 128: Tiling(32, 32, 4, 1)},
+    "keys": {64: SINGLE["keys"][64], 128: SINGLE["keys"][128]},
+}
 
 
 def tiling_for(kernel: str, k: Tensor, v: Tensor) -> Tiling:
-    width = max(k.shape[3], v.shape[3])
-    table = SINGLE if k.dtype == torch.float32 else HALF
+    width, single = max(k.shape[3], v.shape[3]), k.dtype == torch.float32
+    if cramped(k):
+        table = CRAMPED_SINGLE if single else CRAMPED_HALF
+    else:
+        table = SINGLE if single else HALF
     return table[kernel][64 if width <= 64 else 128 if width <= 128 else WIDEST]
 
 
