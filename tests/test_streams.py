@@ -46,11 +46,11 @@ def test_rows_come_and_go(encoding: str, monkeypatch: pytest.MonkeyPatch) -> Non
             torch.testing.assert_close(logits[row], expected[sequence, at[sequence]], **CLOSE)
             at[sequence] += 1
         if at[1] == 9:
-            streams.drop(1)
+            streams.take(1)
             rows[1] = 2
             assert streams.admit(caches[2]) == [1]
     for row in rows:
-        streams.drop(row)
+        streams.take(row)
     assert [cache.get_seq_length() for cache in caches] == at
     assert bool(Rerun.captured) == (encoding != "stickbreaking")
 
@@ -58,8 +58,11 @@ def test_rows_come_and_go(encoding: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("encoding", ["path-fox", "path", "rope", "alibi", "conformal-sympow", "stickbreaking"])
 @torch.no_grad()
 def test_prompts_that_are_read_together(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1, 19 and 7 tokens: padding is in no row's past, nor is there a gate for it."""
+    """Of 1, 19 and 7 tokens: padding is in no row's past, nor is there a gate for it. Squares fold."""
     monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
+    if encoding == "conformal-sympow":
+        monkeypatch.setattr("deadreckon.ops.streaming.past.LEAF", 8)
+        monkeypatch.setattr("deadreckon.ops.streaming.past.tokens_worth", lambda *_: 10)
     model = kernel_model(encoding) if encoding != "stickbreaking" else make_model(encoding)
     ids, at = prompts(3, 24), [1, 19, 7]
     expected = model(ids).logits
@@ -77,7 +80,7 @@ def test_prompts_that_are_read_together(encoding: str, monkeypatch: pytest.Monke
         torch.testing.assert_close(logits[0], expected[2, 2 + step], **CLOSE)
         for number, length in enumerate(at):
             torch.testing.assert_close(logits[1 + number], expected[number, length + step], **CLOSE)
-    caches = [streams.drop(row) for row in range(4)]
+    caches = [streams.take(row) for row in range(4)]
     assert [cache.get_seq_length() for cache in caches] == [7, 6, 24, 12]
     assert len({cache.layers[0].state.past.signature for cache in caches}) == 1
     again = model(ids[2:, 12:15], past_key_values=caches[3]).logits  # a sequence goes on where it was dropped

@@ -4,15 +4,18 @@
     admit(cache)     the sequences of a KV cache that was computed elsewhere, too
     step(ids)        the next token of every row at once: on a GPU one CUDA graph, whoever is in the rows
     drop(row)        the row is free again
+    take(row)        the same, and its KV cache comes back
 
-A row keeps a past of its own. On a GPU all rows share one decoder a layer, which knows each row's segments by where
-they lie (`ops/streaming/fused.py`); elsewhere rows are decoded one after another.
+On a GPU all rows share one decoder a layer, which knows each row's segments by where they lie
+(`ops/streaming/fused.py`): sequences that came together stay in one KV cache, whose memory is free when all of them are
+gone or have closed a tail. Elsewhere rows are decoded one after another, each with a cache of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,6 +43,30 @@ def _with_states(cache: Cache, states: Sequence[LayerState]) -> Cache:
     return other
 
 
+@dataclass
+class _Row:
+    """A sequence of a KV cache, which it shares with others unless it is `alone`.
+
+    Attributes:
+        number: which of the cache's sequences it is; of its tokens the first `masked` have never been.
+        ahead: tokens that kernels have added, but that the cache has not counted.
+        room: more tokens that they can add.
+    """
+
+    cache: Cache
+    number: int
+    masked: int
+    alone: bool
+    ahead: int = 0
+    room: int = 0
+
+    def separate(self) -> None:
+        """Gives the sequence a cache of its own, as if it had been alone."""
+        if not self.alone:
+            states = [layer.state.alone(self.number, self.masked) for layer in self.cache.layers]
+            self.cache, self.alone = _with_states(self.cache, states), True
+
+
 class Streams:
     """A batch of so many rows for one model.
 
@@ -53,16 +80,14 @@ class Streams:
     def __init__(self, model: DeadReckonForCausalLM, rows: int, graph: type[Graph] | None = None) -> None:
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
             raise ValueError(f"rows: expected an integer of 1 or more, got {rows!r}")
-        self.model, self.caches = model, list[Cache | None]([None] * rows)
-        self.ahead = [0] * rows  # tokens that kernels have added to a row, but that its cache has not counted
-        self.room = [0] * rows  # more tokens that they can add
+        self.model, self.rows = model, list[_Row | None]([None] * rows)
         self.graph = CudaGraph if graph is None and model.device.type == "cuda" else graph
         self.step_of_all: CapturedStep | None = None
 
     @property
     def free(self) -> list[int]:
         """Rows without a sequence."""
-        return [row for row, cache in enumerate(self.caches) if cache is None]
+        return [number for number, row in enumerate(self.rows) if row is None]
 
     @torch.no_grad()
     def read(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
@@ -80,7 +105,7 @@ class Streams:
 
     @torch.no_grad()
     def admit(self, cache: Cache) -> list[int]:
-        """Gives the sequences of a KV cache rows. If there is one only, the cache belongs to its row until `drop`."""
+        """Gives the sequences of a KV cache rows. It belongs to them from now on."""
         held = [layer.state for layer in cache.layers if isinstance(layer, StateLayer)]
         if not held or not all(isinstance(state, LayerState) and state.batch for state in held):
             raise ValueError("cache: expected that of sequences after their first piece, masked on the left at most")
@@ -90,76 +115,84 @@ class Streams:
 
     def _check_free(self, wanted: int) -> None:
         if len(self.free) < wanted:
-            raise ValueError(f"cache: expected {wanted} free rows of {len(self.caches)}, got {len(self.free)}")
+            raise ValueError(f"cache: expected {wanted} free rows of {len(self.rows)}, got {len(self.free)}")
 
     def _admit(self, cache: Cache, masked: list[int]) -> list[int]:
         """Gives the sequences of a KV cache, of which so many tokens are masked, rows."""
-        caches = [cache]
-        if len(masked) > 1 or any(masked):
-            caches = [
-                _with_states(cache, [layer.state.alone(number, left) for layer in cache.layers])
-                for number, left in enumerate(masked)
-            ]
+        alone = len(masked) == 1 and not masked[0]
+        rows = [_Row(cache, number, left_out, alone) for number, left_out in enumerate(masked)]
         if self.step_of_all is None and self.graph is not None:
-            self.step_of_all = self._capture([layer.state for layer in caches[0].layers], self.graph)
-        rows = self.free[: len(caches)]
-        for row, one in zip(rows, caches, strict=True):
-            self.caches[row] = one
-            if self.step_of_all is not None:
-                self._load(row, one, self.step_of_all)
-        return rows
-
-    def drop(self, row: int) -> Cache:
-        """Frees a row. Returns its KV cache, which counts all tokens now, and with which the sequence may go on."""
-        cache = self.caches[row] if row in range(len(self.caches)) else None
-        if cache is None:
-            raise ValueError(f"row: expected one that is taken, got {row!r}")
+            first = _Row(cache, 0, masked[0], alone)
+            first.separate()
+            self.step_of_all = self._capture([layer.state for layer in first.cache.layers], self.graph)
+        numbers = self.free[: len(rows)]
         if self.step_of_all is not None:
-            self._count(row, cache, self.step_of_all)
-            for resident, layer in zip(self.step_of_all.residents, cache.layers, strict=True):
+            self._load(cache, numbers, rows, self.step_of_all)
+        else:
+            for row in rows:
+                row.separate()
+        for number, row in zip(numbers, rows, strict=True):
+            self.rows[number] = row
+        return numbers
+
+    def drop(self, number: int) -> None:
+        """Frees a row. Its KV cache is worth nothing any more: it has not counted the tokens since."""
+        self._at(number)
+        if self.step_of_all is not None:
+            for resident in self.step_of_all.residents:
+                resident.decoder.unload(number)
+        self.rows[number] = None
+
+    def take(self, number: int) -> Cache:
+        """Frees a row, and returns its KV cache, with which the sequence may go on."""
+        row = self._at(number)
+        row.separate()
+        if self.step_of_all is not None:
+            self._count(number, row, self.step_of_all)
+            for resident, layer in zip(self.step_of_all.residents, row.cache.layers, strict=True):
                 state: LayerState = layer.state
-                state.recent = {name: x[row : row + 1] for name, x in resident.recent.items()}
-                state.past.phases = None if resident.phases is None else resident.phases[row : row + 1]
+                state.recent = {name: x[number : number + 1] for name, x in resident.recent.items()}
+                state.past.phases = None if resident.phases is None else resident.phases[number : number + 1]
                 state.detach()
-                resident.decoder.unload(row)
-        self.caches[row] = None
-        return cache
+        self.drop(number)
+        return row.cache
+
+    def _at(self, number: int) -> _Row:
+        row = self.rows[number] if number in range(len(self.rows)) else None
+        if row is None:
+            raise ValueError(f"row: expected one that is taken, got {number!r}")
+        return row
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
         """Logits (rows, vocabulary) after the next token of each row, ids (rows,); of free rows they mean nothing."""
-        if ids.shape != (len(self.caches),):
-            raise ValueError(f"ids: expected ({len(self.caches)},), one token a row, got {tuple(ids.shape)}")
+        if ids.shape != (len(self.rows),):
+            raise ValueError(f"ids: expected ({len(self.rows)},), one token a row, got {tuple(ids.shape)}")
         if self.step_of_all is None:
             return self._one_by_one(ids)
-        for row, cache in enumerate(self.caches):
-            if cache is not None and not self.room[row]:
-                self._renew(row, cache, self.step_of_all)
+        taken = [(number, row) for number, row in enumerate(self.rows) if row is not None]
+        for number, row in taken:
+            if not row.room:
+                self._renew(number, row, self.step_of_all)
         self.step_of_all.ids.copy_(ids.unsqueeze(1))
         hidden = self.step_of_all.graph.replay()
         self.step_of_all.places.add_(1)
-        self.ahead = [tokens + 1 for tokens in self.ahead]
-        self.room = [max(0, tokens - 1) for tokens in self.room]
+        for _, row in taken:
+            row.ahead, row.room = row.ahead + 1, row.room - 1
         return self.model.lm_head(hidden)[:, 0]
 
-    def _count(self, row: int, cache: Cache, step: CapturedStep) -> None:
-        """Counts a row's tokens in its cache: not at every step, since rows times layers would take longer than it."""
-        for resident, layer in zip(step.residents, cache.layers, strict=True):
-            count(layer.state, resident.decoder, row, self.ahead[row])
-        self.ahead[row] = 0
-
     def _one_by_one(self, ids: Tensor) -> Tensor:
-        logits = torch.zeros(len(self.caches), self.model.config.vocab_size, device=ids.device)
-        for row, cache in enumerate(self.caches):
-            if cache is not None:
-                logits[row] = self.model(ids[row : row + 1, None], past_key_values=cache).logits[0, 0]
+        logits = torch.zeros(len(self.rows), self.model.config.vocab_size, device=ids.device)
+        for number, row in enumerate(self.rows):
+            if row is not None:
+                logits[number] = self.model(ids[number : number + 1, None], past_key_values=row.cache).logits[0, 0]
         return logits
 
     def _capture(self, states: list[LayerState], graph: type[Graph]) -> CapturedStep | None:
         """A step of all rows, which begin as copies of one sequence."""
         from deadreckon.ops.streaming.fused import KernelDecoder
 
-        rows, joint = len(self.caches), list[LayerState]()
+        rows, joint = len(self.rows), list[LayerState]()
         for state in states:
             past = state.past
             assert past.signature is not None
@@ -176,30 +209,41 @@ class Streams:
         ids = torch.zeros(rows, 1, dtype=torch.int64, device=self.model.device)
         return CapturedStep(self.model.model._decode, ids, joint, graph, warm=True)
 
-    def _load(self, row: int, cache: Cache, step: CapturedStep) -> None:
-        """Copies a row's states to where the step reads them. What it shares with other sequences stays where it is."""
+    def _load(self, cache: Cache, numbers: list[int], rows: list[_Row], step: CapturedStep) -> None:
+        """Copies the last tokens of sequences to where the step reads them. All else stays where it is."""
+        where = torch.tensor(numbers, device=step.places.device)
         for resident, layer in zip(step.residents, cache.layers, strict=True):
             state: LayerState = layer.state
             state.detach()
-            if not resident.decoder.load(state.past, row):
+            past = state.past.without_first(0, state.gated or state.left_out is None)
+            if not resident.decoder.load(past, numbers, [row.masked for row in rows]):
                 raise ValueError("cache: expected fewer segments: fork a prefix less often")
             for name, x in resident.recent.items():
-                x[row].copy_(state.recent[name][0])
-            if resident.phases is not None and state.past.phases is not None:
-                resident.phases[row].copy_(state.past.phases[0])
-        step.places[row].fill_(cache.get_seq_length())
-        self._loaded(row, step)
+                x[where] = state.recent[name]
+            if resident.phases is not None and past.phases is not None:
+                resident.phases[where] = past.phases
+        lengths = [cache.get_seq_length() - row.masked for row in rows]
+        step.places[where] = torch.tensor(lengths, device=where.device).unsqueeze(1)
+        for number, row in zip(numbers, rows, strict=True):
+            self._loaded(number, row, step)
 
-    def _loaded(self, row: int, step: CapturedStep) -> None:
-        self.ahead[row], self.room[row] = 0, min(resident.decoder.room(row) for resident in step.residents)
+    def _loaded(self, number: int, row: _Row, step: CapturedStep) -> None:
+        row.ahead, row.room = 0, min(resident.decoder.room(number) for resident in step.residents)
 
-    def _renew(self, row: int, cache: Cache, step: CapturedStep) -> None:
+    def _count(self, number: int, row: _Row, step: CapturedStep) -> None:
+        """Counts tokens in a row's cache: not at every step, since rows times layers would take longer than it."""
+        for resident, layer in zip(step.residents, row.cache.layers, strict=True):
+            count(layer.state, resident.decoder, number, row.ahead)
+        row.ahead = 0
+
+    def _renew(self, number: int, row: _Row, step: CapturedStep) -> None:
         """Closes the tails of a row, which are full."""
-        self._count(row, cache, step)
-        for resident, layer in zip(step.residents, cache.layers, strict=True):
+        row.separate()
+        self._count(number, row, step)
+        for resident, layer in zip(step.residents, row.cache.layers, strict=True):
             past: Past = layer.state.past
-            past.waiting = resident.decoder.waiting_in(row).map(torch.clone)
+            past.waiting = resident.decoder.waiting_in(number).map(torch.clone)
             close_tail(past)
-            if not resident.decoder.load(past, row):
+            if not resident.decoder.load(past, [number]):
                 raise RuntimeError("a sequence has more segments than a step can see")
-        self._loaded(row, step)
+        self._loaded(number, row, step)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -71,78 +73,117 @@ class KernelDecoder:
         self.segments = torch.zeros(rows, self.programs, FIELDS, dtype=torch.int64, device=device)
         self.parts = torch.zeros(rows, self.programs + state_parts, 3, dtype=torch.int32, device=device)
         for row in range(rows):
-            self._place(copy(tail), past, row)
+            self._take(tail, past, [row], [0])
 
-    def load(self, past: Past, row: int = 0) -> bool:
-        tail, last = Tail(past, ROOM, storage=False), self.last
+    def load(self, past: Past, rows: Sequence[int] = (0,), masked: Sequence[int] = (0,)) -> bool:
+        tail, last, where = Tail(past, ROOM, storage=False), self.last, self._where(rows)
         if 2 * len(tail.segments) > self.programs:
             return False
         held = tail.waiting.storage
         new = (*(held.get(name) for name in ("k", "v", "w", "beta", "gates")), tail.keys, tail.bias)
-        heads = self._heads(row)
+        tokens, real = tail.waiting.length, [past.length - left_out for left_out in masked]
         for here, there in zip(last[:7], new, strict=True):
             if here is not None and there is not None:
-                here[heads, : there.shape[1]].copy_(there)
-        for here, there in ((last.products, tail.product), (last.totals, tail.total)):
-            if here is not None and there is not None:
-                here[:, heads].copy_(there)  # twice
-        self._place(tail, past, row)
+                by_row, new_by_row = self._by_row(here), there.unflatten(0, (len(rows), -1))
+                by_row[where, :, :tokens] = new_by_row
+                for row, length, one in zip(rows, real, new_by_row, strict=True):
+                    if length < tokens:
+                        by_row[row, :, :length] = one[:, tokens - length :]
+        for pair, there in ((last.products, tail.product), (last.totals, tail.total)):
+            if pair is not None and there is not None:
+                for here in pair:
+                    self._by_row(here)[where] = there.unflatten(0, (len(rows), -1))
+        self._take(tail, past, rows, masked)
         return True
 
-    def _heads(self, row: int) -> slice:
-        heads = len(self.last.k) // self.rows
-        return slice(row * heads, (row + 1) * heads)
+    def _where(self, rows: Sequence[int]) -> slice | Tensor:
+        """What rows are indexed by: a slice if they are neighbours, which nothing has to be sent to the device for."""
+        if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+            return slice(rows[0], rows[0] + len(rows))
+        return torch.tensor(rows, device=self.last.k.device)
 
-    def _place(self, tail: Tail, past: Past, row: int) -> None:
-        """Tells the kernels how long a row's tail is, which has been copied, and where its segments and state are."""
-        heads, last = self._heads(row), self.last
-        storage = {name: getattr(last, name)[heads] for name in tail.waiting.storage}
-        tail.waiting = Segment(storage).of_length(tail.waiting.length)
-        tail.keys = tail.bias = tail.product = tail.total = None  # they are in `last`
-        self.tails[row], self.folded[row] = tail, past.folded
-        last.tokens[row].fill_(tail.waiting.length)
-        self._place_segments(row)
+    def _by_row(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.rows, -1))
+
+    def _take(self, tail: Tail, past: Past, rows: Sequence[int], masked: Sequence[int]) -> None:
+        """Tells the kernels how long tails are, which have been copied, and where segments and states are."""
+        last, where, heads = self.last, self._where(rows), len(self.last.k) // self.rows
+        tokens = [min(tail.waiting.length, past.length - left_out) for left_out in masked]
+        entries = torch.zeros(len(rows), *self.segments.shape[1:], dtype=torch.int64)
+        parts = torch.zeros(len(rows), self.programs, 3, dtype=torch.int32)
+        for number, (row, left_out) in enumerate(zip(rows, masked, strict=True)):
+            of_row, held = slice(row * heads, (row + 1) * heads), slice(number * heads, (number + 1) * heads)
+            storage = {name: getattr(last, name)[of_row] for name in tail.waiting.storage}
+            mine = self.tails[row] = copy(tail)
+            mine.waiting = Segment(storage).of_length(tokens[number])
+            mine.keys = mine.bias = mine.product = mine.total = None  # they are in `last`
+            mine.segments = [
+                (segment.of_heads(held), None if product is None else product[held], None if x is None else x[held])
+                for segment, product, x in tail.segments
+            ]
+            self.folded[row] = past.folded
+            folded = past.length - tail.waiting.length - sum(segment.length for segment, *_ in tail.segments)
+            of_segments, of_programs = self._tables(mine, max(0, left_out - folded))
+            if of_segments:
+                entries[number, : len(of_segments)] = torch.tensor(of_segments)
+            if of_programs:
+                parts[number, : len(of_programs)] = torch.tensor(of_programs)
+        alike = len(set(tokens)) == 1  # then there is nothing to send to the device
+        last.tokens[where] = tokens[0] if alike else torch.tensor(tokens, dtype=torch.int32, device=last.k.device)
+        self.segments[where] = entries.to(self.segments.device)
+        self.parts[where, : self.programs] = parts.to(self.parts.device)
         if self.state is not None:
-            self._place_state(past, row, self.state)
+            self._place_state(past, rows, where, self.state)
 
-    def _place_segments(self, row: int) -> None:
-        """Tells the kernels where segments are, and which program sees what of them."""
-        base, single, segments = self.last.k, self.partial.weight, self.tails[row].segments
-        lengths = [segment.length for segment, *_ in segments]
-        share = max(base.shape[0] * sum(lengths) // PROGRAMS, SHORTEST)
-        share = max(share, -(-sum(lengths) // (self.programs - len(lengths))))
+    def _tables(self, tail: Tail, masked: int) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+        """Where the segments of a row are, and which program sees what of them: nothing of its first tokens."""
+        base, single, starts = self.last.k, self.partial.weight, list[int]()
+        for segment, *_ in reversed(tail.segments):
+            starts.insert(0, min(masked, segment.length))
+            masked -= starts[0]
+        seen = sum(segment.length for segment, *_ in tail.segments) - sum(starts)
+        share = max(base.shape[0] * seen // PROGRAMS, SHORTEST)
+        share = max(share, -(-seen // (self.programs - len(starts))))
         entries, parts = [], []
-        for number, (segment, product, total) in enumerate(segments):
+        for number, ((segment, product, total), start) in enumerate(zip(tail.segments, starts, strict=True)):
             halves = [placed(segment.storage[name], base) for name in ("k", "v")]
-            singles = [placed(x, single) for x in (segment.bias, product, total)]
-            entries.append([*halves, *singles, segment.length, segment.storage["k"].shape[1]])
-            pieces = -(-segment.length // share)
-            size = -(-segment.length // pieces // CHUNK) * CHUNK
-            parts += [(number, start, min(start + size, segment.length)) for start in range(0, segment.length, size)]
+            of_gates = [placed(x, single, 4) for x in (segment.bias, total)]
+            addresses = [*halves, of_gates[0], placed(product, single), of_gates[1]]
+            entries.append([*addresses, segment.length, segment.storage["k"].shape[1]])
+            if start < segment.length:
+                length = segment.length - start
+                size = -(-length // -(-length // share) // CHUNK) * CHUNK
+                ends = (*range(start + size, segment.length, size), segment.length)
+                parts += [(number, first, end) for first, end in pairwise((start, *ends))]
         assert len(parts) <= self.programs
-        self.parts[row, : self.programs].zero_()
-        for table, numbers in ((self.segments, entries), (self.parts, parts)):
-            if numbers:
-                table[row, : len(numbers)].copy_(torch.tensor(numbers, dtype=table.dtype))
+        return entries, parts
 
-    def _place_state(self, past: Past, row: int, state: State) -> None:
-        """Tells the kernels where the state of all tokens before the segments is, if there is one."""
+    def _place_state(self, past: Past, rows: Sequence[int], where: slice | Tensor, state: State) -> None:
+        """Tells the kernels where the states of all tokens before the segments are, if there are any."""
         assert past.longest is not None
-        heads, folded = self._heads(row), past.folded
-        state.unit[heads].copy_(1 / past.longest.flatten())
-        rows = len(state.first)
-        share, parts = -(-rows // STATE_PARTS), self.parts[row, self.programs :]
+
+        def put(here: Tensor, there: Tensor) -> None:
+            here = self._by_row(here)
+            here[where] = there.reshape(len(rows), *here.shape[1:]).to(here.dtype)
+
+        folded, count = past.folded, len(state.first)
+        put(state.unit, 1 / past.longest)
         if folded is None:
-            parts.zero_()
+            self.parts[where, self.programs :] = 0
             return
-        starts = torch.arange(0, STATE_PARTS * share, share).clamp(max=rows)
-        parts.copy_(torch.stack([starts, starts, (starts + share).clamp(max=rows)], dim=1))
-        state.address[row].fill_(placed(folded.state, self.partial.weight))
-        state.factor[heads].copy_((folded.unit / past.longest).flatten() ** 2)
-        state.noise[heads].copy_(16 * torch.finfo(folded.state.dtype).eps * folded.state[..., -1].norm(dim=1))
+        share = -(-count // STATE_PARTS)
+        starts = torch.arange(0, STATE_PARTS * share, share).clamp(max=count)
+        parts = torch.stack([starts, starts, (starts + share).clamp(max=count)], dim=1)
+        self.parts[where, self.programs :] = parts.to(self.parts.device, self.parts.dtype)
+        states = folded.state.unflatten(0, (len(rows), -1))
+        state.address[where] = torch.tensor(
+            [placed(x, self.partial.weight, 4) for x in states], device=state.unit.device
+        )
+        put(state.factor, (folded.unit / past.longest) ** 2)
+        put(state.noise, 16 * torch.finfo(folded.state.dtype).eps * folded.state[..., -1].norm(dim=1))
         totals = [segment.total[..., 0] for segment in past.segments if segment.total is not None]
         if totals:
-            state.later[heads].copy_(torch.stack(totals).sum(0))
+            put(state.later, torch.stack(totals).sum(0))
 
     @property
     def waiting(self) -> Segment:
@@ -201,7 +242,7 @@ class KernelDecoder:
             (segment, None if product is None else change(product), None if total is None else change(total))
             for segment, (_, product, total) in zip(reversed(past.segments), tail.segments, strict=True)
         ]
-        self._place(tail, past, 0)
+        self._take(tail, past, [0], [0])
 
 
 def _no_state(held: Fields, rows: int, kinds: int) -> State:

@@ -160,7 +160,7 @@ def _look_at_segment(
     length, room = tl.load(address + 5), tl.load(address + 6)
     p_keys = last.k + tl.multiple_of(tl.load(address), 8) + i_h * room * D
     p_values = last.k + tl.multiple_of(tl.load(address + 1), 8) + i_h * room * E
-    p_bias = partial.weight + tl.multiple_of(tl.load(address + 2), 4) + i_h * length * GATES
+    p_bias = partial.weight + tl.load(address + 2) + i_h * length * GATES
     p_total = partial.weight + tl.load(address + 4) + i_h * GATES
     query = tl.arange(0, BG)
     if ROUTES:
@@ -370,8 +370,8 @@ def _combine(
         tl.store(p_tokens, tl.load(p_tokens) + 1)
 
 
-def placed(x: Tensor | None, base: Tensor) -> int:
-    """Where a tensor lies: how many numbers on from the first of `base`, which is as aligned as it is.
+def placed(x: Tensor | None, base: Tensor, alignment: int = 16) -> int:
+    """Where a tensor lies: how many numbers on from the first of `base`, in whole units of so many bytes.
 
     For a kernel that cannot know how many tensors there are. (Of a bare address it would not know the alignment.)
     """
@@ -380,7 +380,7 @@ def placed(x: Tensor | None, base: Tensor) -> int:
     assert x.is_contiguous()
     assert x.dtype == base.dtype
     distance = x.data_ptr() - base.data_ptr()
-    assert distance % 16 == 0
+    assert distance % alignment == 0
     return distance // x.element_size()
 
 

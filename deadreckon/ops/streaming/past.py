@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -51,8 +52,11 @@ class Decoder(Protocol):
 class StaticDecoder(Decoder, Protocol):
     """A decoder whose tensors stay where they are: a CUDA graph may hold its steps, and the host counts them."""
 
-    def load(self, past: Past, row: int = 0) -> bool:
-        """As any decoder; the past of one row, where it serves several."""
+    def load(self, past: Past, rows: Sequence[int] = (0,), masked: Sequence[int] = (0,)) -> bool:
+        """As any decoder; where it serves several rows, the past's sequences go to these, all at once.
+
+        Of each the first `masked` tokens are not looked at.
+        """
 
     def lengthen(self, row: int = 0, tokens: int = 1) -> Segment:
         """Counts tokens that the kernels have added to a row, and returns all that wait there."""

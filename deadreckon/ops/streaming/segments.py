@@ -107,6 +107,13 @@ class Segment:
         other.length, other.shared, other.has_room = self.length, self.shared, self.has_room
         return other
 
+    def of_heads(self, which: slice) -> Segment:
+        """Of some heads, where they are."""
+        parts = (None if x is None else x[which] for x in (self.product, self.bias, self.total))
+        other = Segment({name: x[which] for name, x in self.storage.items()}, *parts)
+        other.length, other.shared, other.has_room = self.length, self.shared, self.has_room
+        return other
+
     def map(self, change: Change) -> Segment:
         """A segment of its own, every tensor changed along its first dimension."""
         fields = {name: change(x) for name, x in self.fields().items()}
