@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deadreckon.ops.directions import directions
+from deadreckon.ops.directions import convolve, directions
 from deadreckon.ops.triton.directions import directions_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,3 +75,17 @@ def test_operators() -> None:
     inputs = (x, filters, places.to(DEVICE), 2, True, 0.0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.deadreckon.directions.default, inputs, test_utils=checks)
+
+
+@pytest.mark.parametrize("recent", [0, 2, 7])
+def test_convolution_of_one_token(recent: int) -> None:
+    """As the last of several; what comes before a row's document does not matter, NaN or not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, recent + 1, 5, generator=generator, dtype=torch.float64)
+    filters = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    places = torch.tensor([0, 2, 9])
+    x[0, :-1] = torch.nan
+    found = convolve(x, filters, places.unsqueeze(1))
+    for row, place, y in zip(x, places.tolist(), found, strict=True):
+        expected = sum(filters[i] * row[-1 - i] for i in range(1 + min(3, place, recent)))
+        torch.testing.assert_close(y[0], expected, rtol=0, atol=1e-14)

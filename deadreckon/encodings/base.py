@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -100,8 +101,12 @@ class Context:
     def rope_angles(self, width: int, base: float, scaling: dict[str, float] | None = None) -> Tensor:
         """As :func:`rope_angles`, computed once for all layers: a decoding step would wait for it in each."""
         key = ("rope angles", width, base, None if scaling is None else tuple(sorted(scaling.items())))
+        return self.once(key, lambda: rope_angles(width, base, self.positions.device, scaling))
+
+    def once(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
+        """What all layers need alike, computed by the first of them."""
         if key not in self.shared:
-            self.shared[key] = rope_angles(width, base, self.positions.device, scaling)
+            self.shared[key] = compute()
         return self.shared[key]
 
     def remembering(self, recent: dict[str, Tensor]) -> Context:

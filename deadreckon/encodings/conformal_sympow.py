@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, ForgetGate, Projection, Sizes
@@ -43,6 +44,7 @@ class ConformalSympow(Encoding):
         self.pace = Projection(sizes.d_model, sizes.n_kv_heads if pace == "head" else 1, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        angles = 2 * math.pi * context.rope_angles(self.head_dim, self.longest)
-        pace = 1 + at_least_single(self.pace(x)).tanh()  # (B, T, H), or (B, T, 1)
-        return Factors(Rotation(pace.unsqueeze(-1) * angles), self.gate(x), self.score)
+        grid = ("turns of conformal powers", self.head_dim, self.longest)
+        angles = context.once(grid, lambda: 2 * math.pi * context.rope_angles(self.head_dim, self.longest))
+        pace = at_least_single(self.pace(x)).tanh().unsqueeze(-1)  # (B, T, H, 1), or (B, T, 1, 1)
+        return Factors(Rotation(torch.addcmul(angles, pace, angles)), self.gate(x), self.score)

@@ -22,7 +22,11 @@ def convolve(x: Tensor, filters: Tensor, places: Tensor) -> Tensor:
     """
     reach, length = filters.shape[0] - 1, places.shape[1]
     rows = x[:, -reach - length :]
-    rows = pad(rows, (0, 0, reach + length - rows.shape[1], 0))
+    if missing := reach + length - rows.shape[1]:
+        rows = pad(rows, (0, 0, missing, 0))
+    if length == 1:  # fewer operations, each of which a decoding step waits for
+        lags = torch.arange(reach, -1, -1, device=x.device)
+        return (rows.masked_fill((places < lags).unsqueeze(-1), 0) * filters.flip(0)).sum(1, keepdim=True)
     y = rows[:, reach:] * filters[0]
     for lag in range(1, reach + 1):
         earlier = rows[:, reach - lag : reach - lag + length].masked_fill((places < lag).unsqueeze(-1), 0)
