@@ -74,6 +74,7 @@ class Server:
         self.ends = set(end if isinstance(end, list) else [end])
         self.next = torch.zeros(rows, dtype=torch.int64, device=model.device)
         self.running: dict[int, Request] = {}
+        self.unfinished, self.ended = set[Request](), False
         self.waiting: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -86,7 +87,10 @@ class Server:
         if strangers := [token for token in prompt if not 0 <= token < known]:
             raise ValueError(f"prompt: expected tokens below {known}, the vocabulary's, got {strangers[0]}")
         request = Request(prompt, tokens, left=tokens)
+        self.unfinished.add(request)
         self.waiting.put(request)
+        if self.ended:  # closed, or the thread has failed
+            request.answers.put(END)
         return request
 
     def close(self) -> None:
@@ -100,15 +104,20 @@ class Server:
         return self.model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
     def _run(self) -> None:
-        while (asked := self._asked()) is not None:
-            while asked:
-                count = self._together(asked)
-                self._admit(asked[:count])
-                del asked[:count]
-            if self.running:
-                self._step()
-        for row in list(self.running):
-            self._end(row)
+        try:
+            while (asked := self._asked()) is not None:
+                while asked:
+                    count = self._together(asked)
+                    self._admit(asked[:count])
+                    del asked[:count]
+                if self.running:
+                    self._step()
+            for row in list(self.running):
+                self._end(row)
+        finally:  # whatever happened, nobody waits for ever
+            self.ended = True
+            for request in list(self.unfinished):
+                request.answers.put(END)
 
     def _asked(self) -> list[Request] | None:
         """Requests that there are rows for. Waits for one where there is nothing else to do; None when all is over."""
@@ -116,8 +125,6 @@ class Server:
         while len(asked) < len(self.streams.free) and not (self.waiting.empty() and (asked or self.running)):
             request = self.waiting.get()
             if request is None:
-                for one in asked:
-                    one.answers.put(END)
                 return None
             asked.append(request)
         return asked
@@ -160,7 +167,9 @@ class Server:
 
     def _end(self, row: int) -> None:
         self.streams.drop(row)
-        self.running.pop(row).answers.put(END)
+        request = self.running.pop(row)
+        self.unfinished.discard(request)
+        request.answers.put(END)
 
 
 def text_of(request: Request, tokenizer: Any) -> Iterator[str]:

@@ -83,6 +83,16 @@ def test_nothing_is_held_after_the_backward_pass() -> None:
     assert held() is None and a.grad is not None
 
 
+def test_a_result_that_changes_in_the_region_is_saved() -> None:
+    a, w = (x.requires_grad_() for x in torch.randn(2, 4, generator=torch.Generator().manual_seed(0)))
+    y = a.detach() * 2
+    with saving(Formula(y, lambda x: x * 2, (a,))):
+        y.mul_(3)
+        z = y * w
+    z.sum().backward()
+    assert torch.equal(w.grad, y)  # type: ignore[arg-type]
+
+
 def test_what_is_saved_must_not_change() -> None:
     a, b, c = leaves(3)
     y = a * b

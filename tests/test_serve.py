@@ -70,6 +70,19 @@ def test_prompts_are_read_together(serve: Any, monkeypatch: pytest.MonkeyPatch) 
     assert [list(request) for request in requests] == [*expected[:4], []]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_server_that_has_failed(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    server = serve.Server(make_model("fox"), 2)
+    monkeypatch.setattr(server.streams, "step", fail)
+    requests = [server.submit([1, 2], 3) for _ in range(3)]
+    assert [len(list(request)) < 3 for request in requests] == [True] * 3
+    server.thread.join()
+    assert list(server.submit([1], 1)) == []
+
+
 class Letters:
     """A tokenizer whose tokens 1 and 2 are half a character each."""
 

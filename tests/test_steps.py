@@ -238,3 +238,14 @@ def test_what_is_not_a_graph() -> None:
     assert Rerun.captured == 0
     assert model.model.steps is not None
     assert copy.deepcopy(model).model.steps is None
+
+
+@torch.no_grad()
+def test_steps_that_draw() -> None:
+    """Angles that are drawn afresh are drawn for the tokens of a step."""
+    model, ids = kernel_model("random-rotation"), prompts(1, 12)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :6], past_key_values=cache)
+    for t in range(6, 12):
+        assert model(ids[:, t : t + 1], past_key_values=cache).logits.isfinite().all()
+    assert Rerun.replayed

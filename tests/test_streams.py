@@ -55,12 +55,14 @@ def test_rows_come_and_go(encoding: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert bool(Rerun.captured) == (encoding != "stickbreaking")
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "path", "rope", "alibi", "conformal-sympow", "stickbreaking"])
+@pytest.mark.parametrize(
+    "encoding", ["path-fox", "path", "rope", "alibi", "sympow", "conformal-sympow", "stickbreaking"]
+)
 @torch.no_grad()
 def test_prompts_that_are_read_together(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1, 19 and 7 tokens: padding is in no row's past, nor is there a gate for it. Squares fold."""
     monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
-    if encoding == "conformal-sympow":
+    if encoding.endswith("sympow"):
         monkeypatch.setattr("deadreckon.ops.streaming.past.LEAF", 8)
         monkeypatch.setattr("deadreckon.ops.streaming.past.tokens_worth", lambda *_: 10)
     model = kernel_model(encoding) if encoding != "stickbreaking" else make_model(encoding)
@@ -123,6 +125,41 @@ def test_a_past_without_its_padding(kind: str, masked: int) -> None:
         *((t, t + 1) for t in range(length + 90, end)),
     ]:
         torch.testing.assert_close(attend(found, start, stop, real), attend(alone, start, stop, real))
+
+
+@torch.no_grad()
+def test_one_of_a_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That has no padding itself, and a tail that is full: no gate is left, and free rows look at nothing."""
+    monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
+    model, ids = kernel_model("rope"), prompts(2, 24)
+    expected = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    model(ids[:, :9], mask, past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1]))
+    streams = Streams(model, 3, Rerun)
+    assert streams.admit(cache) == [0]
+    assert streams.step_of_all is not None
+    assert streams.step_of_all.residents[0].decoder.parts[1:].eq(0).all()  # type: ignore[attr-defined]
+    for t in range(9, 20):
+        torch.testing.assert_close(streams.step(ids[1, t].expand(3))[0], expected[1, t], **CLOSE)
+    again = model(ids[1:, 20:], past_key_values=streams.take(0)).logits
+    torch.testing.assert_close(again[0], expected[1, 20:], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_first_sequence_whose_tail_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is closed before a step is captured, not in it."""
+    monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
+    model, ids = kernel_model("conformal-sympow"), prompts(1, 24)
+    expected, cache = model(ids).logits, prefilled(model, ids[:, :5])
+    for t in range(5, 13):
+        model(ids[:, t : t + 1], past_key_values=cache)
+    streams = Streams(model, 2, Rerun)
+    streams.admit(cache)
+    for t in range(13, 18):
+        torch.testing.assert_close(streams.step(ids[0, t].expand(2))[0], expected[0, t], **CLOSE)
 
 
 def test_bad_rows() -> None:

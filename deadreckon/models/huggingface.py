@@ -242,7 +242,9 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         `places` (1, T) counts them with all tokens before, masked or not.
         """
         left_out = states[0].left_out
-        context = Context.of(x, ids).after(states[0].length) if places is None else Context(places, ids)
+        context = (
+            Context.of(x, ids).after(states[0].length) if places is None else Context(places, ids, length=x.shape[1])
+        )
         if left_out is not None:
             context = replace(context, positions=context.positions - left_out.unsqueeze(1))
         context = context.remembering({})

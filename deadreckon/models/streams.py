@@ -13,7 +13,7 @@ gone or have closed a tail. Elsewhere rows are decoded one after another, each w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from deadreckon.models.cache import StateLayer
 from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count
 from deadreckon.models.huggingface import DeadReckonForCausalLM
 from deadreckon.models.state import LayerState
+from deadreckon.ops.streaming import decode
 from deadreckon.ops.streaming.decode import close_tail
 from deadreckon.ops.streaming.past import Past
 
@@ -119,7 +120,7 @@ class Streams:
 
     def _admit(self, cache: Cache, masked: list[int]) -> list[int]:
         """Gives the sequences of a KV cache, of which so many tokens are masked, rows."""
-        alone = len(masked) == 1 and not masked[0]
+        alone = len(masked) == 1 and cache.layers[0].state.left_out is None
         rows = [_Row(cache, number, left_out, alone) for number, left_out in enumerate(masked)]
         if self.step_of_all is None and self.graph is not None:
             first = _Row(cache, 0, masked[0], alone)
@@ -139,8 +140,7 @@ class Streams:
         """Frees a row. Its KV cache is worth nothing any more: it has not counted the tokens since."""
         self._at(number)
         if self.step_of_all is not None:
-            for resident in self.step_of_all.residents:
-                resident.decoder.unload(number)
+            self._unload([number], self.step_of_all)
         self.rows[number] = None
 
     def take(self, number: int) -> Cache:
@@ -194,7 +194,9 @@ class Streams:
 
         rows, joint = len(self.rows), list[LayerState]()
         for state in states:
-            past = state.past
+            past = state.past.fork()
+            if past.waiting is not None and past.waiting.length >= 2 * decode.LEAF:  # or the step would do that
+                close_tail(past)
             assert past.signature is not None
             assert state.origin is not None
             if past.signature.score not in ("softmax", 2):
@@ -207,7 +209,9 @@ class Streams:
             recent = {name: x.repeat(rows, *[1] * (x.dim() - 1)) for name, x in state.recent.items()}
             joint.append(LayerState(whole, recent, origin=state.origin._replace(batch=rows)))
         ids = torch.zeros(rows, 1, dtype=torch.int64, device=self.model.device)
-        return CapturedStep(self.model.model._decode, ids, joint, graph, warm=True)
+        step = CapturedStep(self.model.model._decode, ids, joint, graph, warm=True)
+        self._unload(range(rows), step)
+        return step
 
     def _load(self, cache: Cache, numbers: list[int], rows: list[_Row], step: CapturedStep) -> None:
         """Copies the last tokens of sequences to where the step reads them. All else stays where it is."""
@@ -217,6 +221,7 @@ class Streams:
             state.detach()
             past = state.past.without_first(0, state.gated or state.left_out is None)
             if not resident.decoder.load(past, numbers, [row.masked for row in rows]):
+                self._unload(numbers, step)
                 raise ValueError("cache: expected fewer segments: fork a prefix less often")
             for name, x in resident.recent.items():
                 x[where] = state.recent[name]
@@ -226,6 +231,11 @@ class Streams:
         step.places[where] = torch.tensor(lengths, device=where.device).unsqueeze(1)
         for number, row in zip(numbers, rows, strict=True):
             self._loaded(number, row, step)
+
+    def _unload(self, numbers: Iterable[int], step: CapturedStep) -> None:
+        for resident in step.residents:
+            for number in numbers:
+                resident.decoder.unload(number)
 
     def _loaded(self, number: int, row: _Row, step: CapturedStep) -> None:
         row.ahead, row.room = 0, min(resident.decoder.room(number) for resident in step.residents)

@@ -63,11 +63,12 @@ def saving(formula: Formula | None) -> AbstractContextManager[Any]:
 @contextmanager
 def _saving(formula: Formula) -> Iterator[None]:
     outer_pack, outer_unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (_hold, _held)
+    version = formula.result._version
     open_formulas = [formula]  # autograd keeps `pack` beside what it saves, and would keep the result with it
 
     def pack(x: Tensor) -> Any:
         for result, function, inputs in open_formulas:
-            if _is_same(x, result):
+            if x._version == version and _is_same(x, result):
                 return _Saved(function, [outer_pack(y.detach()) for y in inputs], x.shape)
         return outer_pack(x)
 

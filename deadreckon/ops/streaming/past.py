@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from deadreckon.ops.blockwise.precision import faded
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.streaming.fold import Folded, fold, tokens_worth
 from deadreckon.ops.streaming.segments import Change, Segment
@@ -196,13 +197,21 @@ class Past:
             segments[0], left = segments[0].without_first(left), 0
         if left and waiting is not None:
             waiting = waiting.without_first(left)
-        if not gated:
-            segments = [segment.without_gates() for segment in segments]
-            waiting = None if waiting is None else waiting.without_gates()
         past = replace(self, length=self.length - tokens, segments=segments, waiting=waiting, decoder=None)
         if not gated and self.signature is not None:
             past.signature = self.signature._replace(gate_heads=None)
+            past.segments = [segment.without_gates() for segment in segments]
+            past.waiting = None if waiting is None else waiting.without_gates()
+            past.folded = None if self.folded is None else self._folded_without_gates(self.folded)
         return past
+
+    def _folded_without_gates(self, folded: Folded) -> Folded:
+        """The state as the last token sees it, if gates are open but for one, which may be closed behind all of it."""
+        totals = [gates[1] for segment in self.segments if (gates := segment.gates()) is not None]
+        if self.waiting is not None and "gates" in self.waiting.storage:
+            totals.append(self.waiting["gates"].sum(1, keepdim=True))
+        state = folded.state * faded(torch.stack(totals).sum(0), folded.state.dtype).unsqueeze(-1)
+        return folded._replace(state=state[:, :, :1].contiguous())  # that of all query heads
 
     def to(self, device: torch.device | str) -> Past:
         """The past on another device."""

@@ -39,7 +39,7 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
     _, steps = factors.parts()
     if q.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {q.dtype}"
-    limits, among = dict.fromkeys("DE", _widest_head(q, factors, packed)), ""
+    limits, among = dict.fromkeys("DE", _widest_head(q, v, factors, packed)), ""
     if isinstance(score, Power):
         form = form_for(score, q)
         if steps is not None or score.p not in WIDEST.get(form, {}):
@@ -58,13 +58,13 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
     return None
 
 
-def _widest_head(q: Tensor, factors: Factors, packed: bool) -> int:
+def _widest_head(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> int:
     """Up to what D and E the tiles of softmax and sticks are in a multiprocessor's shared memory."""
     _, steps = factors.parts()
     widest = 128 if steps is not None else 256
     has_large_tiles = steps is not None or factors.log_gate is not None or packed
     if factors.score == "stick-breaking" and steps is None:
-        has_large_tiles = cramped(q)
+        has_large_tiles = max(q.shape[3], v.shape[3]) > 128 and cramped(q)
     return widest // 2 if q.dtype == torch.float32 and has_large_tiles else widest
 
 
