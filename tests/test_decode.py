@@ -202,19 +202,10 @@ def test_partial_results_of_many_programs_add_up() -> None:
     weight, greatest = torch.rand(2, heads, parts, group, device=DEVICE)
     greatest = 4 * greatest + torch.linspace(0, 6, parts, device=DEVICE)[:, None]
     tokens, y = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.empty(heads, group, width, device=DEVICE)
-    _combine[(heads, group)](
-        y,
-        Partial(out, weight, greatest),
-        tokens,
-        heads,
-        parts,
-        parts,
-        G=group,
-        SQUARES=False,
-        E=width,
-        BE=width,
-        BLOCK=32,
-    )
+    _combine[(heads, group, 2)](
+        y, Partial(out, weight, greatest), tokens, heads, parts, parts,
+        G=group, SQUARES=False, E=width, BE=width // 2, BLOCK=32,
+    )  # fmt: skip
     share = torch.exp2(greatest.double()).unsqueeze(-1)
     expected = (share * out).sum(1) / (share * weight.unsqueeze(-1)).sum(1)
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)

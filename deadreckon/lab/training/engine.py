@@ -67,15 +67,14 @@ def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.opt
     """AdamW, with the parameter groups of encodings. The schedule scales each group's `initial_lr`.
 
     On a GPU learning rates and step counts are tensors there, so that a captured CUDA graph sees the current values;
-    but not of sharded parameters, whose steps are not captured.
+    but not the rates of sharded parameters, whose steps are not captured.
     """
     first, second = recipe.betas
     groups = dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay)
-    device = next(model.parameters()).device
-    if device.type != "cuda" or isinstance(next(model.parameters()), DTensor):
-        return torch.optim.AdamW(groups, betas=(first, second))
-    optimizer = torch.optim.AdamW(groups, betas=(first, second), fused=True, capturable=True)
-    for group in optimizer.param_groups:
+    device, sharded = next(model.parameters()).device, isinstance(next(model.parameters()), DTensor)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(groups, betas=(first, second), fused=on_gpu, capturable=on_gpu and not sharded)
+    for group in optimizer.param_groups if optimizer.defaults["capturable"] else ():
         group["lr"] = torch.tensor(group["lr"], device=device)
     return optimizer
 
@@ -275,8 +274,8 @@ class Training:
         for place, value in memory.items():
             key, name = place.split(".", 1)
             parameter = parameters[name]
-            # Without graphs AdamW keeps its count of steps on the CPU.
-            on_cpu = key == "step" and not self.optimizer.defaults["capturable"]
+            # AdamW keeps its count of steps on the CPU, unless it is one kernel.
+            on_cpu = key == "step" and not self.optimizer.defaults["fused"]
             self.optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
         self.done = done
 

@@ -21,10 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.kernel import Kernel
-from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, padded, power_of_two, store_matrix
+from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, mul_exact, padded, power_of_two, store_matrix
 
 CHUNK = 64  # tokens of the tail that a program turns
 STATE_PARTS = 66  # programs that read a state: of heads of 64 each one has 32 rows, one step of its loop
+STATE_TILE = 32 * 4 * 64  # numbers that it reads in a step, at most: 64 of a thread
+BLOCK = 64
+STAGES = 3
+COMBINED = 16  # channels that a program adds up
 FIELDS = 7  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; length and room
 
 
@@ -82,28 +86,42 @@ def _gate_at(p_gate, mask):
 
 
 @triton.jit
+def _weighted(b_e, b_v, DTYPE: tl.constexpr):
+    """Sums of values by their weights: these may all be tiny, and halves would have none of them."""
+    b_most = tl.maximum(tl.max(b_e, 1), 1e-30)[:, None]
+    return mul_exact(b_e / b_most, b_v, DTYPE) * b_most
+
+
+@triton.jit
+def _queries(p_q, G: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr):
+    """All queries of a group, as they are: (BG, BD)."""
+    query, channel = tl.arange(0, BG), tl.arange(0, BD)
+    mask = (query < G)[:, None] & (channel < D)[None, :]
+    return tl.load(p_q + query[:, None] * D + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _look_at_tail(
     p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N, ROOM,
     G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
+    E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Turns some of the tail, the new token among them perhaps, and attends to it."""
-    channel, value = tl.arange(0, BD), tl.arange(0, BE)
-    m_channel, m_value = channel < D, value < E
+    channel, value, query = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BG)
+    m_channel, m_value, m_query = channel < D, value < E, query < G
     row = i_part * CHUNK + tl.arange(0, CHUNK)
     at = i_n * ROOM + row
     is_new, m_row = row == tokens, row <= tokens
     m_keys, m_values = m_row[:, None] & m_channel[None, :], m_row[:, None] & m_value[None, :]
     p_keys = last.keys if ROUTES else last.k
     b_keys = tl.load(p_keys + at[:, None] * D + channel[None, :], mask=m_keys & (row < tokens)[:, None], other=0.0)
-    b_keys = b_keys.to(tl.float32)
     if ROUTES:
         b_keys -= beta * tl.sum(b_keys * b_w[None, :], 1)[:, None] * b_w[None, :]
     b_k = tl.load(p_k + i_n * D + channel, mask=m_channel, other=0.0)
     b_v = tl.load(p_v + i_n * E + value, mask=m_value, other=0.0)
-    b_keys = tl.where(is_new[:, None], b_k.to(tl.float32)[None, :], b_keys)
+    b_keys = tl.where(is_new[:, None], b_k.to(b_keys.dtype)[None, :], b_keys)
     b_values = tl.load(last.v + at[:, None] * E + value[None, :], mask=m_values & (row < tokens)[:, None], other=0.0)
-    b_values = tl.where(is_new[:, None], b_v[None, :], b_values).to(tl.float32)
+    b_values = tl.where(is_new[:, None], b_v[None, :], b_values)
     if ROUTES:
         tl.store(last.keys + at[:, None] * D + channel[None, :], b_keys, mask=m_keys)
     if (i_part == tokens // CHUNK) & (tokens < ROOM):
@@ -117,32 +135,36 @@ def _look_at_tail(
         b_p = matrix(p_product, D, BD)
         b_p -= beta * tl.sum(b_p * b_w[None, :], 1)[:, None] * b_w[None, :]
         store_matrix(last.products + (((tokens + 1) % 2) * N + i_n) * D * D, b_p, D, BD)
-    b_bias = tl.zeros([CHUNK], tl.float32)
-    for g in tl.static_range(G):
-        if GATES and (GATES > 1 or g == 0):
-            gate = _gate_at(p_gate + i_n * GATES + g, True)
-            p_bias = last.bias + at * GATES + g
-            b_bias = tl.load(p_bias, mask=row < tokens, other=0.0) + gate
-            b_bias = tl.where(is_new, 0.0, b_bias)
-            tl.debug_barrier()  # several threads load a number, one of them writes it
-            tl.store(p_bias, b_bias, mask=m_row)
-            tl.store(last.gates + at * GATES + g, gate, mask=is_new)
-            if i_part == 0:
-                total = tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + g) + gate
-                tl.store(last.totals + (((tokens + 1) % 2) * N + i_n) * GATES + g, total)
-        b_q = tl.load(p_q + g * D + channel, mask=m_channel, other=0.0).to(tl.float32)
-        b_s = tl.sum(b_keys * b_q[None, :], 1)
-        if SQUARES:
-            b_s *= unit / length_of(b_q, 0)
-            b_weight = tl.where(m_row, b_s * b_s * tl.exp2(b_bias * 1.4426950408889634), 0.0)
-            greatest = 0.0
-        else:
-            b_s = tl.where(m_row, (b_s * scale + b_bias) * 1.4426950408889634, float("-inf"))
-            greatest = tl.maximum(tl.max(b_s, 0), -1e30)  # of no tokens at all, perhaps
-            b_weight = tl.exp2(b_s - greatest)
-        tl.store(partial.out + (partial_at + g) * E + value, tl.sum(b_weight[:, None] * b_values, 0), mask=m_value)
-        tl.store(partial.weight + partial_at + g, tl.sum(b_weight, 0))
-        tl.store(partial.greatest + partial_at + g, greatest)
+    b_q = _queries(p_q, G, D, BG, BD)
+    b_s = mul_exact(b_q, tl.trans(b_keys), DTYPE)
+    b_bias = tl.zeros([BG, CHUNK], tl.float32)
+    if GATES:
+        kind, m_kind = query % GATES, query < GATES
+        b_gate = _gate_at(p_gate + i_n * GATES + kind, m_query)
+        of_kind = at[None, :] * GATES + kind[:, None]
+        m_bias = m_query[:, None] & (row < tokens)[None, :]
+        b_bias = tl.load(last.bias + of_kind, mask=m_bias, other=0.0) + b_gate[:, None]
+        b_bias = tl.where(is_new[None, :], 0.0, b_bias)
+        tl.debug_barrier()  # several threads load a number, one of them writes it
+        tl.store(last.bias + of_kind, b_bias, mask=m_kind[:, None] & m_row[None, :])
+        b_gates = tl.where(is_new[None, :], b_gate[:, None], 0.0)
+        tl.store(last.gates + of_kind, b_gates, mask=m_kind[:, None] & is_new[None, :])
+        if i_part == 0:
+            p_total = last.totals + i_n * GATES + kind
+            b_total = tl.load(p_total + (tokens % 2) * N * GATES, mask=m_kind, other=0.0) + b_gate
+            tl.store(p_total + ((tokens + 1) % 2) * N * GATES, b_total, mask=m_kind)
+    if SQUARES:
+        b_s *= (unit / length_of(b_q.to(tl.float32), 1))[:, None]
+        b_weight = tl.where(m_row[None, :], b_s * b_s * tl.exp2(b_bias * 1.4426950408889634), 0.0)
+        b_greatest = tl.zeros([BG], tl.float32)
+    else:
+        b_s = tl.where(m_row[None, :], (b_s * scale + b_bias) * 1.4426950408889634, float("-inf"))
+        b_greatest = tl.maximum(tl.max(b_s, 1), -1e30)  # of no tokens at all, perhaps
+        b_weight = tl.exp2(b_s - b_greatest[:, None])
+    p_out = partial.out + (partial_at + query)[:, None] * E + value[None, :]
+    tl.store(p_out, _weighted(b_weight, b_values, DTYPE), mask=m_query[:, None] & m_value[None, :])
+    tl.store(partial.weight + partial_at + query, tl.sum(b_weight, 1), mask=m_query)
+    tl.store(partial.greatest + partial_at + query, b_greatest, mask=m_query)
 
 
 @triton.jit
@@ -163,22 +185,16 @@ def _look_at_segment(
     p_bias = partial.weight + tl.load(address + 2) + i_h * length * GATES
     p_total = partial.weight + tl.load(address + 4) + i_h * GATES
     query = tl.arange(0, BG)
+    b_queries = _queries(p_q, G, D, BG, BD)
+    b_scale = tl.full([BG], 0.0, tl.float32) + scale
+    if SQUARES:
+        b_scale = unit / length_of(b_queries.to(tl.float32), 1)
     if ROUTES:
         p_later = partial.weight + tl.multiple_of(tl.load(address + 3), 4) + i_h * D * D
-        b_p, b_later = matrix(p_product, D, BD), matrix(p_later, D, BD)
-        b_queries = tl.zeros([BG, BD], tl.float32)
-        for g in range(G):
-            b_q = tl.load(p_q + g * D + channel, mask=m_channel, other=0.0).to(tl.float32) * scale
-            b_q -= beta * tl.sum(b_q * b_w, 0) * b_w
-            b_q = tl.sum(b_p * b_q[None, :], 1)
-            b_q = tl.sum(b_later * b_q[None, :], 1)
-            b_queries = tl.where((query == g)[:, None], b_q[None, :], b_queries)
-    else:
-        m_queries = (query < G)[:, None] & m_channel[None, :]
-        b_queries = tl.load(p_q + query[:, None] * D + channel[None, :], mask=m_queries, other=0.0)
-        b_scale = tl.full([BG], 0.0, tl.float32) + scale
-        if SQUARES:
-            b_scale = unit / length_of(b_queries.to(tl.float32), 1)
+        b_queries = b_queries.to(tl.float32)
+        b_queries -= beta * tl.sum(b_queries * b_w[None, :], 1)[:, None] * b_w[None, :]
+        b_queries = mul_exact(b_queries, tl.trans(matrix(p_product, D, BD)), DTYPE)
+        b_queries = mul_exact(b_queries, tl.trans(matrix(p_later, D, BD)), DTYPE)
     b_shift = tl.zeros([BG], tl.float32)
     gate_of = query % GATES if GATES else query
     if GATES:
@@ -195,9 +211,7 @@ def _look_at_segment(
         m_row = row < stop
         at = row.to(tl.int64)
         b_k = tl.load(p_keys + at[None, :] * D + channel[:, None], mask=m_row[None, :] & m_channel[:, None], other=0.0)
-        b_s = mul(b_queries, b_k, DTYPE)
-        if not ROUTES:  # halves keep their digits where a scaled query would be rounded again
-            b_s *= b_scale[:, None]
+        b_s = mul(b_queries, b_k, DTYPE) * b_scale[:, None]  # a scaled query would be rounded once more
         b_bias = b_shift[:, None]
         if GATES:
             m_bias = m_row[None, :] & (query < G)[:, None]
@@ -211,7 +225,10 @@ def _look_at_segment(
             b_e = tl.exp2(b_s - b_new[:, None])
         b_ratio = tl.exp2(b_greatest - b_new)
         b_v = tl.load(p_values + at[:, None] * E + value[None, :], mask=m_row[:, None] & m_value[None, :], other=0.0)
-        b_out = b_out * b_ratio[:, None] + mul(b_e.to(DTYPE), b_v, DTYPE)
+        if SQUARES:
+            b_out += _weighted(b_e, b_v, DTYPE)
+        else:
+            b_out = b_out * b_ratio[:, None] + mul(b_e, b_v, DTYPE)
         b_weight = b_weight * b_ratio + tl.sum(b_e, 1)
         b_greatest = b_new
     m_query = query < G
@@ -224,41 +241,44 @@ def _look_at_segment(
 @triton.jit
 def _look_at_state(
     p_q, p_gate, last, partial, state, partial_at, p_part, i_n, i_h, i_row, tokens, N, F,
-    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, STATE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Reads some rows of the state."""
+    """Reads some rows of the state, for all queries of a group at once."""
     KINDS: tl.constexpr = GATES if GATES else 1
-    ROWS: tl.constexpr = 32
-    channel, value = tl.arange(0, BD), tl.arange(0, BE)
+    channel, value, query = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BQ)
+    m_query, kind = query < G, query % KINDS
     start, stop = tl.load(p_part + 1), tl.load(p_part + 2)
     p_state = partial.weight + tl.load(state.address + i_row) + i_h * F * KINDS * (E + 1)
-    factor = tl.load(state.factor + i_n)
-    for g in tl.static_range(G):
-        kind = g % KINDS
-        fade = factor
-        if GATES:
-            shift = _gate_at(p_gate + i_n * GATES + kind, True)
-            shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + kind)
-            shift += tl.load(state.later + i_n * GATES + kind)
-            fade = factor * tl.exp2(shift * 1.4426950408889634)
-        b_q = tl.load(p_q + g * D + channel, mask=channel < D, other=0.0).to(tl.float32)
-        one = 1 / length_of(b_q, 0)
-        b_out = tl.zeros([BE], tl.float32)
-        weight = tl.zeros([], tl.float32)
-        for first in range(start, stop, ROWS):
-            row = first + tl.arange(0, ROWS)
-            m_row = row < stop
-            b_first = tl.load(p_q + g * D + tl.load(state.first + row, mask=m_row, other=0), mask=m_row, other=0.0)
-            b_second = tl.load(p_q + g * D + tl.load(state.second + row, mask=m_row, other=0), mask=m_row, other=0.0)
-            b_x = (b_first.to(tl.float32) * one) * (b_second.to(tl.float32) * one)
-            at = (row.to(tl.int64) * KINDS + kind) * (E + 1)
-            m_state = m_row[:, None] & (value < E)[None, :]
-            b_state = tl.load(p_state + at[:, None] + value[None, :], mask=m_state, other=0.0)
-            b_out += tl.sum(b_x[:, None] * b_state, 0)
-            weight += tl.sum(b_x * tl.load(p_state + at + E, mask=m_row, other=0.0), 0)
-        tl.store(partial.out + (partial_at + g) * E + value, b_out * fade, mask=value < E)
-        tl.store(partial.weight + partial_at + g, weight * fade)
-        tl.store(partial.greatest + partial_at + g, tl.load(state.noise + i_n * KINDS + kind) * fade)
+    b_fade = tl.load(state.factor + i_n) + tl.zeros([BQ], tl.float32)
+    if GATES:
+        b_shift = _gate_at(p_gate + i_n * GATES + kind, m_query)
+        b_shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + kind, mask=m_query, other=0.0)
+        b_shift += tl.load(state.later + i_n * GATES + kind, mask=m_query, other=0.0)
+        b_fade *= tl.exp2(b_shift * 1.4426950408889634)
+    m_q = m_query[:, None] & (channel < D)[None, :]
+    b_q = tl.load(p_q + query[:, None] * D + channel[None, :], mask=m_q, other=0.0).to(tl.float32)
+    b_one = 1 / length_of(b_q, 1)
+    b_out = tl.zeros([BQ, BE], tl.float32)
+    b_weight = tl.zeros([BQ], tl.float32)
+    for first in range(start, stop, STATE_ROWS):
+        row = first + tl.arange(0, STATE_ROWS)
+        m_row = row < stop
+        m_x = m_row[:, None] & m_query[None, :]
+        b_first = tl.load(state.first + row, mask=m_row, other=0)[:, None] + query[None, :] * D
+        b_second = tl.load(state.second + row, mask=m_row, other=0)[:, None] + query[None, :] * D
+        b_x = tl.load(p_q + b_first, mask=m_x, other=0.0).to(tl.float32) * b_one[None, :]
+        b_x *= tl.load(p_q + b_second, mask=m_x, other=0.0).to(tl.float32) * b_one[None, :]
+        p_row = p_state + (row.to(tl.int64)[:, None] * KINDS + kind[None, :]) * (E + 1)
+        m_state = m_x[:, :, None] & (value < E)[None, None, :]
+        b_state = tl.load(p_row[:, :, None] + value[None, None, :], mask=m_state, other=0.0)
+        b_out += tl.sum(b_x[:, :, None] * b_state, 0)
+        b_weight += tl.sum(b_x * tl.load(p_row + E, mask=m_x, other=0.0), 0)
+    p_out = partial.out + (partial_at + query)[:, None] * E + value[None, :]
+    tl.store(p_out, b_out * b_fade[:, None], mask=m_query[:, None] & (value < E)[None, :])
+    tl.store(partial.weight + partial_at + query, b_weight * b_fade, mask=m_query)
+    b_noise = tl.load(state.noise + i_n * KINDS + kind, mask=m_query, other=0.0)
+    tl.store(partial.greatest + partial_at + query, b_noise * b_fade, mask=m_query)
 
 
 @Kernel
@@ -266,8 +286,8 @@ def _look_at_state(
 def _look(
     p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, state, p_segments, p_parts, scale, N, HEADS, ROOM, F, SPLIT,
     G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+    E: tl.constexpr, BG: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr, BLOCK: tl.constexpr, STATE_ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     i_n, i_part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     i_row, i_h = i_n // HEADS, i_n % HEADS  # rows have segments of their own, each of so many heads
@@ -286,7 +306,7 @@ def _look(
     if i_part * CHUNK < ROOM:
         _look_at_tail(
             p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N,
-            ROOM, G, GATES, ROUTES, SQUARES, D, E, BD, BE, CHUNK,
+            ROOM, G, GATES, ROUTES, SQUARES, D, E, BG, BD, BE, CHUNK, DTYPE,
         )  # fmt: skip
     else:
         p_part = p_parts + (i_row * (parts - ROOM // CHUNK) + i_part - ROOM // CHUNK) * 3
@@ -294,26 +314,9 @@ def _look(
         if tl.load(p_part + 1) < tl.load(p_part + 2):
             if SQUARES and i_part >= SPLIT:
                 _look_at_state(
-                    p_q,
-                    p_gate,
-                    last,
-                    partial,
-                    state,
-                    partial_at,
-                    p_part,
-                    i_n,
-                    i_h,
-                    i_row,
-                    tokens,
-                    N,
-                    F,
-                    G,
-                    GATES,
-                    D,
-                    E,
-                    BD,
-                    BE,
-                )
+                    p_q, p_gate, last, partial, state, partial_at, p_part, i_n, i_h, i_row, tokens, N, F,
+                    G, GATES, D, E, BQ, BD, BE, STATE_ROWS,
+                )  # fmt: skip
             else:
                 _look_at_segment(
                     p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, i_h,
@@ -331,8 +334,9 @@ def _combine(
     p_out, partial, p_tokens, HEADS, PARTS, SPLIT,
     G: tl.constexpr, SQUARES: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i_n, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    value = tl.arange(0, BE)
+    """Adds up all programs' parts of some channels."""
+    i_n, g, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    value = i_part * BE + tl.arange(0, BE)
     greatest = tl.full([], -1e30, tl.float32)
     weight = tl.zeros([], tl.float32)
     b_out = tl.zeros([BE], tl.float32)
@@ -352,8 +356,9 @@ def _combine(
         at = (i_n * PARTS + part) * G + g
         b_greatest = tl.load(partial.greatest + at, mask=m_part, other=float("-inf"))
         b_weight = tl.load(partial.weight + at, mask=m_part, other=0.0)
-        m_out = (b_weight != 0)[:, None] & (value < E)[None, :]  # what is there of no weight may be anything
+        m_out = m_part[:, None] & (value < E)[None, :]
         b_part = tl.load(partial.out + at[:, None] * E + value[None, :], mask=m_out, other=0.0)
+        b_part = tl.where((b_weight != 0)[:, None], b_part, 0.0)  # what is there of no weight may be anything
         new = tl.maximum(greatest, tl.max(b_greatest, 0))
         b_ratio = tl.exp2(b_greatest - new)
         ratio = tl.exp2(greatest - new)
@@ -365,7 +370,7 @@ def _combine(
     if SQUARES:
         weight = tl.where(weight == 0, 1.0, weight)  # a row without weights attends to nothing
     tl.store(p_out + (i_n * G + g) * E + value, (b_out / weight).to(p_out.dtype.element_ty), mask=value < E)
-    if (i_n % HEADS == 0) & (g == 0):
+    if (i_n % HEADS == 0) & (g == 0) & (i_part == 0):
         p_tokens += i_n // HEADS
         tl.store(p_tokens, tl.load(p_tokens) + 1)
 
@@ -400,17 +405,19 @@ def look(
     out = q.new_empty(heads, group, value_width)
     programs = partial.weight.shape[1]
     row = max(width, value_width) * q.element_size()  # bytes
-    block = 128 if row <= 128 else 64 if row <= 512 else 32  # as many keys and values as there is shared memory for
+    block = BLOCK if row <= 128 else 64 if row <= 512 else 32  # as many keys and values as there is shared memory for
     of_row = heads // len(last.tokens)
     rows, split = (0, programs) if state is None else (state.first.shape[0], programs - STATE_PARTS)
+    queries, values = power_of_two(group), padded(value_width)
     _look[(programs, heads)](
         q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, of_row, room, rows, split,
         G=group, GATES=gates, ROUTES=w is not None, SQUARES=state is not None, D=width, E=value_width,
-        BG=max(16, power_of_two(group)), BD=padded(width), BE=padded(value_width), CHUNK=CHUNK, FIELDS=FIELDS,
-        BLOCK=block, DTYPE=DTYPES[q.dtype], num_warps=4, num_stages=3,
+        BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=block,
+        STATE_ROWS=max(1, min(32, STATE_TILE // (queries * values))), DTYPE=DTYPES[q.dtype], num_warps=4, num_stages=STAGES,
     )  # fmt: skip
-    _combine[(heads, group)](
+    _combine[(heads, group, values // COMBINED)](
         out, partial, last.tokens, of_row, programs, split,
-        G=group, SQUARES=state is not None, E=value_width, BE=padded(value_width), BLOCK=32, num_warps=4,
+        G=group, SQUARES=state is not None, E=value_width, BE=COMBINED, BLOCK=min(256, power_of_two(programs)),
+        num_warps=4,
     )  # fmt: skip
     return out
