@@ -21,8 +21,8 @@ from deadreckon.lab.pages import pictures
 from deadreckon.lab.pages.compare import compare, describe_solved, print_comparison
 from deadreckon.lab.pages.comparison import Comparison, by_label, gather
 from deadreckon.lab.pages.report import write_report
-from deadreckon.lab.recipes import find_recipe
-from deadreckon.lab.training import Progress, Run, Training, find_runs, score_run, train_run
+from deadreckon.lab.recipes import Recipe, find_recipe
+from deadreckon.lab.training import Progress, Run, Training, find_runs, parallel, score_run, train_run
 
 
 def test_compare_by_several_processes(tmp_path: Path) -> None:
@@ -33,6 +33,20 @@ def test_compare_by_several_processes(tmp_path: Path) -> None:
     assert some == alone
     with pytest.raises(ValueError, match="jobs: expected 1 or more, got 0"):
         compare("flipflop", ("rope",), runs=tmp_path, jobs=0, console=quiet())
+
+
+def test_the_first_seed_of_all_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make(recipe: Recipe, path: Path, *rest: Any) -> Run:
+        made.append((recipe.encoding, recipe.seed))
+        return Run.create(path, recipe)
+
+    monkeypatch.setattr(parallel, "make_run", make)
+    wanted = {tmp_path / f"{name}-{seed}": small(name, seed) for name in ("rope", "path") for seed in (0, 1)}
+    runs = parallel.make_runs(wanted, (), "cpu", 1, quiet())
+    assert made == [("rope", 0), ("path", 0), ("rope", 1), ("path", 1)]
+    assert [run.path for run in runs] == list(wanted)  # tables have the order that was asked for
 
 
 def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
