@@ -21,8 +21,8 @@ from deadreckon.lab.pages import pictures
 from deadreckon.lab.pages.compare import compare, describe_solved, print_comparison
 from deadreckon.lab.pages.comparison import Comparison, by_label, gather
 from deadreckon.lab.pages.report import write_report
-from deadreckon.lab.recipes import find_recipe
-from deadreckon.lab.training import Progress, Run, Training, find_runs, score_run, train_run
+from deadreckon.lab.recipes import Recipe, find_recipe
+from deadreckon.lab.training import Progress, Run, Training, find_runs, parallel, score_run, train_run
 
 
 def test_compare_by_several_processes(tmp_path: Path) -> None:
@@ -33,6 +33,20 @@ def test_compare_by_several_processes(tmp_path: Path) -> None:
     assert some == alone
     with pytest.raises(ValueError, match="jobs: expected 1 or more, got 0"):
         compare("flipflop", ("rope",), runs=tmp_path, jobs=0, console=quiet())
+
+
+def test_the_first_seed_of_all_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make(recipe: Recipe, path: Path, *rest: Any) -> Run:
+        made.append((recipe.encoding, recipe.seed))
+        return Run.create(path, recipe)
+
+    monkeypatch.setattr(parallel, "make_run", make)
+    wanted = {tmp_path / f"{name}-{seed}": small(name, seed) for name in ("rope", "path") for seed in (0, 1)}
+    runs = parallel.make_runs(wanted, (), "cpu", 1, quiet())
+    assert made == [("rope", 0), ("path", 0), ("rope", 1), ("path", 1)]
+    assert [run.path for run in runs] == list(wanted)  # tables have the order that was asked for
 
 
 def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +80,29 @@ def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     console = quiet()
     compare("flipflop", ("path",), changes=changes, console=console)
     assert "No picture:" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_comparison_that_is_not_finished(tmp_path: Path) -> None:
+    """--finished shows what there is and trains nothing; the page says how far the others came."""
+    changes = (*SMALL, "ends.reached=1", "ends.patience=7")
+    words: dict[str, Any] = {"seeds": 2, "changes": changes, "runs": tmp_path, "sweep": ["heads=1,2"]}
+    with pytest.raises(ValueError, match=r"finished: expected a finished run of this comparison in .*, got none"):
+        compare("flipflop", ("rope", "path"), finished=True, **words)
+    assert not list(tmp_path.iterdir())
+    compare("flipflop", ("rope", "path"), **words | {"seeds": 1}, console=quiet())
+    [folder] = tmp_path.iterdir()
+    shutil.rmtree(folder / "path-heads=2-0")
+    (folder / "rope-heads=2-0" / "last" / "progress.json").unlink()  # as if it had not come to its first checkpoint
+    train_run(Run(folder / "path-heads=1-0").recipe.change(["seed=1"]), folder / "path-heads=1-1", console=quiet())
+    page, before = tmp_path / "page.md", sorted(folder.rglob("*"))
+    found = compare("flipflop", ("rope", "path"), **words, finished=True, page=page, console=quiet())
+    assert sorted(folder.rglob("*")) == before
+    assert set(found.values) == {"rope heads=1", "path"}
+    said = page.read_text()
+    assert "mean ± standard deviation of up to 2 seeds" in said
+    assert "; until an evaluation has error 1 or 7 in a row are no better than the best, at most 24 steps of 4" in said
+    assert re.search(r"\| RoPE heads=2 \| 6, not finished: [\d.]+ \|  \|", said)
+    assert re.search(r"\| PaTH \| 6: [\d.]+ \| 6: [\d.]+ \|", said)
 
 
 @pytest.mark.parametrize("metric", ["error", "exact", "perplexity"])
@@ -108,9 +145,15 @@ def test_a_grid_has_a_panel_and_a_table_for_each_setting(tmp_path: Path, monkeyp
     console = quiet()
     print_comparison(grid, console)
     assert console.file.getvalue().count("PaTH") == 2  # type: ignore[attr-defined]
-    for uneven in (labels[:3], labels[::2]):  # a setting that lacks an encoding; one encoding
-        part = Comparison("", small(), {label: values[label] for label in uneven})
+    values["fox"] = values["rope layers=1"]
+    for none in (labels[::2], [*labels, "fox"]):  # one encoding; one without layers
+        part = Comparison("", small(), {label: values[label] for label in none})
         assert part.by_setting() == {"": part}
+    part = Comparison("", small(), {label: values[label] for label in labels[1:]})  # a setting lacks an encoding
+    assert [(setting, [*one.values]) for setting, one in part.by_setting().items()] == [
+        ("layers=1", ["path", "rope"]), ("layers=2", ["path", "rope"])
+    ]  # fmt: skip
+    assert part.by_setting()["layers=1"].table("as trained")[1] == [["8", "10.0", ""]]
 
 
 def test_labels_of_lengths_do_not_overlap() -> None:

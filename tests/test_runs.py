@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -234,7 +235,8 @@ def test_a_run_keeps_all_about_it(tmp_path: Path) -> None:
     looks = {line["step"]: line["validation_error"] for line in run.metrics() if "validation_error" in line}
     assert list(looks) == [6, 12, 18, 24]
     assert best["error"] == looks[best["step"]] == min(looks.values())
-    assert run.progress() == Progress(24, run.progress().seconds, 24 * 4 * 16, best["error"])
+    idle = (24 - best["step"]) // 6
+    assert run.progress() == Progress(24, run.progress().seconds, 24 * 4 * 16, best["error"], idle)
     for kind in ("last", "best"):
         model = dr.DeadReckonForCausalLM.from_pretrained(run.path / kind)
         assert model.config.encoding == "fox"
@@ -364,3 +366,30 @@ def test_scores_of_random_encodings_repeat() -> None:
     assert torch.equal(torch.rand(3), expected)  # nobody else's numbers were used up
     torch.rand(5)
     assert score(model, recipe, "as trained", 16) == first
+
+
+def test_training_ends_where_the_recipe_says(tmp_path: Path) -> None:
+    """Followed is the error on fresh rows: 0 or less is not reached here, 1 is at once."""
+    whole = train_run(small("rope"), tmp_path / "whole", console=quiet())
+    at_once = train_run(small("rope", 0, "ends.reached=1"), tmp_path / "reached", console=quiet())
+    assert at_once.finished and at_once.progress().step == len(at_once.metrics()) == 6
+    assert at_once.metrics()[-1]["loss"] == whole.metrics()[5]["loss"]
+    assert set(at_once.scores()) == set(whole.scores())
+    never = train_run(small("rope", 0, "ends.reached=-1"), tmp_path / "never", console=quiet())
+    assert never.finished and never.progress().step == 24
+    assert len(train_run(at_once.recipe, at_once.path, console=quiet()).starts()) == 1  # not begun again
+
+
+def test_patience_counts_evaluations_that_were_no_better() -> None:
+    recipe = small("rope", 0, "ends.patience=2")
+    progress = Progress(0)
+    followed = []
+    for value in (0.5, 0.4, 0.4, 0.3, 0.3, math.nan):
+        progress = progress.evaluated(recipe, value)
+        followed.append((progress.best, progress.idle, progress.ended))
+    assert followed == [
+        (0.5, 0, False), (0.4, 0, False), (0.4, 1, False), (0.3, 0, False), (0.3, 1, False), (0.3, 2, True)
+    ]  # fmt: skip
+    exact = small("rope", 0, 'evaluators=["exact"]', "ends.reached=0.9")
+    ended = [Progress(0).evaluated(exact, value).ended for value in (0.89, 0.9, 1.0, math.nan)]
+    assert ended == [False, True, True, False]

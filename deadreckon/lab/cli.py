@@ -178,6 +178,7 @@ class Compare:
     page: Path | None = None  # where to save the tables as Markdown too, with the paper's figures
     device: str = "cpu"  # cpu, cuda, …
     jobs: int = 1  # how many to train at a time; small models leave most of a GPU to others
+    finished: bool = False  # only show what is finished so far, and train nothing
 
     def run(self) -> None:
         from deadreckon.lab.pages.compare import compare

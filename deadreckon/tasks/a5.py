@@ -156,10 +156,10 @@ class A5Identity:
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The beginning, words, then = and the answer, which is what is scored."""
         lengths = task.draw_lengths(count, length, self.lengths, generator)
-        is_identity = torch.arange(ORDER) == IDENTITY
-        ends = torch.stack([~is_identity, is_identity]) if self.identity is not None else torch.ones(2, ORDER)
+        others, anywhere = range(IDENTITY + 1, ORDER), range(ORDER)
+        ends = (anywhere, anywhere) if self.identity is None else (others, range(IDENTITY, IDENTITY + 1))
         kinds = (torch.rand(count, generator=generator) < (self.identity or 0.0)).long()
-        words, product = draw_words(lengths, ends.double(), kinds, generator)
+        words, product = draw_words(lengths, ends, kinds, generator)
         said = torch.where(product == IDENTITY, YES, NO)[:, None]
         edge, equals = task.column(words, PAD), task.column(words, EQUALS)
         tokens = torch.cat([edge, task.compact(torch.cat([words, equals, said], dim=1), fill=PAD)], dim=1)
@@ -176,30 +176,40 @@ def steps() -> Tensor:
     return product_table()[:, [elements().index(generator) for generator in GENERATORS]]
 
 
-def draw_words(lengths: Tensor, ends: Tensor, kinds: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Words over the generators (count, longest), each word alike among those whose product is where it should be.
+@cache
+def letter_shares(ends: tuple[range, ...], longest: int) -> Tensor:
+    """How a letter is drawn: the shares of each generator and those before it (kinds · letters to come · 60, 6).
 
     The chance that random letters lead from an element to one where words may end is known for any number of letters
-    to come; each letter is drawn by the chance that it leaves.
+    to come; a letter's share is the chance that it leaves.
+    """
+    kinds = torch.tensor([[element in end for element in range(ORDER)] for end in ends], dtype=torch.float64)
+    chances = [kinds]
+    for _ in range(longest - 1):
+        chances.append(chances[-1][:, steps()].mean(2))
+    to_come = torch.stack(chances, dim=1)  # (kinds, letters to come, 60)
+    sums = to_come[:, :, steps()].cumsum(3)
+    return (sums / sums[..., -1:]).flatten(0, 2)
+
+
+def draw_words(
+    lengths: Tensor, ends: tuple[range, ...], kinds: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Words over the generators (count, longest), each word alike among those whose product is where it should be.
 
     Args:
         lengths: of the words, (count,).
-        ends: for each kind of word, 1 for each element where it may end, 0 for the others, (kinds, 60).
+        ends: for each kind of word, the elements where it may end.
         kinds: of the words, (count,).
 
     Returns:
         the words, with holes beyond their ends, and their products (count,).
     """
     longest = int(lengths.max())
-    chances = [ends]
-    for _ in range(longest - 1):
-        chances.append(chances[-1][:, steps()].mean(2))
-    to_come = torch.stack(chances, dim=1)  # (kinds, letters to come, 60)
-    sums = to_come[:, :, steps()].cumsum(3)  # of each letter and those before it (kinds, letters to come, 60, 6)
-    shares = (sums / sums[..., -1:]).flatten(0, 2)
+    shares = letter_shares(ends, longest)
     left = lengths - torch.arange(1, longest + 1)[:, None]  # letters to come (longest, count)
     starts = (kinds * longest + left.clamp(min=0)) * ORDER  # where the shares of an element are, but for the element
-    drawn = torch.rand(longest, len(lengths), 1, generator=generator, dtype=ends.dtype)
+    drawn = torch.rand(longest, len(lengths), 1, generator=generator, dtype=shares.dtype)
     at, letters, reached = torch.full_like(lengths, IDENTITY), [], []
     for place in range(longest):  # a training loop waits for this: few operations, flat indices
         letters.append((drawn[place] >= shares.index_select(0, starts[place] + at)).sum(1))

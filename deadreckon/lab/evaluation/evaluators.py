@@ -175,9 +175,8 @@ def mean_loss(bins: Sequence[PositionScore]) -> float:
 
 def _training_loss(subject: Subject) -> Iterator[Score]:
     recipe = subject.recipe
-    losses = [
-        line["loss"] for line in subject.metrics if line["step"] > 0.9 * recipe.steps and line["loss"] is not None
-    ]
+    last = max((line["step"] for line in subject.metrics), default=0)  # before `steps` where training ended early
+    losses = [line["loss"] for line in subject.metrics if line["step"] > 0.9 * last and line["loss"] is not None]
     if losses:
         loss = sum(losses) / len(losses)
         yield Score(TRAINING_LOSS, recipe.length, None, None, loss, len(losses), "loss", "training length")

@@ -16,9 +16,17 @@ from rich.console import Console
 from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import format_value
-from deadreckon.lab.pages.comparison import SOLVED, WORD_PROBLEMS, Comparison, by_label, gather, paired_table
+from deadreckon.lab.pages.comparison import (
+    HEADINGS,
+    SOLVED,
+    WORD_PROBLEMS,
+    Comparison,
+    by_label,
+    gather,
+    paired_table,
+)
 from deadreckon.lab.pages.tables import image, markdown, save_markdown, terminal
-from deadreckon.lab.recipes import Experiment, check_encodings, find_experiment, parse_sweep, title_of
+from deadreckon.lab.recipes import Experiment, Recipe, check_encodings, find_experiment, parse_sweep, title_of
 from deadreckon.lab.training import Run
 from deadreckon.lab.training.parallel import make_runs
 
@@ -26,7 +34,8 @@ from deadreckon.lab.training.parallel import make_runs
 def compare(
     name: str, encodings: Sequence[str] = (), *, seeds: int = 1, size: str = "tiny", lengths: Sequence[int] = (),
     changes: Sequence[str] = (), sweep: Sequence[str] = (), runs: Path = Path("runs"), device: str = "cpu",
-    jobs: int = 1, picture: Path | None = None, page: Path | None = None, console: Console | None = None,
+    jobs: int = 1, finished: bool = False, picture: Path | None = None, page: Path | None = None,
+    console: Console | None = None,
 ) -> Comparison:  # fmt: skip
     """Trains what is missing, scores what is not scored, prints tables and draws the picture.
 
@@ -48,7 +57,7 @@ def compare(
             f"lengths: expected some of {', '.join(map(str, recipe.test_lengths))}, where this recipe evaluates while "
             f"training (--change test_lengths=[…]; `deadreckon eval` scores a trained model at any), got {lengths}"
         )
-    done = make_runs(wanted, lengths, device, jobs, console)
+    done = find_begun(wanted) if finished else make_runs(wanted, lengths, device, jobs, console)
     comparison = gather(f"{name}, {size}", done, lengths)
     print_comparison(comparison, console)
     picture = draw_comparison(comparison, picture or folder / "comparison.png", console)
@@ -56,6 +65,16 @@ def compare(
         write_page(page, comparison, done, experiment, picture)
         console.print(f"Page: {page}", highlight=False)
     return comparison
+
+
+def find_begun(wanted: dict[Path, Recipe]) -> list[Run]:
+    """Those of the runs that are there, at least one of them finished."""
+    begun = [Run.create(path, recipe) for path, recipe in wanted.items() if (path / "recipe.json").exists()]
+    if not any(run.finished for run in begun):
+        raise ValueError(
+            f"finished: expected a finished run of this comparison in {next(iter(wanted)).parent}, got none"
+        )
+    return begun
 
 
 def folder_name(name: str, size: str, changes: Sequence[str]) -> str:
@@ -117,6 +136,12 @@ def write_page(
             parts.append(solved)
         if paired := paired_table(comparison, condition):
             parts += [f"{paired[0]}:", markdown(paired[1], paired[2])]
+    if any(run.recipe.ends or not run.finished for run in runs):
+        measure = HEADINGS[comparison.recipe.metric]
+        parts += [
+            f"Steps, and {measure[0].lower()}{measure[1:]} in the last evaluation of training:",
+            steps_table(runs),
+        ]
     if comparison.recipe.task == "language":
         parts += ["Training:", speed_table(runs)]
     if picture is not None:
@@ -139,11 +164,24 @@ def describe_runs(runs: Sequence[Run]) -> str:
     return (
         f"{start['date'][:10]}: {devices}; Python {start['python']}, {versions}; commit {commits}. "
         f"{distinct('layers')} layer{'s' * (max(recipe.layers for recipe in recipes) > 1)}, {distinct('heads')} heads, "
-        f"width {distinct('width')}; {distinct('steps')} steps of {distinct('batch_size')} sequences, "
-        f"learning rate {distinct('learning_rate')}; "
+        f"width {distinct('width')}; {describe_ends(recipes)}{distinct('steps')} steps of "
+        f"{distinct('batch_size')} sequences, learning rate {distinct('learning_rate')}; "
         f"{f'seeds 0 to {seeds[-1]}' if seeds[-1] else 'seed 0'}; tests of up to {recipes[0].test_rows} sequences or "
         f"{recipes[0].test_tokens} tokens."
     )
+
+
+def describe_ends(recipes: Sequence[Recipe]) -> str:
+    """When training ends before its last step; nothing where it never does."""
+    ends = [recipe.ends for recipe in recipes if recipe.ends]
+    if not ends:
+        return ""
+    measure, words = recipes[0].metric, []
+    for goal in dict.fromkeys(one["reached"] for one in ends if "reached" in one):
+        words.append(f"an evaluation has {measure} {goal:g}")
+    for patience in dict.fromkeys(one["patience"] for one in ends if "patience" in one):
+        words.append(f"{patience:g} in a row are no better than the best")
+    return f"until {' or '.join(words)}, at most "
 
 
 def score_table(comparison: Comparison, condition: str, experiment: Experiment) -> str:
@@ -167,6 +205,20 @@ def speed_table(runs: Sequence[Run]) -> str:
         minutes = mean(run.progress().seconds for run in labelled) / 60
         rows.append([title_of(label), f"{progress.tokens:,}", f"{median(speeds):,.0f}", f"{minutes:.1f}"])
     return markdown(["", "tokens", "tokens/s", "minutes"], rows)
+
+
+def steps_table(runs: Sequence[Run]) -> str:
+    """How far each run came, which may be less than its steps, and its last evaluation: a column for each seed."""
+    seeds, rows = sorted({run.recipe.seed for run in runs}), []
+    for label, labelled in by_label(runs).items():
+        cells = dict.fromkeys(seeds, "")
+        for run in labelled:
+            metrics, name = run.metrics(), f"validation_{run.recipe.metric}"
+            looks = [format_value(run.recipe.metric, line[name]) for line in metrics if line.get(name) is not None]
+            steps = f"{metrics[-1]['step'] if metrics else 0}{'' if run.finished else ', not finished'}"
+            cells[run.recipe.seed] = ": ".join([steps, *looks[-1:]])
+        rows.append([title_of(label), *cells.values()])
+    return markdown(["", *(f"seed {seed}" for seed in seeds)], rows)
 
 
 def describe_solved(comparison: Comparison, condition: str) -> str:

@@ -68,9 +68,9 @@ class Comparison:
         return max((len(values) for scores in self.values.values() for values in scores.values()), default=0)
 
     def cell(self, label: str, condition: str, length: int) -> str:
-        """Mean ± standard deviation between seeds."""
+        """Mean ± standard deviation between seeds; nothing without a score."""
         values, measure = self.values[label].get((condition, length), []), self.test(condition).measure
-        figures = [mean(values)] * bool(values) + ([stdev(values)] if len(values) > 1 else [])
+        figures = [figure(values) for figure, least in ((mean, 1), (stdev, 2)) if len(values) >= least]
         return " ± ".join(format_value(measure, figure) for figure in figures)
 
     def best(self, condition: str, length: int) -> str:
@@ -99,24 +99,27 @@ class Comparison:
     def by_setting(self) -> dict[str, Comparison]:
         """Of a grid, such as four encodings with one to four layers, the encodings by what else is set ("layers=1").
 
-        A comparison that is no grid is whole, with nothing set.
+        One that lacks a setting, whose runs are not finished, say, has no scores there. A comparison that is no grid is
+        whole, with nothing set.
         """
         settings: dict[str, dict[str, str]] = {}  # setting -> encoding -> label
         for label in self.values:
             encoding, _, setting = label.partition(" ")
             settings.setdefault(setting, {})[encoding] = label
-        first = next(iter(settings.values()), {})
-        if len(settings) < 2 or len(first) < 2 or any(names.keys() != first.keys() for names in settings.values()):
+        encodings = dict.fromkeys(encoding for names in settings.values() for encoding in names)
+        if len(settings) < 2 or "" in settings or max(map(len, settings.values())) < 2:
             return {"": self}
         return {
-            setting: replace(self, values={encoding: self.values[label] for encoding, label in names.items()})
+            setting: replace(self, values={one: self.values.get(names.get(one, ""), {}) for one in encodings})
             for setting, names in settings.items()
         }
 
     def describe(self, condition: str) -> str:
         """What a table of one test shows."""
         test, seeds = self.test(condition), self.seeds()
-        spread = f", mean ± standard deviation of {seeds} seeds" if seeds > 1 else ", one seed"
+        counts = {len(values) for row in self.values.values() for place, values in row.items() if place[0] == condition}
+        fewer = "up to " * (len(counts) > 1)
+        spread = f", mean ± standard deviation of {fewer}{seeds} seeds" if seeds > 1 else ", one seed"
         trained = f", trained at {test.trained}" if test.trained else ""
         trained = "" if condition.endswith(trained) else trained
         best = "; for each seed the mean of the three best evaluations" if self.recipe.reporting != "last" else ""

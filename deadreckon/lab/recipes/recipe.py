@@ -25,6 +25,7 @@ MEASURES = {
     "loss-by-position": "loss", "training-loss": "loss", "long": "score",
 }  # fmt: skip
 REPORTING = ("last", "best-three")
+ENDS = ("reached", "patience")
 OBJECTIVES = ("next-token", "align", "distil")
 # What a model has around its attention, as the configuration names it.
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -88,6 +89,9 @@ class Recipe:
     teacher: str = ""
     freeze: tuple[str, ...] = ()  # parts of names, such as "mlp": parameters with such names stay as they are
     clip: float = 1.0  # the greatest norm of a step's gradients
+    # When training ends before `steps`, by the measure that is followed: {"reached": 0.99} as soon as an evaluation is
+    # as good as that, {"patience": 10} after so many in a row that were no better than the best before them.
+    ends: dict[str, float] = field(default_factory=dict)
     seed: int = 0  # of weights and data
     # Names in `MEASURES`. The measure of the first is followed while training and decides what is best.
     evaluators: tuple[str, ...] = ("error",)
@@ -136,6 +140,8 @@ class Recipe:
                 )
         for name, points in self.schedules.items():
             _check_schedule(name, points)
+        for name, value in self.ends.items():
+            _check_end(name, value)
 
     @property
     def metric(self) -> str:
@@ -288,6 +294,15 @@ def _check_schedule(name: str, points: Any) -> None:
             f"schedules.{name}: expected points [share of the steps, value of 0 or more], shares growing from 0 to 1, "
             f"got {points!r}"
         )
+
+
+def _check_end(name: str, value: Any) -> None:
+    if name not in ENDS:
+        raise ValueError(f"ends: expected {' or '.join(ENDS)}, got {name!r}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or (name == "patience" and (value < 1 or value != int(value))):
+        wanted = "a number" if name == "reached" else "a whole number of evaluations, 1 or more"
+        raise ValueError(f"ends.{name}: expected {wanted}, got {value!r}")
 
 
 def _as_declared(name: str, kind: str, value: Any) -> Any:

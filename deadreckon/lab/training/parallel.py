@@ -21,12 +21,18 @@ from deadreckon.lab.training.trainer import quiet_transformers, score_run, train
 def make_runs(
     wanted: dict[Path, Recipe], lengths: Sequence[int], device: str, jobs: int, console: Console
 ) -> list[Run]:
-    """The runs of these folders, trained and scored where they are not yet, `jobs` at a time."""
+    """The runs of these folders, trained and scored where they are not yet, `jobs` at a time.
+
+    The first seed of all comes first, so that a comparison that is cut off has all its cells, of fewer seeds.
+    """
+    ordered = sorted(wanted.items(), key=lambda one: one[1].seed)
     if min(jobs, len(wanted)) == 1:
-        return [make_run(recipe, path, lengths, device, console) for path, recipe in wanted.items()]
+        for path, recipe in ordered:
+            make_run(recipe, path, lengths, device, console)
+        return [Run(path) for path in wanted]
     threads = max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(threads,)) as pool:
-        pending = {pool.submit(_make_quietly, recipe, path, lengths, device): path for path, recipe in wanted.items()}
+        pending = {pool.submit(_make_quietly, recipe, path, lengths, device): path for path, recipe in ordered}
         try:
             for number, done in enumerate(as_completed(pending), 1):
                 done.result()

@@ -14,16 +14,17 @@ written in the background (`checkpoints.py`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deadreckon as dr
 from deadreckon.lab.environment import check_model, describe_environment
-from deadreckon.lab.evaluation.scores import Place, Score, mean_of_best
+from deadreckon.lab.evaluation.scores import Place, Score, is_better, mean_of_best
 from deadreckon.lab.files import add_lines, format_line, read_lines, recover, write_text
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.checkpoints import Writer, read, tensors_in
@@ -42,6 +43,16 @@ class Progress:
     seconds: float = 0.0  # of training, before
     tokens: int = 0
     best: float | None = None  # the best evaluation so far, by the recipe's metric
+    idle: int = 0  # evaluations since then
+    ended: bool = False  # whether the recipe ends training here, before its last step
+
+    def evaluated(self, recipe: Recipe, value: float) -> Progress:
+        """What an evaluation makes of it."""
+        better = self.best is None or is_better(recipe.metric, value, self.best)
+        best, idle = (value, 0) if better else (self.best, self.idle + 1)
+        goal, patience = recipe.ends.get("reached", math.nan), recipe.ends.get("patience", math.inf)
+        reached = value == goal or is_better(recipe.metric, value, goal)
+        return replace(self, best=best, idle=idle, ended=reached or idle >= patience)
 
 
 class Run:
@@ -202,8 +213,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps have been taken."""
-        return self.progress().step == self.recipe.steps
+        """Whether all steps have been taken that there will be."""
+        progress = self.progress()
+        return progress.ended or progress.step == self.recipe.steps
 
 
 def _describe(training: Training, name: str, about: dict[str, Any], folder: Path) -> None:

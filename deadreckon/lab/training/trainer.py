@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 import deadreckon as dr
 from deadreckon.lab.environment import check_device
-from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, is_better, places_to_test, score
+from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, places_to_test, score
 from deadreckon.lab.files import format_line
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.checkpoints import Writer
@@ -72,22 +72,21 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
     display = Display(console, str(run.path), recipe, training.done)
     logging_to = metrics_log(run, tensorboard) if ranks.first else nullcontext(_unlogged)
     with display, logging_to as log, noticing_signals() as came, Writer(ranks) as writer:
-        while training.done < recipe.steps:
+        while training.done < recipe.steps and not progress.ended:
             step = training.advance()
             due = step.number % recipe.evaluate_every == 0 or step.number == recipe.steps
             logged = due or step.number % recipe.log_every == 0
             display.step(step, logged)
             validation = validate(run, training) if due else None
-            if validation is not None:
-                display.evaluated(validation)
             if logged:
                 log(step.number, _line(recipe, step, validation, display.speed))
-            best, metric = progress.best, recipe.metric
-            if validation is not None and (best is None or is_better(metric, validation.value(metric), best)):
-                best = validation.value(metric)
-                run.save_best(training, validation, writer)
+            progress = replace(progress, step=step.number, tokens=progress.tokens + step.tokens)
+            if validation is not None:
+                display.evaluated(validation)
+                progress = progress.evaluated(recipe, validation.value(recipe.metric))
+                if progress.idle == 0:
+                    run.save_best(training, validation, writer)
             now = time.perf_counter()
-            progress = Progress(step.number, progress.seconds, progress.tokens + step.tokens, best)
             # Ranks must agree on it, which costs them a wait: where they wait for a step's loss anyway.
             late, ending = now - saved > SAVE_SECONDS, came[0] if came else 0
             late, ending = ranks.same((late, ending)) if logged or ranks.size == 1 else (False, 0)
@@ -95,7 +94,7 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
                 progress = replace(progress, seconds=progress.seconds + now - began)
                 run.save(training, progress, writer)
                 began, saved = now, time.perf_counter()
-            if ending and training.done < recipe.steps:
+            if ending and training.done < recipe.steps and not progress.ended:
                 writer.wait()
                 how = "interrupted" if ending == signal.SIGINT else "terminated"
                 console.print(f"{run.path} was {how} at step {training.done}, which is saved.", soft_wrap=True)
