@@ -95,7 +95,7 @@ def test_prompts_that_are_read_together(encoding: str, monkeypatch: pytest.Monke
     torch.testing.assert_close(again[0], expected[2, 12:15], **CLOSE)
 
 
-@pytest.mark.parametrize(("encoding", "steps"), [("path-fox", 24), ("conformal-sympow", 18)])
+@pytest.mark.parametrize(("encoding", "steps"), [("path", 24), ("path-fox", 13), ("conformal-sympow", 18)])
 @torch.no_grad()
 def test_tails_that_close_together(encoding: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that came together, with padding or without, or alone, when one of their tails has 16 tokens.

@@ -248,7 +248,7 @@ class Streams:
         """Counts tokens in the cache of all of these: not at every step, since rows times layers would take longer."""
         for resident, layer in zip(step.residents, rows[0].cache.layers, strict=True):
             waiting = [resident.decoder.lengthen(number, row.ahead) for number, row in zip(numbers, rows, strict=True)]
-            count(layer.state, waiting[0], rows[0].ahead)
+            count(layer.state, waiting[0], rows[0].ahead)  # where there are more, `close` says what waits
 
     def _renew(self, step: CapturedStep) -> None:
         """Closes all tails that are worth it, since one is full."""

@@ -108,21 +108,21 @@ class KernelDecoder:
         return True
 
     def _ending_together(self, rows: Sequence[int]) -> tuple[list[int], Fields]:
-        """The tails of rows, as many tokens of each: so much padding, whose steps and gates do nothing, and the tokens.
+        """The tails of rows, as many tokens of each: how much of it is padding, and the fields.
 
-        What is in the padding is its row's first token, which is at least a number.
+        Padding repeats a row's first token, which is at least a number. Its steps do nothing, or older keys would take
+        them; its gates go with it.
         """
         lengths, device = [self.tails[row].waiting.length for row in rows], self.last.k.device
         padding = [max(lengths) - length for length in lengths]
-        place = torch.arange(max(lengths)) - torch.tensor(padding)[:, None, None]  # (rows, 1, tokens)
-        place = place.to(device)
+        place = (torch.arange(max(lengths)) - torch.tensor(padding)[:, None, None]).to(device)  # (rows, 1, tokens)
         row = torch.tensor(rows, device=device)[:, None, None]
         head = torch.arange(len(self.last.k) // self.rows, device=device).unsqueeze(1)
         fields = dict[str, Tensor]()
         for name in self.tails[rows[0]].waiting.storage:
             x = self._by_row(getattr(self.last, name))[row, head, place.clamp(min=0)]  # (rows, H, tokens, ...)
-            if name in ("beta", "gates"):
-                x.masked_fill_((place < 0).view(*place.shape, *[1] * (x.dim() - 3)), 0)
+            if name == "beta":
+                x.masked_fill_(place < 0, 0)
             fields[name] = x.flatten(0, 1)
         return padding, fields
 
