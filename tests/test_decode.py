@@ -10,10 +10,11 @@ from cases import Case
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.ops.streaming.decode import in_newest_frame, renew
+from deadreckon.ops.streaming.decode import renew
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.kernels import Partial, _combine, look
 from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.routes import in_newest_frame
 from deadreckon.ops.streaming.stream import attend_stream
 
 TOKENS = 43
@@ -177,7 +178,7 @@ def test_decoders_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 64, 65])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 64, 65, 300])
 def test_keys_in_the_newest_frame(tokens: int, dtype: torch.dtype) -> None:
     """Against step after step in float64; no step makes anything longer, so that errors add up."""
     k, v, w = (torch.randn(3, tokens, 16, dtype=dtype) for _ in range(3))

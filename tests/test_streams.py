@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from test_steps import CLOSE, Rerun, as_on_a_gpu, kernel_model, make_model
 from test_streaming import prompts
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import deadreckon as dr
 from deadreckon.models.layer import RESET
 from deadreckon.models.streams import Streams, fork
+from deadreckon.ops.streaming.fused import KernelDecoder
+from deadreckon.ops.streaming.past import Past
 
 __all__ = ["as_on_a_gpu"]  # a fixture
 
@@ -87,6 +93,84 @@ def test_prompts_that_are_read_together(encoding: str, monkeypatch: pytest.Monke
     assert len({cache.layers[0].state.past.signature for cache in caches}) == 1
     again = model(ids[2:, 12:15], past_key_values=caches[3]).logits  # a sequence goes on where it was dropped
     torch.testing.assert_close(again[0], expected[2, 12:15], **CLOSE)
+
+
+@pytest.mark.parametrize(("encoding", "steps"), [("path", 24), ("path-fox", 13), ("conformal-sympow", 18)])
+@torch.no_grad()
+def test_tails_that_close_together(encoding: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that came together, with padding or without, or alone, when one of their tails has 16 tokens.
+
+    Their logits are at most twice as far from float64 as those of a pass over each row alone in float32.
+    """
+    monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 16)
+    closed, close, at = list[list[list[int]]](), KernelDecoder.close, [9, 9, 9, 21, 3, 14]
+
+    def recorded(self: KernelDecoder, pasts: Sequence[Past], rows: Sequence[Sequence[int]]) -> bool:
+        closed.append([list(of_past) for of_past in rows])
+        return close(self, pasts, rows)
+
+    monkeypatch.setattr(KernelDecoder, "close", recorded)
+    model, ids = kernel_model(encoding), prompts(6, 45)
+    exact = make_model(encoding).double()(ids).logits
+    allowed = 2 * float((model(ids).logits - exact).abs().max())
+    streams, close_to = Streams(model, 6, Rerun), {"rtol": 0, "atol": allowed, "check_dtype": False}
+    streams.read([x[:9].tolist() for x in ids[:3]])
+    streams.read([ids[3, :21].tolist(), ids[4, :3].tolist()])
+    streams.read([ids[5, :14].tolist()])
+    for step in range(steps):
+        if step == 2:
+            streams.drop(1)
+        logits = streams.step(torch.stack([x[start + step] for x, start in zip(ids, at, strict=True)]))
+        for row in (0, 2, 3, 4, 5):
+            torch.testing.assert_close(logits[row], exact[row, at[row] + step], **close_to)
+    assert closed
+    assert all(rows == [[0, 2], [3], [4], [5]] for rows in closed)
+    again = model(ids[2:3, 9 + steps :], past_key_values=streams.take(2)).logits
+    torch.testing.assert_close(again[0], exact[2, 9 + steps :], **close_to)
+
+
+class Count(TorchDispatchMode):
+    """How many operations there were, views apart."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+class Still:
+    """In place of a CUDA graph, whose replay is no operation."""
+
+    def __init__(self, step: Callable[[], Tensor]) -> None:
+        self.output = step()
+
+    def replay(self) -> Tensor:
+        return self.output
+
+
+@pytest.mark.parametrize("encoding", ["path-fox", "conformal-sympow"])
+@torch.no_grad()
+def test_operations_of_closing_tails(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many for five rows that came together as for two. Of others each joins, looks at and folds its segments."""
+    monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
+    model, most = kernel_model(encoding, layers=2), {"path-fox": 20, "conformal-sympow": 50}[encoding]
+
+    def operations(rows: int, together: bool) -> int:
+        """Of the step that closes tails, beyond those of other steps."""
+        streams, took = Streams(model, rows, Still), list[int]()
+        for group in [[[1] * 9] * rows] if together else [[[1] * 9]] * rows:
+            streams.read(group)
+        for _ in range(10):
+            with Count() as count:
+                streams.step(torch.zeros(rows, dtype=torch.int64))
+            took.append(count.operations)
+        return max(took) - min(took)
+
+    assert operations(5, together=True) == operations(2, together=True) > 0
+    of_a_row = (operations(5, together=False) - operations(2, together=False)) / 3 / 2  # and layer
+    assert of_a_row <= most
 
 
 @pytest.mark.parametrize("kind", ["none", "gates", "rotation", "steps", "steps and gates", "squares"])

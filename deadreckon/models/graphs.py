@@ -170,7 +170,7 @@ class CapturedStep:
         try:
             output = self.graph.replay().clone()
             for state, resident in zip(states, self.residents, strict=True):
-                count(state, resident.decoder)
+                count(state, resident.decoder.lengthen())
         except BaseException:
             self._undo(states, length)
             raise
@@ -180,7 +180,7 @@ class CapturedStep:
         """After an interruption. Whether the kernels have run, the device knows; then there is a token to crop."""
         for state, resident in zip(states, self.residents, strict=True):
             if state.length < length and resident.decoder.ahead():
-                count(state, resident.decoder)
+                count(state, resident.decoder.lengthen())
             if state.length == length:
                 state.crop(1)
 
@@ -194,10 +194,10 @@ def _forgotten(decoder: StaticDecoder, _: object) -> None:
     decoder.release()
 
 
-def count(state: LayerState, decoder: StaticDecoder, row: int = 0, tokens: int = 1) -> None:
-    """Counts tokens that kernels have added."""
+def count(state: LayerState, waiting: Segment, tokens: int = 1) -> None:
+    """Counts tokens that kernels have added to those that wait."""
     past = state.past
-    past.waiting = decoder.lengthen(row, tokens)
+    past.waiting = waiting
     if past.phases is not None:
         past.turned = min(past.turned + tokens, CROPPABLE + 1)
     past.length += tokens

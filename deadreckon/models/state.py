@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -98,9 +99,9 @@ class LayerState:
         left_out = None if self.left_out is None else self.left_out.index_select(0, rows.to(self.left_out.device))
         return replace(self, past=past, recent=recent, left_out=left_out, origin=origin)
 
-    def alone(self, row: int, masked: int) -> LayerState:
-        """The state of one sequence, of which so many tokens were masked, as if these had never been."""
-        state = self.select(torch.tensor([row]))
+    def alone(self, rows: Sequence[int], masked: int) -> LayerState:
+        """The state of some sequences, of which so many tokens were masked, as if these had never been."""
+        state = self.select(torch.tensor(rows))
         past = state.past.without_first(masked, self.gated or self.left_out is None)
         return replace(state, past=past, left_out=None)
 

@@ -8,7 +8,10 @@
 
 On a GPU all rows share one decoder a layer, which knows each row's segments by where they lie
 (`ops/streaming/fused.py`): sequences that came together stay in one KV cache, whose memory is free when all of them are
-gone or have closed a tail. Elsewhere rows are decoded one after another, each with a cache of its own.
+gone or have closed a tail. When one tail is full all are closed, at once: launches are what that costs, and from then
+on they are full at the same step. What is left to be done row by row is to join a row's segments; those that came
+together and are equally long share even that. Elsewhere rows are decoded one after another, each with a cache of its
+own.
 """
 
 from __future__ import annotations
@@ -25,8 +28,7 @@ from deadreckon.models.cache import StateLayer
 from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count
 from deadreckon.models.huggingface import DeadReckonForCausalLM
 from deadreckon.models.state import LayerState
-from deadreckon.ops.streaming import decode
-from deadreckon.ops.streaming.decode import close_tail
+from deadreckon.ops.streaming.decode import close_tail, closes
 from deadreckon.ops.streaming.past import Past
 
 
@@ -46,7 +48,7 @@ def _with_states(cache: Cache, states: Sequence[LayerState]) -> Cache:
 
 @dataclass
 class _Row:
-    """A sequence of a KV cache, which it shares with others unless it is `alone`.
+    """A sequence of a KV cache, which it may share with others.
 
     Attributes:
         number: which of the cache's sequences it is; of its tokens the first `masked` have never been.
@@ -57,15 +59,20 @@ class _Row:
     cache: Cache
     number: int
     masked: int
-    alone: bool
     ahead: int = 0
     room: int = 0
 
-    def separate(self) -> None:
-        """Gives the sequence a cache of its own, as if it had been alone."""
-        if not self.alone:
-            states = [layer.state.alone(self.number, self.masked) for layer in self.cache.layers]
-            self.cache, self.alone = _with_states(self.cache, states), True
+
+def _separate(rows: Sequence[_Row]) -> Cache:
+    """Gives sequences of one KV cache, equally masked, one of their own, as if there had been no other."""
+    cache, masked = rows[0].cache, rows[0].masked
+    state: LayerState = cache.layers[0].state
+    if len(rows) < state.batch or state.left_out is not None:
+        chosen = [row.number for row in rows]
+        cache = _with_states(cache, [layer.state.alone(chosen, masked) for layer in cache.layers])
+        for number, row in enumerate(rows):
+            row.cache, row.number, row.masked = cache, number, 0
+    return cache
 
 
 class Streams:
@@ -120,18 +127,16 @@ class Streams:
 
     def _admit(self, cache: Cache, masked: list[int]) -> list[int]:
         """Gives the sequences of a KV cache, of which so many tokens are masked, rows."""
-        alone = len(masked) == 1 and cache.layers[0].state.left_out is None
-        rows = [_Row(cache, number, left_out, alone) for number, left_out in enumerate(masked)]
+        rows = [_Row(cache, number, left_out) for number, left_out in enumerate(masked)]
         if self.step_of_all is None and self.graph is not None:
-            first = _Row(cache, 0, masked[0], alone)
-            first.separate()
-            self.step_of_all = self._capture([layer.state for layer in first.cache.layers], self.graph)
+            first = _separate([_Row(cache, 0, masked[0])])
+            self.step_of_all = self._capture([layer.state for layer in first.layers], self.graph)
         numbers = self.free[: len(rows)]
         if self.step_of_all is not None:
             self._load(cache, numbers, rows, self.step_of_all)
         else:
             for row in rows:
-                row.separate()
+                _separate([row])
         for number, row in zip(numbers, rows, strict=True):
             self.rows[number] = row
         return numbers
@@ -146,9 +151,9 @@ class Streams:
     def take(self, number: int) -> Cache:
         """Frees a row, and returns its KV cache, with which the sequence may go on."""
         row = self._at(number)
-        row.separate()
+        _separate([row])
         if self.step_of_all is not None:
-            self._count(number, row, self.step_of_all)
+            self._count([number], [row], self.step_of_all)
             for resident, layer in zip(self.step_of_all.residents, row.cache.layers, strict=True):
                 state: LayerState = layer.state
                 state.recent = {name: x[number : number + 1] for name, x in resident.recent.items()}
@@ -170,14 +175,13 @@ class Streams:
             raise ValueError(f"ids: expected ({len(self.rows)},), one token a row, got {tuple(ids.shape)}")
         if self.step_of_all is None:
             return self._one_by_one(ids)
-        taken = [(number, row) for number, row in enumerate(self.rows) if row is not None]
-        for number, row in taken:
-            if not row.room:
-                self._renew(number, row, self.step_of_all)
+        taken = [row for row in self.rows if row is not None]
+        if not all(row.room for row in taken):
+            self._renew(self.step_of_all)
         self.step_of_all.ids.copy_(ids.unsqueeze(1))
         hidden = self.step_of_all.graph.replay()
         self.step_of_all.places.add_(1)
-        for _, row in taken:
+        for row in taken:
             row.ahead, row.room = row.ahead + 1, row.room - 1
         return self.model.lm_head(hidden)[:, 0]
 
@@ -195,7 +199,7 @@ class Streams:
         rows, joint = len(self.rows), list[LayerState]()
         for state in states:
             past = state.past.fork()
-            if past.waiting is not None and past.waiting.length >= 2 * decode.LEAF:  # or the step would do that
+            if past.waiting is not None and closes(past.waiting.length):  # or the step would do that
                 close_tail(past)
             assert past.signature is not None
             assert state.origin is not None
@@ -240,20 +244,27 @@ class Streams:
     def _loaded(self, number: int, row: _Row, step: CapturedStep) -> None:
         row.ahead, row.room = 0, min(resident.decoder.room(number) for resident in step.residents)
 
-    def _count(self, number: int, row: _Row, step: CapturedStep) -> None:
-        """Counts tokens in a row's cache: not at every step, since rows times layers would take longer than it."""
-        for resident, layer in zip(step.residents, row.cache.layers, strict=True):
-            count(layer.state, resident.decoder, number, row.ahead)
-        row.ahead = 0
+    def _count(self, numbers: Sequence[int], rows: Sequence[_Row], step: CapturedStep) -> None:
+        """Counts tokens in the cache of all of these: not at every step, since rows times layers would take longer."""
+        for resident, layer in zip(step.residents, rows[0].cache.layers, strict=True):
+            waiting = [resident.decoder.lengthen(number, row.ahead) for number, row in zip(numbers, rows, strict=True)]
+            count(layer.state, waiting[0], rows[0].ahead)  # where there are more, `close` says what waits
 
-    def _renew(self, number: int, row: _Row, step: CapturedStep) -> None:
-        """Closes the tails of a row, which are full."""
-        row.separate()
-        self._count(number, row, step)
-        for resident, layer in zip(step.residents, row.cache.layers, strict=True):
-            past: Past = layer.state.past
-            past.waiting = resident.decoder.waiting_in(number).map(torch.clone)
-            close_tail(past)
-            if not resident.decoder.load(past, [number]):
+    def _renew(self, step: CapturedStep) -> None:
+        """Closes all tails that are worth it, since one is full."""
+        decoder, alike = step.residents[0].decoder, dict[tuple[int, int], list[int]]()
+        for number, row in enumerate(self.rows):
+            if row is not None and closes(decoder.waiting_in(number).length + row.ahead):
+                alike.setdefault((id(row.cache), row.masked), []).append(number)
+        caches = list[Cache]()
+        for numbers in alike.values():
+            rows = [self._at(number) for number in numbers]
+            caches.append(_separate(rows))
+            self._count(numbers, rows, step)
+        for layer, resident in enumerate(step.residents):
+            pasts = [cache.layers[layer].state.past for cache in caches]
+            if not resident.decoder.close(pasts, list(alike.values())):
                 raise RuntimeError("a sequence has more segments than a step can see")
-        self._loaded(number, row, step)
+        for numbers in alike.values():
+            for number in numbers:
+                self._loaded(number, self._at(number), step)

@@ -8,6 +8,7 @@ product and one more, that of all steps between the segment and the tail.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.factors import Householder
 from deadreckon.ops.streaming.fold import unit_of
 from deadreckon.ops.streaming.past import Decoder, Past
-from deadreckon.ops.streaming.routes import close_waiting, without_queries
+from deadreckon.ops.streaming.routes import close_waiting, in_newest_frame
 from deadreckon.ops.streaming.segments import Fields, Segment, add_closed, counted_to_end
 
 ROOM = LEAF + 128  # tokens of a tail, which are closed when it is full: of Householder steps all but a leaf
@@ -46,7 +47,7 @@ class Tail:
         stored = partial(roomy, room=room) if storage else torch.Tensor.contiguous
         past.segments = [segment.closed() for segment in past.segments]
         fields = _last_tokens(past)
-        (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
+        tokens, dtype = fields["k"].shape[1], work(fields["k"].dtype)
         self.keys = self.product = self.bias = self.total = None
         if "w" in fields:
             keys, whole_product = in_newest_frame(fields)
@@ -56,17 +57,7 @@ class Tail:
             whole = sums[:, -1:].sum(1, keepdim=True)  # zero where no token waits
             self.bias, self.total = stored((whole - sums).to(dtype)), whole[:, 0].to(dtype)
         self.waiting = Segment({name: stored(x) for name, x in fields.items()}).of_length(tokens)
-        product = None
-        if self.product is not None:
-            product = torch.eye(width, dtype=dtype, device=self.product.device).repeat(heads, 1, 1)
-        total = None if self.total is None else torch.zeros_like(self.total)
-        self.segments = list[tuple[Segment, Tensor | None, Tensor | None]]()
-        for segment in reversed(past.segments):
-            self.segments.append((segment, product, total))
-            if product is not None and segment.product is not None:
-                product = segment.product.to(dtype) @ product
-            if total is not None and segment.total is not None:
-                total = (total + segment.total[..., 0]).to(dtype)
+        self.segments = seen_from_tail(past.segments)
 
     @property
     def full(self) -> bool:
@@ -146,32 +137,32 @@ class TokenDecoder:
         return torch.stack(parts).sum(0)
 
 
+def seen_from_tail(segments: Sequence[Segment]) -> list[tuple[Segment, Tensor | None, Tensor | None]]:
+    """Closed segments as `Tail` has them."""
+    if not segments:
+        return []
+    youngest, dtype = segments[-1], work(segments[-1]["k"].dtype)
+    product = total = None
+    if youngest.product is not None:
+        heads, width, _ = youngest.product.shape
+        product = torch.eye(width, dtype=dtype, device=youngest.product.device).repeat(heads, 1, 1)
+    if youngest.total is not None:
+        total = torch.zeros_like(youngest.total[..., 0], dtype=dtype)
+    seen = list[tuple[Segment, Tensor | None, Tensor | None]]()
+    for segment in reversed(segments):
+        seen.append((segment, product, total))
+        if product is not None and segment.product is not None:
+            product = segment.product.to(dtype) @ product
+        if total is not None and segment.total is not None:
+            total = (total + segment.total[..., 0]).to(dtype)
+    return seen
+
+
 def roomy(x: Tensor, room: int) -> Tensor:
     """(N, T, ...) in storage with room for so many tokens."""
     storage = x.new_empty(x.shape[0], room, *x.shape[2:])
     storage[:, : x.shape[1]] = x
     return storage
-
-
-def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
-    """Keys (N, S, D) carried along all steps behind them, and the product (N, D, D) of all steps.
-
-    Row by row, x H_1 ⋯ H_S = x − Σ_s y_s β_s w_s, where y_s = x · w_s − Σ_{r<s} y_r β_r (w_r · w_s): a triangular
-    system for all rows. A key begins behind its own step: its y is 0 up to there. More than a leaf are a tree.
-    """
-    (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
-    if tokens > LEAF:
-        top = without_queries(fields)
-        assert top.product is not None
-        return top.keys[:, :tokens], top.product
-    k, w, beta = (fields[name].to(dtype) for name in ("k", "w", "beta"))
-    rows = torch.cat([k, torch.eye(width, dtype=dtype, device=k.device).expand(heads, -1, -1)], dim=1)
-    along = rows @ w.mT
-    along[:, :tokens].triu_(1)
-    system = beta.unsqueeze(2) * (w @ w.mT)  # what is not above its diagonal is not looked at
-    along = torch.linalg.solve_triangular(system, along, upper=True, left=False, unitriangular=True)
-    rows = torch.baddbmm(rows, along * beta.unsqueeze(1), w, alpha=-1)
-    return rows[:, :tokens], rows[:, tokens:]
 
 
 def _last_tokens(past: Past) -> Fields:
@@ -181,6 +172,11 @@ def _last_tokens(past: Past) -> Fields:
     last = past.segments[-1]
     fields, gates = {"k": last["k"][:, :0], "v": last["v"][:, :0]}, last.gates()
     return fields if gates is None else {**fields, "gates": gates[1][:, :0]}
+
+
+def closes(tokens: int) -> bool:
+    """Whether a tail of so many tokens is worth closing."""
+    return tokens >= 2 * LEAF
 
 
 def close_tail(past: Past) -> None:
@@ -197,11 +193,16 @@ def close_tail(past: Past) -> None:
     if "gates" in fields:
         bias, total = counted_to_end(fields["gates"].cumsum(1).mT, work(fields["k"].dtype))
     kept = {name: fields[name].clone(memory_format=torch.contiguous_format) for name in ("k", "v")}
-    past.segments = [segment.closed() for segment in past.segments]
-    add_closed(past.segments, Segment(kept, None, bias, total))
     past.waiting = None
+    add_tail(past, Segment(kept, None, bias, total))
+
+
+def add_tail(past: Past, segment: Segment) -> None:
+    """Adds the segment that a tail has become."""
+    past.segments = [before.closed() for before in past.segments]
+    add_closed(past.segments, segment)
     if past.longest is not None and past.signature is not None and isinstance(past.signature.score, int):
-        past.longest = unit_of(kept["k"].to(past.longest.dtype), past.longest)
+        past.longest = unit_of(segment["k"].to(past.longest.dtype), past.longest)
         past.fold(past.signature.score)
 
 
@@ -232,7 +233,7 @@ def prepare_decoder(past: Past, group: int, kind: type[Decoder]) -> None:
     decoder = past.decoder if isinstance(past.decoder, kind) else None
     if decoder is not None and not decoder.full:
         return
-    if past.waiting is not None and past.waiting.length >= 2 * LEAF:
+    if past.waiting is not None and closes(past.waiting.length):
         close_tail(past)
     if decoder is None or not decoder.load(past):
         decoder = kind(past, group)

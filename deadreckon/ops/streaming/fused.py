@@ -14,7 +14,7 @@ from deadreckon.ops.blockwise.rotation import turned as turned_later
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import pairs_of_channels
 from deadreckon.ops.factors import Factors
-from deadreckon.ops.streaming.decode import Tail
+from deadreckon.ops.streaming.decode import Tail, add_tail, close_tail, seen_from_tail
 from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, look, placed
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.segments import Change, Fields, Segment
@@ -27,6 +27,9 @@ ROOM = LEAF + 512  # tokens of a tail: to close one takes many launches
 PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors
 SHORTEST = 128  # tokens of a segment for one program, at the least
 SPARE = 16  # programs a head, at the least, and segments beyond those that PROGRAMS are for
+
+_Loaded = tuple[Tail, Past, Sequence[int], Sequence[int]]
+"""Of a past that goes to some rows: tail, rows, and how many tokens of each are masked."""
 
 
 class KernelDecoder:
@@ -72,16 +75,62 @@ class KernelDecoder:
         self.partial = Partial(out, out.new_empty(shape), out.new_empty(shape))
         self.segments = torch.zeros(rows, self.programs, FIELDS, dtype=torch.int64, device=device)
         self.parts = torch.zeros(rows, self.programs + state_parts, 3, dtype=torch.int32, device=device)
-        for row in range(rows):
-            self._take(tail, past, [row], [0])
+        self._take([(tail, past, [row], [0]) for row in range(rows)])
 
     def load(self, past: Past, rows: Sequence[int] = (0,), masked: Sequence[int] = (0,)) -> bool:
-        tail, last, where = Tail(past, ROOM, storage=False), self.last, self._where(rows)
+        tail = Tail(past, ROOM, storage=False)
         if 2 * len(tail.segments) > self.programs:
             return False
-        held = tail.waiting.storage
+        self._copy(tail, rows, [past.length - left_out for left_out in masked])
+        self._take([(tail, past, rows, masked)])
+        return True
+
+    def close(self, pasts: Sequence[Past], rows: Sequence[Sequence[int]]) -> bool:
+        every = [row for of_past in rows for row in of_past]
+        padding, fields = self._ending_together(every)
+        joint, heads, end = Past(waiting=Segment(fields)), len(self.last.k) // self.rows, 0
+        close_tail(joint)
+        [segment], tail, loaded = joint.segments, Tail(joint, ROOM, storage=False), list[_Loaded]()
+        self._copy(tail, every, [tail.waiting.length] * len(every))
+        for past, of_past in zip(pasts, rows, strict=True):
+            start, end = end, end + len(of_past)
+            which = slice(start * heads, end * heads)
+            part = segment.of_heads(which)
+            past.waiting = None if joint.waiting is None else joint.waiting.of_heads(which)
+            add_tail(past, part.without_first(padding[start]) if padding[start] else part)
+            past.segments = [one.closed() for one in past.segments]
+            if 2 * len(past.segments) > self.programs:
+                return False
+            mine = copy(tail)
+            mine.segments = seen_from_tail(past.segments)
+            loaded.append((mine, past, of_past, [0] * len(of_past)))
+        self._take(loaded)
+        return True
+
+    def _ending_together(self, rows: Sequence[int]) -> tuple[list[int], Fields]:
+        """The tails of rows, as many tokens of each: how much of it is padding, and the fields.
+
+        Padding repeats a row's first token, which is at least a number. Its steps do nothing, or older keys would take
+        them; its gates go with it.
+        """
+        lengths, device = [self.tails[row].waiting.length for row in rows], self.last.k.device
+        padding = [max(lengths) - length for length in lengths]
+        place = (torch.arange(max(lengths)) - torch.tensor(padding)[:, None, None]).to(device)  # (rows, 1, tokens)
+        row = torch.tensor(rows, device=device)[:, None, None]
+        head = torch.arange(len(self.last.k) // self.rows, device=device).unsqueeze(1)
+        fields = dict[str, Tensor]()
+        for name in self.tails[rows[0]].waiting.storage:
+            x = self._by_row(getattr(self.last, name))[row, head, place.clamp(min=0)]  # (rows, H, tokens, ...)
+            if name == "beta":
+                x.masked_fill_(place < 0, 0)
+            fields[name] = x.flatten(0, 1)
+        return padding, fields
+
+    def _copy(self, tail: Tail, rows: Sequence[int], real: Sequence[int]) -> None:
+        """Copies tails to where the kernels have them. Of a sequence with fewer real tokens these are the last."""
+        last, where, held = self.last, self._where(rows), tail.waiting.storage
         new = (*(held.get(name) for name in ("k", "v", "w", "beta", "gates")), tail.keys, tail.bias)
-        tokens, real = tail.waiting.length, [past.length - left_out for left_out in masked]
+        tokens = tail.waiting.length
         for here, there in zip(last[:7], new, strict=True):
             if here is not None and there is not None:
                 by_row, new_by_row = self._by_row(here), there.unflatten(0, (len(rows), -1))
@@ -93,8 +142,6 @@ class KernelDecoder:
             if pair is not None and there is not None:
                 for here in pair:
                     self._by_row(here)[where] = there.unflatten(0, (len(rows), -1))
-        self._take(tail, past, rows, masked)
-        return True
 
     def _where(self, rows: Sequence[int]) -> slice | Tensor:
         """What rows are indexed by: a slice if they are neighbours, which nothing has to be sent to the device for."""
@@ -105,35 +152,34 @@ class KernelDecoder:
     def _by_row(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.rows, -1))
 
-    def _take(self, tail: Tail, past: Past, rows: Sequence[int], masked: Sequence[int]) -> None:
+    def _take(self, loaded: Sequence[_Loaded]) -> None:
         """Tells the kernels how long tails are, which have been copied, and where segments and states are."""
-        last, where, heads = self.last, self._where(rows), len(self.last.k) // self.rows
-        tokens = [min(tail.waiting.length, past.length - left_out) for left_out in masked]
-        entries = torch.zeros(len(rows), *self.segments.shape[1:], dtype=torch.int64)
-        parts = torch.zeros(len(rows), self.programs, 3, dtype=torch.int32)
-        for number, (row, left_out) in enumerate(zip(rows, masked, strict=True)):
-            of_row, held = slice(row * heads, (row + 1) * heads), slice(number * heads, (number + 1) * heads)
-            storage = {name: getattr(last, name)[of_row] for name in tail.waiting.storage}
-            mine = self.tails[row] = copy(tail)
-            mine.waiting = Segment(storage).of_length(tokens[number])
-            mine.keys = mine.bias = mine.product = mine.total = None  # they are in `last`
-            mine.segments = [
-                (segment.of_heads(held), None if product is None else product[held], None if x is None else x[held])
-                for segment, product, x in tail.segments
-            ]
-            self.folded[row] = past.folded
+        last, heads, every = self.last, len(self.last.k) // self.rows, list[int]()
+        tokens, entries, parts = list[int](), list[list[list[int]]](), list[list[tuple[int, int, int]]]()
+        for tail, past, rows, masked in loaded:
+            every += rows
             folded = past.length - tail.waiting.length - sum(segment.length for segment, *_ in tail.segments)
-            of_segments, of_programs = self._tables(mine, max(0, left_out - folded))
-            if of_segments:
-                entries[number, : len(of_segments)] = torch.tensor(of_segments)
-            if of_programs:
-                parts[number, : len(of_programs)] = torch.tensor(of_programs)
-        alike = len(set(tokens)) == 1  # then there is nothing to send to the device
+            for number, (row, left_out) in enumerate(zip(rows, masked, strict=True)):
+                of_row, held = slice(row * heads, (row + 1) * heads), slice(number * heads, (number + 1) * heads)
+                storage = {name: getattr(last, name)[of_row] for name in tail.waiting.storage}
+                tokens.append(min(tail.waiting.length, past.length - left_out))
+                mine = self.tails[row] = copy(tail)
+                mine.waiting = Segment(storage).of_length(tokens[-1])
+                mine.keys = mine.bias = mine.product = mine.total = None  # they are in `last`
+                mine.segments = [
+                    (segment.of_heads(held), None if product is None else product[held], None if x is None else x[held])
+                    for segment, product, x in tail.segments
+                ]
+                self.folded[row] = past.folded
+                of_segments, of_programs = self._tables(mine, max(0, left_out - folded))
+                entries.append(of_segments)
+                parts.append(of_programs)
+            if self.state is not None:
+                self._place_state(past, rows, self._where(rows), self.state)
+        where, alike = self._where(every), len(set(tokens)) == 1  # then there is nothing to send to the device
         last.tokens[where] = tokens[0] if alike else torch.tensor(tokens, dtype=torch.int32, device=last.k.device)
-        self.segments[where] = entries.to(self.segments.device)
-        self.parts[where, : self.programs] = parts.to(self.parts.device)
-        if self.state is not None:
-            self._place_state(past, rows, where, self.state)
+        self.segments[where] = _padded(entries, self.segments)
+        self.parts[where, : self.programs] = _padded(parts, self.parts[:, : self.programs])
 
     def _tables(self, tail: Tail, masked: int) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
         """Where the segments of a row are, and which program sees what of them: nothing of its first tokens."""
@@ -242,7 +288,17 @@ class KernelDecoder:
             (segment, None if product is None else change(product), None if total is None else change(total))
             for segment, (_, product, total) in zip(reversed(past.segments), tail.segments, strict=True)
         ]
-        self._take(tail, past, [0], [0])
+        self._take([(tail, past, [0], [0])])
+
+
+def _padded(tables: Sequence[Sequence[Sequence[int]]], like: Tensor) -> Tensor:
+    """Tables of some rows as one tensor, with lines of zeros below."""
+    whole = torch.zeros(len(tables), *like.shape[1:], dtype=like.dtype)
+    lines = [(row, number, *line) for row, table in enumerate(tables) for number, line in enumerate(table)]
+    if lines:
+        flat = torch.tensor(lines)
+        whole[flat[:, 0], flat[:, 1]] = flat[:, 2:].to(like.dtype)
+    return whole.to(like.device)
 
 
 def _no_state(held: Fields, rows: int, kinds: int) -> State:

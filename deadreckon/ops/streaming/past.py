@@ -59,6 +59,13 @@ class StaticDecoder(Decoder, Protocol):
         Of each the first `masked` tokens are not looked at.
         """
 
+    def close(self, pasts: Sequence[Past], rows: Sequence[Sequence[int]]) -> bool:
+        """Closes the tails of rows, all at once, and loads them again, if there is room for their segments.
+
+        Each past, which has counted its tokens, is of the sequences in so many of the rows: their tails are equally
+        long. One of them all is full, the others have two leaves at least.
+        """
+
     def lengthen(self, row: int = 0, tokens: int = 1) -> Segment:
         """Counts tokens that the kernels have added to a row, and returns all that wait there."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deadreckon.ops.blockwise.dense import DenseBlocks
-from deadreckon.ops.blockwise.forward import Top, forward_to_top
+from deadreckon.ops.blockwise.forward import Top
 from deadreckon.ops.blockwise.precision import work
 from deadreckon.ops.blockwise.problem import by_head
 from deadreckon.ops.blockwise.runs import LEAF
@@ -32,7 +32,6 @@ from deadreckon.ops.streaming.pieces import (
     from_heads,
     in_units,
     look_back,
-    problem_over,
     queries_by_head,
 )
 from deadreckon.ops.streaming.segments import Fields, Segment, add_closed, counted_to_end
@@ -113,19 +112,43 @@ def tokens_to_close(tokens: int) -> int:
 
 
 def close_waiting(past: Past, tokens: int) -> None:
-    """Makes a segment of the oldest that wait, whole leaves of them."""
+    """Makes a segment of the oldest that wait."""
     assert past.waiting is not None
-    oldest = {name: x[:, :tokens].clone() for name, x in past.waiting.fields().items()}  # not a decoder's own
+    oldest = {name: x[:, :tokens] for name, x in past.waiting.fields().items()}
     rest = {name: x[:, tokens:] for name, x in past.waiting.fields().items()}
-    close(past, without_queries(oldest), oldest)
+    keys, product = in_newest_frame(oldest)
+    sums = oldest["gates"].cumsum(1).mT if "gates" in oldest else None
+    _add_segment(past, keys.to(oldest["k"].dtype), oldest["v"].clone(), product, sums)  # not a decoder's own values
     past.waiting = Segment(rest) if rest["k"].shape[1] else None
 
 
-def without_queries(fields: Fields) -> Top:
-    """Tokens at the top of their tree, for their keys and steps alone: their queries are zeros."""
-    keys, group = fields["k"], fields["gates"].shape[2] if "gates" in fields else 1
-    queries = keys.new_zeros(*keys.shape[:2], group, keys.shape[2])
-    return forward_to_top(problem_over(queries, fields, "softmax", 1.0))
+def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
+    """Keys (N, S, D) carried along all steps behind them, and the product (N, D, D) of all steps.
+
+    Row by row, x H_1 ⋯ H_S = x − Σ_s y_s β_s w_s, where y_s = x · w_s − Σ_{r<s} y_r β_r (w_r · w_s): a triangular
+    system for all rows of a leaf. A key begins behind its own step: its y is 0 up to there. Then the older of two
+    neighbours crosses the younger, all pairs at once, until they are one: there are 2ⁿ leaves, the first of them
+    padding perhaps.
+    """
+    (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
+    size, leaves = min(tokens, LEAF), 1
+    while leaves * size < tokens:
+        leaves *= 2
+    padding = leaves * size - tokens
+    inputs = (pad(fields[name].to(dtype), (0, 0, padding, 0)) for name in ("k", "w"))
+    k, w = (x.reshape(heads * leaves, size, width) for x in inputs)
+    beta = pad(fields["beta"].to(dtype), (padding, 0)).reshape(heads * leaves, size)
+    rows = torch.cat([k, torch.eye(width, dtype=dtype, device=k.device).expand(len(k), -1, -1)], dim=1)
+    along = rows @ w.mT
+    along[:, :size].triu_(1)
+    system = beta.unsqueeze(2) * (w @ w.mT)  # what is not above its diagonal is not looked at
+    along = torch.linalg.solve_triangular(system, along, upper=True, left=False, unitriangular=True)
+    rows = torch.baddbmm(rows, along * beta.unsqueeze(1), w, alpha=-1)
+    keys, products = rows[:, :size], rows[:, size:]
+    while len(keys) > heads:
+        keys = torch.cat([keys[::2] @ products[1::2], keys[1::2]], dim=1)
+        products = products[::2] @ products[1::2]
+    return keys[:, padding:], products
 
 
 def close(past: Past, top: Top, fields: Fields) -> None:
