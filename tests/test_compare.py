@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -94,12 +95,15 @@ def test_a_comparison_that_is_not_finished(tmp_path: Path) -> None:
     shutil.rmtree(folder / "path-heads=2-0")
     (folder / "rope-heads=2-0" / "last" / "progress.json").unlink()  # as if it had not come to its first checkpoint
     train_run(Run(folder / "path-heads=1-0").recipe.change(["seed=1"]), folder / "path-heads=1-1", console=quiet())
+    environment = folder / "rope-heads=1-0" / "environment.json"
+    [start] = json.loads(environment.read_text())
+    environment.write_text(json.dumps([start | {"commit": "0123456789" * 4 + "+"}]))
     page, before = tmp_path / "page.md", sorted(folder.rglob("*"))
     found = compare("flipflop", ("rope", "path"), **words, finished=True, page=page, console=quiet())
     assert sorted(folder.rglob("*")) == before
     assert set(found.values) == {"rope heads=1", "path"}
     said = page.read_text()
-    assert "mean ± standard deviation of up to 2 seeds" in said
+    assert "mean ± standard deviation of up to 2 seeds" in said and "commit 012345678901+, " in said
     assert "; until an evaluation has error 1 or 7 in a row are no better than the best, at most 24 steps of 4" in said
     assert re.search(r"\| RoPE heads=2 \| 6, not finished: [\d.]+ \|  \|", said)
     assert re.search(r"\| PaTH \| 6: [\d.]+ \| 6: [\d.]+ \|", said)

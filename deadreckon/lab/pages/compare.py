@@ -155,7 +155,7 @@ def describe_runs(runs: Sequence[Run]) -> str:
     start, recipes = starts[-1], [run.recipe for run in runs]
     versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
     devices = " and ".join(dict.fromkeys(one["device"] for one in starts))
-    commits = ", ".join(dict.fromkeys((one["commit"] or "unknown")[:12] for one in starts))
+    commits = ", ".join(dict.fromkeys(short_commit(one["commit"]) for one in starts))
 
     def distinct(name: str) -> str:
         return " or ".join(dict.fromkeys(f"{getattr(recipe, name):g}" for recipe in recipes))
@@ -169,6 +169,11 @@ def describe_runs(runs: Sequence[Run]) -> str:
         f"{f'seeds 0 to {seeds[-1]}' if seeds[-1] else 'seed 0'}; tests of up to {recipes[0].test_rows} sequences or "
         f"{recipes[0].test_tokens} tokens."
     )
+
+
+def short_commit(commit: str | None) -> str:
+    """Twelve digits of it, and the plus of one that had been changed."""
+    return commit[:12] + "+" * commit.endswith("+") if commit else "unknown"
 
 
 def describe_ends(recipes: Sequence[Recipe]) -> str:
