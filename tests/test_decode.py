@@ -96,6 +96,23 @@ def test_single_tokens(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("small_tail")
+def test_weights_too_small_for_halves() -> None:
+    """Queries all but at right angles to all keys: of squares of 1e-5 halves have nothing, and weights are relative."""
+    tokens, width = 14, 16
+    k, v = (torch.randn(1, tokens, 1, width, device=DEVICE) for _ in range(2))
+    k[..., 0], q = 0.0, torch.zeros_like(k)
+    q[..., 0], q[..., 1] = 1.0, 1e-5
+    q, k, v = q.half(), k.half(), v.half()
+    expected = dr.attend(q.double(), k.double(), v.double(), score=dr.Power(2), impl="reference")
+    past = Past()
+    for start, end in ((0, 12), (12, 13), (13, 14)):  # 12 tokens are more than a tail has: some lie in a segment
+        piece = (x[:, start:end] for x in (q, k, v))
+        found = attend_stream(*piece, dr.Factors(None, None, dr.Power(2)), 1.0, past, STREAM)
+    # One rounding of a weight, which counts twice in its sums, of a logit (squared) and of the result.
+    torch.testing.assert_close(found.double(), expected[:, -1:], rtol=0, atol=8 * 2**-11 * float(v.abs().max()))
+
+
+@pytest.mark.usefixtures("small_tail")
 def test_many_segments() -> None:
     """More than the kernels were first made for: forks share a prefix each time."""
     past, stream = Past(), Stream(Case(None, "learned", length=40, batch=1, heads=1, group=1))

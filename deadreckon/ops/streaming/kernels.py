@@ -26,8 +26,6 @@ from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, mul_exact, padded, 
 CHUNK = 64  # tokens of the tail that a program turns
 STATE_PARTS = 66  # programs that read a state: of heads of 64 each one has 32 rows, one step of its loop
 STATE_TILE = 32 * 4 * 64  # numbers that it reads in a step, at most: 64 of a thread
-BLOCK = 64
-STAGES = 3
 COMBINED = 16  # channels that a program adds up
 FIELDS = 7  # of a segment: where keys, values, biases, later steps' product and later gates' sums are; length and room
 
@@ -405,7 +403,7 @@ def look(
     out = q.new_empty(heads, group, value_width)
     programs = partial.weight.shape[1]
     row = max(width, value_width) * q.element_size()  # bytes
-    block = BLOCK if row <= 128 else 64 if row <= 512 else 32  # as many keys and values as there is shared memory for
+    block = 64 if row <= 512 else 32  # more keys and values, and fewer programs would have shared memory at a time
     of_row = heads // len(last.tokens)
     rows, split = (0, programs) if state is None else (state.first.shape[0], programs - STATE_PARTS)
     queries, values = power_of_two(group), padded(value_width)
@@ -413,7 +411,7 @@ def look(
         q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, of_row, room, rows, split,
         G=group, GATES=gates, ROUTES=w is not None, SQUARES=state is not None, D=width, E=value_width,
         BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=block,
-        STATE_ROWS=max(1, min(32, STATE_TILE // (queries * values))), DTYPE=DTYPES[q.dtype], num_warps=4, num_stages=STAGES,
+        STATE_ROWS=max(1, min(32, STATE_TILE // (queries * values))), DTYPE=DTYPES[q.dtype], num_warps=4, num_stages=3,
     )  # fmt: skip
     _combine[(heads, group, values // COMBINED)](
         out, partial, last.tokens, of_row, programs, split,
