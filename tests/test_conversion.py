@@ -59,11 +59,14 @@ def test_the_whole_command(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("deadreckon.lab.pages.conversion.NEW", 4)
-    out = tmp_path / "converted"
+    out, other = tmp_path / "converted", tmp_path / "other"
+    dr.convert_model(LlamaForCausalLM.from_pretrained(teacher / "llama"), "rope").save_pretrained(other)
+    (other / "progress.json").write_text('{"tokens": 1234567}')
     words = [
         "convert", str(teacher / "llama"), "--data", str(teacher / "train.jsonl"), "--held-out",
         str(teacher / "valid.jsonl"), "--out", str(out), "--encoding", "path-fox", "--drop-rope", "--length", "32",
-        "--stages", "align,distil,extend", "--freeze", "mlp", "embed_tokens", "--change", *SMALL, "steps=6",
+        "--stages", "align,distil,extend", "--freeze", "mlp", "embed_tokens", "--beside", str(other),
+        "--change", *SMALL, "steps=6",
         "align.steps=30", "align.learning_rate=0.003",
     ]  # fmt: skip
     assert run_cli(monkeypatch, *words) == 0
@@ -98,7 +101,11 @@ def test_the_whole_command(
     rows = dict(row[2:].split(" | ", 1) for row in page.read_text().splitlines() if row.startswith("| converted"))
     assert rows["converted, end"].endswith(f"{loss['student']:.4f} |")
     assert f"{loss['student'] - loss['teacher']:+.4f} ±" in page.read_text()
+    assert f"| `{other}` | 1,234,567 | {mean(report['teacher']['texts']['32']):.4f} |" in page.read_text()
     assert page.with_suffix(".png").exists()
+    course = next(row for row in page.read_text().splitlines() if row.startswith("| converted | align | 2 |"))
+    at_last = [one["texts"] for one in Run(out / "align").lines("evaluations")[-1]["scores"]]
+    assert course.endswith(f" {mean(at_last[0]) - mean(report['teacher']['at_length']):+.4f} at 30 |")
     assert run_cli(monkeypatch, *words) == 0  # nothing is trained again
     assert "step" not in capsys.readouterr().out
     assert run_cli(monkeypatch, *words[:-2], "align.steps=31") == 2
@@ -202,5 +209,5 @@ def test_tokenizers_are_checked(teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model: expected a tokenizer beside the model"):
         convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())
     for_transformers(train_tokenizer(teacher / "valid.jsonl", 300)).save_pretrained(tmp_path / "mute")
-    with pytest.raises(ValueError, match="tokenizer: expected at most 270 tokens, the model's vocabulary, got"):
+    with pytest.raises(ValueError, match=r"tokenizer: expected at most 270 tokens, the vocabulary of .*, got"):
         convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())

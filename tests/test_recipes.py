@@ -131,7 +131,7 @@ def test_recipes_are_changed_and_checked() -> None:
         "ends.never=1": "ends: expected reached or patience, got 'never'",
         "ends.patience=0.5": "ends.patience: expected a whole number of evaluations, 1 or more, got 0.5",
         "ends.reached=soon": "ends.reached: expected a number, got 'soon'",
-        "reporting=first": "reporting: expected one of last, best-three; got 'first'",
+        "reporting=first": "reporting: expected one of last, every, best-three; got 'first'",
         "encoding_options.rank=8": "encoding_options: expected options by encoding, such as",
         "schedules.gamma=[[0, 1]]": "length, noise, angle_factor, new_factor, got",
         "schedules.noise=[[0.5, 1], [0.2, 2]]": "schedules.noise: expected points [share of the steps, value",

@@ -285,6 +285,7 @@ class Convert:
     length: int = 1024  # tokens of a training sequence
     change: tuple[str, ...] = ()  # fields of the stages' recipes, such as batch_size=8 align.steps=500
     seed: int = 0  # of new weights and data
+    beside: tuple[str, ...] = ()  # folders of other models to measure in the end, such as one trained from scratch
     device: str = "cpu"  # cpu, cuda, …; on CUDA it computes in bfloat16
 
     def run(self) -> None:
@@ -296,7 +297,7 @@ class Convert:
             stages = () if self.stages == "none" else tuple(stage.strip() for stage in self.stages.split(","))
         conversion = Conversion(
             self.source, self.encoding, self.data, self.held_out, self.drop_rope, self.cold, stages, self.freeze,
-            self.length, self.seed, self.change,
+            self.length, self.seed, self.change, self.beside,
         )  # fmt: skip
         convert(conversion, self.out, self.device, Console())
 

@@ -52,7 +52,7 @@ def compare(
     recipes = experiment.recipes(size, encodings, seeds, changes, swept)
     wanted = {folder / run: recipe for run, recipe in recipes.items()}
     recipe = next(iter(wanted.values()))
-    if lengths and recipe.reporting != "last" and not set(lengths) <= set(recipe.test_lengths):
+    if lengths and recipe.reporting == "best-three" and not set(lengths) <= set(recipe.test_lengths):
         raise ValueError(
             f"lengths: expected some of {', '.join(map(str, recipe.test_lengths))}, where this recipe evaluates while "
             f"training (--change test_lengths=[…]; `deadreckon eval` scores a trained model at any), got {lengths}"

@@ -122,7 +122,7 @@ class Comparison:
         spread = f", mean ± standard deviation of {fewer}{seeds} seeds" if seeds > 1 else ", one seed"
         trained = f", trained at {test.trained}" if test.trained else ""
         trained = "" if condition.endswith(trained) else trained
-        best = "; for each seed the mean of the three best evaluations" if self.recipe.reporting != "last" else ""
+        best = "; for each seed the mean of the three best evaluations" if self.recipe.reporting == "best-three" else ""
         return f"{HEADINGS[test.measure]} by {test.axis}, {condition}{trained}{spread}{best}"
 
     def solved(self, condition: str) -> dict[str, int | None]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -41,7 +41,7 @@ PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt
 def convert(conversion: Conversion, out: Path, device: str, console: Console) -> None:
     """Converts, measures teacher, start and student, and writes report.json and README.md beside the model."""
     convert_run(conversion, out, device=device, console=console)
-    report, written = dict[str, Any](), {}
+    report, written, beside = dict[str, Any](), {}, dict[str, Any]()
     with quiet_transformers(), console.status(f"measuring {out} and its teacher"):
         task = conversion.test_recipe().make_task(HELD_OUT)
         prompts = task.sample(PROMPTS, PROMPT, torch.Generator().manual_seed(0))[0].to(device)
@@ -51,14 +51,28 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
             model = (load_teacher if name == "teacher" else load_start)(str(folder)).to(device).eval()
             written[name], speed = continue_greedily(model, prompts)
             report[name] = measure(model, conversion) | {"writing": speed}
-    table, agreement = tabulate(report), match(written["teacher"], written["student"])
+            if name == "teacher":  # as students are scored while they are trained
+                alone = replace(conversion.test_recipe(), test_lengths=(conversion.length,))
+                report[name]["at_length"] = next(iter(evaluate(model, alone))).texts
+        for folder in conversion.beside:
+            model = load_start(folder).to(device).eval()
+            speed = continue_greedily(model, prompts)[1]
+            beside[folder] = measure(model, conversion) | {"writing": speed, "tokens": tokens_of(Path(folder))}
+    table, agreement = tabulate(report | beside), match(written["teacher"], written["student"])
     report |= {"same_tokens": agreement, "environment": describe_environment(device), "conversion": asdict(conversion)}
+    report |= {"beside": beside}
     write_text(out / "report.json", json.dumps(report, indent=2) + "\n")
     write_text(out / "README.md", model_card(conversion, out, table, agreement, device))
     console.print(
         f"{table}\n\n{agreement:.0%} of greedily chosen tokens are the teacher's.", highlight=False, soft_wrap=True
     )
     console.print(f"Saved: {out}", highlight=False)
+
+
+def tokens_of(checkpoint: Path) -> int | None:
+    """That a checkpoint of a run was trained on."""
+    path = checkpoint / "progress.json"
+    return int(json.loads(path.read_text())["tokens"]) if path.exists() else None
 
 
 def continue_greedily(model: dr.DeadReckonForCausalLM, prompts: Tensor) -> tuple[Tensor, float]:
@@ -144,8 +158,19 @@ class Converted:
 
     def texts(self, model: str) -> Texts:
         """Of "teacher", "start" or "student"; a conversion without stages ends as it starts."""
-        texts = self.report.get(model, self.report["student"])["texts"]
-        return {int(length): losses for length, losses in texts.items()}
+        return _by_length(self.report.get(model, self.report["student"]))
+
+    def courses(self) -> Iterator[tuple[Run, list[tuple[int, float, float]]]]:
+        """For each stage: steps, and there the loss at the teacher's length less its own, with a standard error."""
+        expected = self.report["teacher"].get("at_length", [])
+        for run in self.runs:
+            course = []
+            for line in run.lines("evaluations"):
+                found = [one["texts"] for one in line["scores"] if one["length"] == self.length]
+                if found and len(found[0]) == len(expected):
+                    course.append((int(line["step"]), *paired_difference(found, [expected])))
+            if course:
+                yield run, course
 
     @property
     def tokens(self) -> int:
@@ -156,6 +181,10 @@ class Converted:
     def length(self) -> int:
         """That the teacher was trained at."""
         return int(self.report["conversion"]["length"])
+
+
+def _by_length(measured: dict[str, Any]) -> Texts:
+    return {int(length): losses for length, losses in measured["texts"].items()}
 
 
 def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> None:
@@ -177,6 +206,7 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
         loss_table(conversions, teacher),
         "Loss at the end less the teacher's on the same tokens, nats ± standard error between texts:",
         difference_table(conversions, teacher),
+        *course_table(conversions),
         "Training:", cost_table(conversions),
     ]  # fmt: skip
     save_markdown(path, [*parts, image("Loss by length", picture, path)] if picture is not None else parts)
@@ -194,7 +224,7 @@ def compared(conversions: Sequence[Converted]) -> Comparison:
 
 
 def loss_table(conversions: Sequence[Converted], teacher: Texts) -> str:
-    """A row for the teacher, and two for each conversion: its start and its end."""
+    """A row for the teacher, two for each conversion, its start and its end, and one for each model beside them."""
 
     def cells(texts: Texts) -> list[str]:
         return [format_value("loss", mean(texts[length])) for length in teacher]
@@ -204,6 +234,10 @@ def loss_table(conversions: Sequence[Converted], teacher: Texts) -> str:
         rows.append([f"{one.name}, start", 0, *cells(one.texts("start"))])
         if one.runs:
             rows.append([f"{one.name}, end", f"{one.tokens:,}", *cells(one.texts("student"))])
+    beside = {name: measured for one in conversions for name, measured in one.report.get("beside", {}).items()}
+    for name, measured in beside.items():
+        tokens = measured["tokens"]
+        rows.append([f"`{name}`", "" if tokens is None else f"{tokens:,}", *cells(_by_length(measured))])
     return markdown(["", "tokens", *teacher], rows)
 
 
@@ -214,6 +248,24 @@ def difference_table(conversions: Sequence[Converted], teacher: Texts) -> str:
         pairs = {n: paired_difference([losses], [teacher[n]]) for n, losses in one.texts("student").items()}
         rows[one.name] = {n: f"{mean:+.4f} ± {error:.4f}" for n, (mean, error) in pairs.items()}
     return markdown(*by_length(rows))
+
+
+def course_table(conversions: Sequence[Converted]) -> list[str]:
+    """How far a student was off its teacher while it was trained, if that is known: what it says, and the table."""
+    rows = []
+    for one in conversions:
+        for run, course in one.courses():
+            step, most, error = max(course, key=lambda each: each[1])
+            quarters = [course[round(part * (len(course) - 1) / 4)] for part in range(5)]
+            rows.append([
+                one.name, run.path.name, len(course), f"{most:+.4f} ± {error:.4f} at {step}",
+                *(f"{mean:+.4f} at {step}" for step, mean, _ in quarters),
+            ])  # fmt: skip
+    if not rows:
+        return []
+    about = f"Loss at {conversions[0].length} less the teacher's on the same tokens, by steps of training, nats:"
+    headings = ["", "stage", "evaluations", "the most", "first", "a quarter", "half", "three quarters", "last"]
+    return [about, markdown(headings, rows, left=2)]
 
 
 def cost_table(conversions: Sequence[Converted]) -> str:

@@ -45,6 +45,7 @@ class Conversion:
             stay so, else extend. A teacher's equal learns nothing from it: gradients are rounding, which AdamW
             makes full steps of.
         changes: fields of recipes, "steps=100" in all stages or "align.steps=100" in one.
+        beside: folders of other models of that vocabulary, which are measured, too: trained from scratch, say.
     """
 
     source: str
@@ -58,6 +59,7 @@ class Conversion:
     length: int = 1024
     seed: int = 0
     changes: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for stage in self.planned:
@@ -104,6 +106,7 @@ class Conversion:
                 betas=(0.9, 0.95), weight_decay=0.01, schedule="cosine", floor=0.1, evaluators=("perplexity",),
                 conditions={"held out": {"part": "valid"}}, test_lengths=(self.length,), test_tokens=2**18,
                 validation_rows=8, evaluate_every=200, log_every=10, freeze=self.freeze, start=str(start),
+                reporting="every",
                 schedules=FADING if self.drop_rope and start == out / "start" else {},
                 teacher="" if stage == "extend" else self.source, **STAGES[stage],
             )  # fmt: skip

@@ -24,7 +24,7 @@ MEASURES = {
     "error": "error", "exact": "exact", "perplexity": "perplexity", "perplexity-window": "perplexity",
     "loss-by-position": "loss", "training-loss": "loss", "long": "score",
 }  # fmt: skip
-REPORTING = ("last", "best-three")
+REPORTING = ("last", "every", "best-three")
 ENDS = ("reached", "patience")
 OBJECTIVES = ("next-token", "align", "distil")
 # What a model has around its attention, as the configuration names it.
@@ -95,8 +95,8 @@ class Recipe:
     seed: int = 0  # of weights and data
     # Names in `MEASURES`. The measure of the first is followed while training and decides what is best.
     evaluators: tuple[str, ...] = ("error",)
-    # "last", scores of the last checkpoint; or "best-three", for each length the mean of the three best evaluations in
-    # training, for which every test is run every `evaluate_every` steps.
+    # "last", scores of the last checkpoint; "every", the same, and every test is run every `evaluate_every` steps, too;
+    # or "best-three", for each length the mean of the three best of those.
     reporting: str = "last"
     # The tests: options of the task that differ in them, by name. The first is followed in training.
     conditions: dict[str, dict[str, Any]] = field(default_factory=lambda: {"as trained": {}})

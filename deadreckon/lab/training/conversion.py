@@ -55,11 +55,14 @@ def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", conso
 
 
 def check_vocabulary(conversion: Conversion) -> None:
-    """Raises a ValueError unless there is a tokenizer whose tokens the model all knows."""
+    """Raises a ValueError unless there is a tokenizer whose tokens the model, and those beside it, all know."""
     check_model(Path(conversion.source))
-    tokenizer, known = fast_tokenizer(conversion.source), AutoConfig.from_pretrained(conversion.source).vocab_size
-    if (tokens := tokenizer.get_vocab_size()) > known:
-        raise ValueError(f"tokenizer: expected at most {known} tokens, the model's vocabulary, got {tokens}")
+    tokenizer = fast_tokenizer(conversion.source)
+    for folder in (conversion.source, *conversion.beside):
+        check_model(Path(folder))
+        known = AutoConfig.from_pretrained(folder).vocab_size
+        if (tokens := tokenizer.get_vocab_size()) > known:
+            raise ValueError(f"tokenizer: expected at most {known} tokens, the vocabulary of {folder}, got {tokens}")
     for task in (conversion.test_recipe().make_task(), conversion.test_recipe().make_task("held out")):
         assert isinstance(task, Language)
         if task.corpus.tokenizer.get_vocab() != tokenizer.get_vocab():

@@ -177,7 +177,7 @@ class Run:
 
     def reported(self) -> dict[Place, Score]:
         """The scores that tables show: of the last checkpoint, or for each place the mean of the best evaluations."""
-        if self.recipe.reporting == "last":
+        if self.recipe.reporting != "best-three":
             return self.scores()
         evaluations: dict[Place, list[Score]] = {}
         for line in self.lines("evaluations"):
