@@ -101,12 +101,12 @@ def test_a_comparison_that_is_not_finished(tmp_path: Path) -> None:
     page, before = tmp_path / "page.md", sorted(folder.rglob("*"))
     found = compare("flipflop", ("rope", "path"), **words, finished=True, page=page, console=quiet())
     assert sorted(folder.rglob("*")) == before
-    assert set(found.values) == {"rope heads=1", "path"}
+    assert set(found.values) == {"rope heads=1", "path heads=1"}
     said = page.read_text()
     assert "mean ± standard deviation of up to 2 seeds" in said and "commit 012345678901+, " in said
     assert "; until an evaluation has error 1 or 7 in a row are no better than the best, at most 24 steps of 4" in said
     assert re.search(r"\| RoPE heads=2 \| 6, not finished: [\d.]+ \|  \|", said)
-    assert re.search(r"\| PaTH \| 6: [\d.]+ \| 6: [\d.]+ \|", said)
+    assert re.search(r"\| PaTH heads=1 \| 6: [\d.]+ \| 6: [\d.]+ \|", said)
 
 
 @pytest.mark.parametrize("metric", ["error", "exact", "perplexity"])

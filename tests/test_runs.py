@@ -390,6 +390,8 @@ def test_patience_counts_evaluations_that_were_no_better() -> None:
     assert followed == [
         (0.5, 0, False), (0.4, 0, False), (0.4, 1, False), (0.3, 0, False), (0.3, 1, False), (0.3, 2, True)
     ]  # fmt: skip
+    progress = Progress(0).evaluated(recipe, math.nan)
+    assert progress.evaluated(recipe, 0.5).best == 0.5  # better than no number
     exact = small("rope", 0, 'evaluators=["exact"]', "ends.reached=0.9")
     ended = [Progress(0).evaluated(exact, value).ended for value in (0.89, 0.9, 1.0, math.nan)]
     assert ended == [False, True, True, False]

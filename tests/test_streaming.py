@@ -17,6 +17,7 @@ import deadreckon as dr
 from deadreckon.ops.attention import attend_next
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.segments import Segment, add_closed
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 
 VOCABULARY = 13
@@ -52,6 +53,17 @@ def test_any_split_gives_the_same(transport: str | None, gate: str | None, score
         if "w" in leaves:  # the digits of a binary counter
             lengths = [segment.length for segment in past.segments]
             assert all(older > younger for older, younger in itertools.pairwise(lengths))
+
+
+def test_few_segments_of_any_lengths() -> None:
+    """Each a little shorter than the last, as where all tails close when one of others is full: none would be joined."""
+    segments = list[Segment]()
+    for length in range(140, 20, -1):
+        add_closed(segments, Segment({name: torch.zeros(1, length, 1) for name in ("k", "v")}))
+    tokens = sum(segment.length for segment in segments)
+    assert tokens == sum(range(21, 141)) and len(segments) <= tokens.bit_length() - 4  # digits of those of 21 or more
+    classes = [segment.length.bit_length() for segment in segments]
+    assert classes == sorted(set(classes), reverse=True)
 
 
 def test_queries_cross_segments_that_were_merged() -> None:

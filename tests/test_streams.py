@@ -246,6 +246,21 @@ def test_a_first_sequence_whose_tail_is_full(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(streams.step(ids[0, t].expand(2))[0], expected[0, t], **CLOSE)
 
 
+@torch.no_grad()
+def test_a_cropped_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lacks some of what kernels go on from; one after another, sequences do go on."""
+    monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
+    model, ids = kernel_model("path-fox"), prompts(1, 14)
+    cache = prefilled(model, ids[:, :12])
+    for layer in cache.layers:
+        layer.state.crop(4)
+    with pytest.raises(ValueError, match="cache: expected sequences of which no token was undone, got one that was"):
+        Streams(model, 2, Rerun).admit(fork(cache))
+    streams = Streams(model, 1, None)
+    streams.admit(cache)
+    torch.testing.assert_close(streams.step(ids[0, 8:9])[0], model(ids).logits[0, 8], **CLOSE)
+
+
 def test_bad_rows() -> None:
     model = make_model("rope")
     with pytest.raises(ValueError, match="rows: expected an integer of 1 or more, got 0"):

@@ -58,11 +58,12 @@ def compare(
             f"training (--change test_lengths=[…]; `deadreckon eval` scores a trained model at any), got {lengths}"
         )
     done = find_begun(wanted) if finished else make_runs(wanted, lengths, device, jobs, console)
-    comparison = gather(f"{name}, {size}", done, lengths)
+    planned = list(wanted.values())
+    comparison = gather(f"{name}, {size}", done, lengths, planned)
     print_comparison(comparison, console)
     picture = draw_comparison(comparison, picture or folder / "comparison.png", console)
     if page is not None:
-        write_page(page, comparison, done, experiment, picture)
+        write_page(page, comparison, done, experiment, picture, planned)
         console.print(f"Page: {page}", highlight=False)
     return comparison
 
@@ -123,8 +124,9 @@ def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Pat
 
 
 def write_page(
-    path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None
-) -> None:
+    path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None,
+    planned: Sequence[Recipe],
+) -> None:  # fmt: skip
     """Writes the tables, what they are of, the commands that made them, and what the paper reports."""
     commands = dict.fromkeys(start["command"] for run in runs for start in run.starts())
     parts = [f"# {comparison.title}", experiment.about, experiment.source, describe_runs(runs)]
@@ -140,10 +142,10 @@ def write_page(
         measure = HEADINGS[comparison.recipe.metric]
         parts += [
             f"Steps, and {measure[0].lower()}{measure[1:]} in the last evaluation of training:",
-            steps_table(runs),
+            steps_table(runs, planned),
         ]
     if comparison.recipe.task == "language":
-        parts += ["Training:", speed_table(runs)]
+        parts += ["Training:", speed_table(runs, planned)]
     if picture is not None:
         parts.append(image(comparison.title, picture, path))
     save_markdown(path, parts)
@@ -201,10 +203,10 @@ def score_table(comparison: Comparison, condition: str, experiment: Experiment) 
     return markdown(headings, rows)
 
 
-def speed_table(runs: Sequence[Run]) -> str:
+def speed_table(runs: Sequence[Run], planned: Sequence[Recipe]) -> str:
     """What was trained on, and how fast: the median of logged speeds, so that evaluations do not count."""
     rows = []
-    for label, labelled in by_label(runs).items():
+    for label, labelled in by_label(runs, planned).items():
         speeds = [line["tokens_per_second"] for run in labelled for line in run.metrics()]
         progress = labelled[0].progress()
         minutes = mean(run.progress().seconds for run in labelled) / 60
@@ -212,10 +214,10 @@ def speed_table(runs: Sequence[Run]) -> str:
     return markdown(["", "tokens", "tokens/s", "minutes"], rows)
 
 
-def steps_table(runs: Sequence[Run]) -> str:
+def steps_table(runs: Sequence[Run], planned: Sequence[Recipe]) -> str:
     """How far each run came, which may be less than its steps, and its last evaluation: a column for each seed."""
     seeds, rows = sorted({run.recipe.seed for run in runs}), []
-    for label, labelled in by_label(runs).items():
+    for label, labelled in by_label(runs, planned).items():
         cells = dict.fromkeys(seeds, "")
         for run in labelled:
             metrics, name = run.metrics(), f"validation_{run.recipe.metric}"

@@ -188,14 +188,19 @@ def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str]
     return about, [comparison.test(condition).axis, *map(title_of, others)], rows
 
 
-def gather(title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None) -> Comparison:
-    """The reported scores of finished runs: at these lengths, at those of their recipes if (), or all there are."""
+def gather(
+    title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None, planned: Sequence[Recipe] = ()
+) -> Comparison:
+    """The reported scores of finished runs: at these lengths, at those of their recipes if (), or all there are.
+
+    `planned` are recipes of runs that are not there yet, see :func:`by_label`.
+    """
     runs = list(runs)
     several = len({run.recipe.length for run in runs}) > 1  # training lengths
     values: dict[str, dict[Place, list[float]]] = {}
     tests: dict[str, Test] = {}
     texts: dict[str, dict[Place, list[Sequence[float]]]] = {}
-    for label, labelled in by_label(runs).items():
+    for label, labelled in by_label(runs, planned).items():
         for run in labelled:
             recipe = run.recipe
             wanted = lengths or recipe.test_lengths or (recipe.length,)
@@ -217,8 +222,8 @@ def alike(recipe: Recipe) -> Recipe:
     return replace(recipe, encoding=Recipe.encoding, encoding_options={}, seed=0, width=Recipe.width, initial=0.0)
 
 
-def by_label(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Runs by encoding and what sets them apart from others of the same encoding: "path", "sympow p=4".
+def by_label(runs: Iterable[Run], planned: Sequence[Recipe] = ()) -> dict[str, list[Run]]:
+    """Runs by encoding and what sets them apart from others of the same encoding, planned ones too: "sympow p=4".
 
     Runs of one label differ in the seed and the training length alone. A seed counts once: a second run of it is the
     same figure again, not a second sample.
@@ -228,11 +233,12 @@ def by_label(runs: Iterable[Run]) -> dict[str, list[Run]]:
         groups.setdefault(run.recipe.encoding, []).append(run)
     labelled: dict[str, dict[tuple[int, int], Run]] = {}
     for encoding, group in groups.items():
-        several = len({run.recipe.length for run in group}) > 1
-        settings = [_settings(run.recipe, (*NOT_NAMED, *(BY_LENGTH if several else ()))) for run in group]
+        recipes = [*(run.recipe for run in group), *(recipe for recipe in planned if recipe.encoding == encoding)]
+        several = len({recipe.length for recipe in recipes}) > 1
+        settings = [_settings(recipe, (*NOT_NAMED, *(BY_LENGTH if several else ()))) for recipe in recipes]
         keys = dict.fromkeys(key for one in settings for key in one)
         differing = [key for key in keys if len({json.dumps(one.get(key)) for one in settings}) > 1]
-        for run, one in zip(group, settings, strict=True):
+        for run, one in zip(group, settings, strict=False):
             words = [f"{key}={one[key]}" for key in differing if key in one]
             seeds = labelled.setdefault(" ".join([encoding, *words]), {})
             seeds.setdefault((run.recipe.seed, run.recipe.length), run)

@@ -48,7 +48,7 @@ class Progress:
 
     def evaluated(self, recipe: Recipe, value: float) -> Progress:
         """What an evaluation makes of it."""
-        better = self.best is None or is_better(recipe.metric, value, self.best)
+        better = self.best is None or math.isnan(self.best) or is_better(recipe.metric, value, self.best)
         best, idle = (value, 0) if better else (self.best, self.idle + 1)
         goal, patience = recipe.ends.get("reached", math.nan), recipe.ends.get("patience", math.inf)
         reached = value == goal or is_better(recipe.metric, value, goal)

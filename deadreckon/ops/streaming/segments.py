@@ -150,8 +150,11 @@ def joined(older: Segment, younger: Segment) -> Segment:
 
 
 def add_closed(segments: list[Segment], segment: Segment) -> None:
-    """Appends a closed one. Two become one when the older is no longer, as the digits of a binary counter carry."""
+    """Appends a closed one. Two become one when the older has no more binary digits, as those of a counter carry.
+
+    So there are never more than a length has digits, whatever the lengths of those that come.
+    """
     segments.append(segment)
-    while len(segments) > 1 and segments[-2].length <= segments[-1].length:
+    while len(segments) > 1 and segments[-2].length.bit_length() <= segments[-1].length.bit_length():
         younger, older = segments.pop(), segments.pop()
         segments.append(joined(older, younger))
