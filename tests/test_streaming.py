@@ -56,7 +56,7 @@ def test_any_split_gives_the_same(transport: str | None, gate: str | None, score
 
 
 def test_few_segments_of_any_lengths() -> None:
-    """Each a little shorter than the last, as where all tails close when one of others is full: none would be joined."""
+    """Each a bit shorter than the last, as where all tails close when one of others is full: none would be joined."""
     segments = list[Segment]()
     for length in range(140, 20, -1):
         add_closed(segments, Segment({name: torch.zeros(1, length, 1) for name in ("k", "v")}))
