@@ -1,4 +1,4 @@
-"""Compiles every kernel that a few calls need for a GPU, without one: run by test_fused.py.
+"""Compiles every kernel that a few calls need for a GPU, without one: run by test_without_interpreter.py.
 
 For an H100 or H200, or with --gpu 80 (A100), 86, 89 (RTX 3090, 4090), 100 or 120 (Blackwell) for that architecture.
 Prints a line for each kernel: its name and the shared memory it takes. Exits with an error if a kernel does not compile

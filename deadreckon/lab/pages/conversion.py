@@ -23,7 +23,7 @@ from deadreckon.lab.environment import describe_environment
 from deadreckon.lab.evaluation import evaluate, format_value
 from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.card import card, licence_of
-from deadreckon.lab.pages.compare import draw_comparison
+from deadreckon.lab.pages.compare import draw_comparison, short_commit
 from deadreckon.lab.pages.comparison import Comparison, Test, paired_difference
 from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown
 from deadreckon.lab.recipes import Recipe
@@ -200,7 +200,7 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
         "# Conversions",
         f"One RoPE teacher, trained at {conversions[0].length} tokens, and what it was converted to.",
         f"{first['date'][:10]}: {first['device']}; Python {first['python']}, {versions}; commit "
-        f"{(first['commit'] or 'unknown')[:12]}. Seed {', '.join(seeds)}.",
+        f"{short_commit(first['commit'])}. Seed {', '.join(seeds)}.",
         "\n".join(f"    {one.report['environment']['command']}" for one in conversions),
         f"Loss by length on the same {len(next(iter(teacher.values())))} held-out texts, nats:",
         loss_table(conversions, teacher),

@@ -1,0 +1,36 @@
+"""What needs a process without Triton's interpreter: plain tensors on a CPU, and kernels compiled without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PLAIN = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def test_share_in_reach_of_plain_cpu_tensors() -> None:
+    """Without a GPU and without the interpreter: nothing is launched."""
+    code = (
+        "import torch, deadreckon as dr; q, k = torch.ones(2, 1, 640, 2, 16).unbind(); "
+        "print(dr.share_in_reach(q, k, torch.full((1, 640, 2), -1e4)), dr.share_in_reach(q, k, torch.zeros(2)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], env=PLAIN, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert [float(word) for word in found.stdout.split()] == pytest.approx([19 / 55, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
+def test_kernels_compile_for_hopper() -> None:
+    """The interpreter forgives what the compiler does not: types that change in loops, too much shared memory."""
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, str(script), "--quick"], env=PLAIN, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    assert {"_leaf_backward", "_gather", "_key_gradients", "_turn_by_phase", "_filter_backward"} <= set(
+        done.stdout.split()
+    )
