@@ -15,18 +15,23 @@ Place = tuple[int, int, int, int]
 
 
 class Frames(NamedTuple):
-    """Queries at the start of their block, keys at its end, values beside them; and each block's product of steps."""
+    """Queries at the start of their block, keys at its end, values beside them; and each block's product of steps.
+
+    Products of leaves are rounded to the type of the queries, which is as precise as what walks past them; where that
+    is a half, what was rounded off lies beside them: products of products need it.
+    """
 
     queries: Tensor  # (n, T, G, D)
     keys: Tensor  # (n, T, D)
     values: Tensor  # (n, T, E)
-    products: Tensor  # (n, blocks, D, D) float32
+    products: Tensor  # (n, blocks, D, D); float32, unless the blocks are leaves
+    rest: Tensor | None = None  # like products of leaves
 
     @classmethod
     def room(cls, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Frames:
         """Room for those of leaves, of so many key heads of q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E)."""
         leaves, width = ceil_div(k.shape[1], LEAF), k.shape[3]
-        return cls(*_rows(q, k, v, heads), q.new_empty(heads, leaves, width, width, dtype=torch.float32))
+        return cls(*_rows(q, k, v, heads), *q.new_empty(_parts(q), heads, leaves, width, width))
 
 
 class Saved(NamedTuple):
@@ -38,14 +43,14 @@ class Saved(NamedTuple):
     queries: Tensor  # see `Frames`; these four are not written to where one leaf is all there is
     keys: Tensor
     values: Tensor
-    products: Tensor  # (N, leaves · D, D) float32
+    products: Tensor  # (1 | 2, N, leaves · D, D): products and, of halves, the rest of them
     inverse: Tensor  # (N, leaves · 64, 64): M⁻¹ of `leaf.py`
 
     @classmethod
     def room(cls, q: Tensor, k: Tensor, v: Tensor) -> Saved:
         """To be written to."""
         heads, leaves, width = k.shape[0] * k.shape[2], ceil_div(k.shape[1], LEAF), k.shape[3]
-        products = q.new_empty(heads, leaves * width, width, dtype=torch.float32)
+        products = q.new_empty(_parts(q), heads, leaves * width, width)
         return cls(*_rows(q, k, v, heads), products, q.new_empty(heads, leaves * LEAF, LEAF))
 
     @classmethod
@@ -55,12 +60,17 @@ class Saved(NamedTuple):
 
     def frames(self, heads: slice) -> Frames:
         """Views of those of some heads."""
-        products = self.products[heads].unflatten(1, (-1, self.products.shape[2]))
-        return Frames(self.queries[heads], self.keys[heads], self.values[heads], products)
+        products = self.products[:, heads].unflatten(2, (-1, self.products.shape[3]))
+        return Frames(self.queries[heads], self.keys[heads], self.values[heads], *products)
 
     def inverses(self, heads: slice) -> Tensor:
         """A view (n, leaves, 64, 64) of those of some heads."""
         return self.inverse[heads].unflatten(1, (-1, LEAF))
+
+
+def _parts(q: Tensor) -> int:
+    """How many numbers of q's type a product's entry takes."""
+    return 1 if q.dtype == torch.float32 else 2
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,6 +42,7 @@ from deadreckon.ops.triton.tiles import (
     mul_exact,
     padded,
     poison_of,
+    store_rows,
     store_tile,
     strides,
     zeroed,
@@ -96,9 +97,9 @@ def _leaf(p_start, first, LEAVES, HEADS, PACKED: tl.constexpr):
 @Kernel
 @triton.jit(do_not_specialize=["s_bb", "s_bt", "first", "T", "LEAVES", "HEADS", "GATES"])
 def _leaf_forward(
-    p_q, p_k, p_v, p_w, p_beta, p_left, p_rest, p_start, p_end, p_frame_q, p_frame_k, p_values, p_products, p_inverse,
-    p_out, p_lse, scale2, s_q, s_k, s_v, s_w, s_bb, s_bt, s_bh, s_fq, s_fk, s_fv, s_fo, s_fl,
-    first, T, LEAVES, HEADS, GROUP, GATES,
+    p_q, p_k, p_v, p_w, p_beta, p_left, p_rest, p_start, p_end, p_frame_q, p_frame_k, p_values, p_products,
+    p_products_rest, p_inverse, p_out, p_lse, scale2, s_q, s_k, s_v, s_w, s_bb, s_bt, s_bh, s_fq, s_fk, s_fv, s_fo,
+    s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -124,11 +125,17 @@ def _leaf_forward(
         tl.store(p_inverse + i_row[:, None] * 64 + i_row[None, :], b_inverse.to(DTYPE))
     b_j = b_inverse * b_beta[None, :]
     if FRAMES:
-        b_x = mul_exact(b_j, b_w, DTYPE)  # J W
-        b_p = tl.where(channel[:, None] == channel[None, :], 1.0, 0.0) - mul_exact(tl.trans(b_x), b_w, DTYPE)
-        p_products += (i_n * LEAVES + i_leaf) * D * D
-        m_p = (channel < D)[:, None] & (channel < D)[None, :]
-        tl.store(p_products + channel[:, None] * D + channel[None, :], b_p, mask=m_p)
+        i_product = (i_n * LEAVES + i_leaf) * D * D
+        for part in tl.static_range(BD // 64):  # 64 rows of P at a time: more would not fit in registers
+            i_p = part * 64 + i_row
+            b_part = zeroed(load_rows(p_w + i_b * s_wb + i_h * s_wh, token, s_wt, i_p, m_token, D, BD), b_poison)
+            b_x = mul_exact(b_j, b_part, DTYPE)  # J W
+            b_p = tl.where(i_p[:, None] == channel[None, :], 1.0, 0.0) - mul_exact(tl.trans(b_x), b_w, DTYPE)
+            store_rows(p_products + i_product, i_p, D, channel, i_p < D, b_p, D)
+            if tl.float32 != DTYPE:
+                store_rows(p_products_rest + i_product, i_p, D, channel, i_p < D, b_p - b_p.to(DTYPE).to(tl.float32), D)
+        if BD > 64:
+            b_x = mul_exact(b_j, b_w, DTYPE)
         b_x = b_x.to(DTYPE)
     b_w = b_w.to(DTYPE)
     b_j = b_j.to(DTYPE)
@@ -343,7 +350,7 @@ class Leaves(NamedTuple):
     def forward(self, frames: Frames | None, inverse: Tensor | None, out: Tensor, lse: Tensor) -> None:
         """Writes frames, outputs (n, T, G, E) and their log-sum-exp (n, T, G), and inverses if they are kept."""
         unused = self.q
-        into = (unused, unused, unused, unused) if frames is None else frames
+        into = (unused,) * 5 if frames is None else (*frames[:4], unused if frames.rest is None else frames.rest)
         steps = (0, 0, 0) if frames is None else tuple(x.stride(0) for x in frames[:3])
         _leaf_forward[(self.taken * self.leaves,)](
             *self._inputs(), *into, unused if inverse is None else inverse, out, lse, self.scale * LOG2E,

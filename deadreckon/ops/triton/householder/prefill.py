@@ -42,8 +42,11 @@ class Closed:
         start = self.tokens // (WALK * LEAF) * (WALK * LEAF)
         first, end = start // LEAF, self.tokens // LEAF
         if first < end:
-            rest = frames._replace(keys=frames.keys[:, start:], products=frames.products[:, first:end])
-            self.product = Walk(rest, None, None, 1.0).suffixes(self.keys[:, start:], keep=False)[1][:, 0]
+            last = frames._replace(
+                keys=frames.keys[:, start:], products=frames.products[:, first:end],
+                rest=None if frames.rest is None else frames.rest[:, first:end],
+            )  # fmt: skip
+            self.product = Walk(last, None, None, 1.0).suffixes(self.keys[:, start:], keep=False)[1][:, 0]
 
     def take_block(self, frames: Frames, size: int) -> None:
         """The block of so many tokens, if it is one of the digits, while frames are at its level."""

@@ -27,7 +27,7 @@ from deadreckon.ops.triton.tiles import (
     load_tile,
     matrix,
     mul,
-    mul_exact,
+    mul_single,
     padded,
     roomy,
     store_columns,
@@ -240,10 +240,21 @@ def _gather(
     store_matrix(p_grad_products + at, b_dp, D, BD)
 
 
+@triton.jit
+def _product_times(p_product, p_rest, b_x, D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr):
+    """P x, nearly in single precision, for a leaf's P as it is kept."""
+    b_p = matrix(p_product, D, BD)
+    if tl.float32 == DTYPE:
+        return mul_single(b_p, b_x)
+    b_half = b_x.to(DTYPE)
+    b_small = tl.dot(matrix(p_rest, D, BD), b_half, tl.dot(b_p, (b_x - b_half.to(tl.float32)).to(DTYPE)))
+    return tl.dot(b_p, b_half, b_small)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["LEAVES"])
 def _suffixes(
-    p_products, p_k, p_to, p_suffix, p_block, s_p, s_k, s_to, LEAVES,
+    p_products, p_rest, p_k, p_to, p_suffix, p_block, s_p, s_k, s_to, LEAVES,
     D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr, WALK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """For each leaf the product of those after it in its block, which its keys cross; and that of the whole block.
@@ -256,6 +267,7 @@ def _suffixes(
         tl.program_id(0) % parts, tl.program_id(0) // parts % blocks, (tl.program_id(0) // parts // blocks).to(tl.int64)
     )  # fmt: skip
     p_products += i_n * s_p
+    p_rest += i_n * s_p
     p_suffix += i_n * LEAVES * D * D
     row = tl.arange(0, 64).to(tl.int64)
     column = i_part * 64 + tl.arange(0, 64)
@@ -270,7 +282,7 @@ def _suffixes(
         key = leaf * 64 + row
         b_k = mul(load_tile(p_k + i_n * s_k, key, D, D, BD), b_suffix, DTYPE)
         store_rows(p_to + i_n * s_to, key, D, column, row >= 0, b_k, D)
-        b_suffix = mul_exact(matrix(p_products + at, D, BD), b_suffix, DTYPE)
+        b_suffix = _product_times(p_products + at, p_rest + at, b_suffix, D, BD, DTYPE)
     store_columns(p_block + (i_n * blocks + i_block) * D * D, b_suffix, column, D, BD)
 
 
@@ -301,7 +313,7 @@ class Walk:
 
     def __init__(self, frames: Frames, sums: Sums | None, documents: Documents | None, scale: float) -> None:
         self.frames, self.scale = frames, scale
-        q, k, v, products = frames
+        q, k, v, products, _ = frames
         self.count, self.leaves, width, _ = products.shape
         self.group = q.shape[2]
         self.gates = (products, products, products) if sums is None else sums
@@ -317,7 +329,7 @@ class Walk:
         """Adds a block's keys to out (n, T, G, E) and lse (n, T, G) of leaves; puts queries at its start in `to`."""
         unused = self.frames.queries
         _walk_forward[(self.count * self.leaves * self.group,)](
-            *self.frames, *self.gates, self.documents.start, out, lse, unused if to is None else to, unused,
+            *self.frames[:4], *self.gates, self.documents.start, out, lse, unused if to is None else to, unused,
             self.scale * LOG2E, *self.steps,
             out.stride(0), lse.stride(0), 0 if to is None else to.stride(0), *self.sizes,
             **self.flags, ONWARD=to is not None, BACK=False, num_stages=2 if self.narrow["BD"] == 64 else 1,
@@ -328,7 +340,7 @@ class Walk:
         q = self.frames.queries
         passing = q.new_empty(self.count, self.blocks * PASSED, self.group, LEAF, q.shape[3])
         _walk_forward[(self.count * self.leaves * self.group,)](
-            *self.frames, *self.gates, self.documents.start, q, self.frames.products, q if to is None else to,
+            *self.frames[:4], *self.gates, self.documents.start, q, self.frames.products, q if to is None else to,
             passing, self.scale * LOG2E,
             *self.steps, 0, 0, 0 if to is None else to.stride(0), *self.sizes,
             **self.flags, ONWARD=to is not None, BACK=True, num_stages=1,
@@ -339,17 +351,18 @@ class Walk:
         self, back: Back, passing: Tensor, grad_q: Tensor, grad_k: Tensor, suffixes: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Takes grad_q and grad_k from block to leaf; returns gradients of values, products and, if any, suffixes."""
-        _, k, v, products = self.frames
+        _, k, v, products, _ = self.frames
         grad_v = v.new_empty(v.shape)
         passing_grad = torch.empty_like(passing)
-        grad_products = torch.empty_like(products, dtype=k.dtype)
+        grad_products = torch.empty_like(products)
         grad_suffixes = None if suffixes is None else torch.empty_like(grad_products)
         steps = (*self.steps[1:], back.grad.stride(0), back.delta.stride(0))
         flags = {**self.flags, "ONWARD": suffixes is not None}
         _walk_back[(self.count * self.leaves * self.group,)](
             k, v, products, *self.gates[::2], self.documents.start, back.grad, back.delta, back.row_shift, grad_q,
             passing, passing_grad, back.by_query,
-            self.scale, self.scale * LOG2E, *steps, grad_q.stride(0), *self.sizes, **flags, num_stages=1,
+            self.scale, self.scale * LOG2E, *steps, grad_q.stride(0), *self.sizes, **flags,
+            num_stages=2 if self.narrow["BD"] == 64 else 1,
         )  # fmt: skip
         stages = 3 if self.narrow["BD"] == 64 else 2 if roomy(k) else 1
         _gather[(self.count * self.leaves,)](
@@ -367,13 +380,13 @@ class Walk:
         Returns, if they are kept, for each leaf the product of those after it in its block (n, leaves, D, D); and those
         of blocks.
         """
-        _, k, _, products = self.frames
-        suffixes = torch.empty_like(products, dtype=k.dtype) if keep else None
-        blocks = products.new_empty(self.count, self.blocks, *products.shape[2:])
+        _, k, _, products, rest = self.frames
+        suffixes = torch.empty_like(products) if keep else None
+        blocks = products.new_empty(self.count, self.blocks, *products.shape[2:], dtype=torch.float32)
         options = {"num_stages": 2, "num_warps": warps_for(k.shape[2])} if roomy(k) else {"num_stages": 1}
         _suffixes[(self.count * self.blocks * (self.narrow["BD"] // 64),)](
-            products, k, to, products if suffixes is None else suffixes, blocks, products.stride(0), k.stride(0),
-            to.stride(0), self.leaves, KEEP=keep, **self.narrow | options,
+            products, products if rest is None else rest, k, to, products if suffixes is None else suffixes, blocks,
+            products.stride(0), k.stride(0), to.stride(0), self.leaves, KEEP=keep, **self.narrow | options,
         )  # fmt: skip
         return suffixes, blocks
 
