@@ -178,14 +178,18 @@ def test_what_was_remembered_goes_on_with_graphs() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True])
-def test_graphs_train_on_text_as_launches_do(packed: bool) -> None:
-    """The loss in chunks is captured too, and batches come from pinned memory; packed ones are launched either way."""
+@pytest.mark.parametrize(("packed", "accumulate"), [(False, 1), (False, 2), (True, 1)])
+def test_graphs_train_on_text_as_launches_do(packed: bool, accumulate: int) -> None:
+    """The loss in chunks is captured too, batches come from pinned memory and in parts; packed ones are launched either
+    way.
+    """
     documents = [" ".join(f"word{(7 * n + k * k) % 31}" for k in range(60)) for n in range(40)]
     tokenizer = fit_tokenizer(documents, 300, "words")
     ids = np.array([i for text in documents for i in (*tokenizer.encode(text).ids, end_of(tokenizer))], np.uint16)
     text = Language(Corpus(ids, tokenizer), packed)
-    recipe = Recipe(task="language", encoding="path-fox", steps=12, batch_size=16, length=64, tied=True)
+    recipe = Recipe(
+        task="language", encoding="path-fox", steps=12, batch_size=16, accumulate=accumulate, length=64, tied=True
+    )
     losses = []
     for graphs in (False, True):
         training = Training(make_model(recipe, text.vocab_size).to("cuda"), text, recipe, graphs)

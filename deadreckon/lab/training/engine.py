@@ -24,7 +24,7 @@ from deadreckon.lab.recipes import BLOCKS, Recipe
 from deadreckon.lab.recipes.texts import save_tokenizer
 from deadreckon.lab.training.checkpoints import weights_of
 from deadreckon.lab.training.distillation import OBJECTIVES, freeze
-from deadreckon.lab.training.graphs import Graphs, captured_on
+from deadreckon.lab.training.graphs import PARTS, Graphs, captured_on
 from deadreckon.lab.training.ranks import Ranks
 from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
 
@@ -139,7 +139,7 @@ class Training:
         self.done = 0  # steps
         self.scheduled = self._place_scheduled()
         capture = captured_on(self.device) and self.ranks.size == 1 if graphs is None else graphs
-        self.graphs = Graphs(self._step, self.device) if capture and recipe.accumulate == 1 else None
+        self.graphs = Graphs(self._step, self.device) if capture and recipe.accumulate <= PARTS else None
 
     def advance(self) -> Step:
         """Takes the next step."""
@@ -155,10 +155,8 @@ class Training:
         drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, count)
         mine = slice(self.ranks.part * recipe.accumulate, (self.ranks.part + 1) * recipe.accumulate)
         parts = [part.to(self.device) for part in drawn[mine]]
-        if self.graphs is not None and parts[0].cu_seqlens is None:
-            losses, scored, *counted = self.graphs(parts[0])
-        else:
-            losses, scored, *counted = self._step(*parts)
+        step = self._step if self.graphs is None or parts[0].cu_seqlens is not None else self.graphs
+        losses, scored, *counted = step(*parts)
         self.done += 1
         tokens = sum(part.tokens.numel() for part in drawn)
         return Step(self.done, tokens, losses, counted[0] if counted else None, scored)

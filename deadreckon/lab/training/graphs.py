@@ -18,6 +18,7 @@ from torch import Tensor
 from deadreckon.tasks.task import Batch
 
 MOST = 128  # shapes that are captured; batches of others run eagerly
+PARTS = 4  # of a step that is captured whole: with more, each is long enough to hide its launches
 SWITCH = "DEADRECKON_GRAPHS"  # in the environment: 0 for none
 Result = tuple[Tensor, ...]
 
@@ -27,13 +28,14 @@ class Captured:
     """A graph, with its static input and output."""
 
     graph: torch.cuda.CUDAGraph
-    batch: Batch
+    parts: tuple[Batch, ...]
     result: Result
 
-    def replay(self, batch: Batch) -> Result:
+    def replay(self, parts: tuple[Batch, ...]) -> Result:
         """The same step for another batch."""
-        self.batch.tokens.copy_(batch.tokens)
-        self.batch.labels.copy_(batch.labels)
+        for mine, part in zip(self.parts, parts, strict=True):
+            mine.tokens.copy_(part.tokens)
+            mine.labels.copy_(part.labels)
         self.graph.replay()
         return tuple(x.clone() for x in self.result)  # the next replay writes there again
 
@@ -44,42 +46,42 @@ def captured_on(device: torch.device) -> bool:
 
 
 class Graphs:
-    """A step of training, `step(batch)`, for any batches without packed documents.
+    """A step of training, `step(*parts)`, for the parts of any batches without packed documents, all of one shape.
 
     The graphs share one memory pool: of what a graph leaves there, only its result is read.
     """
 
-    def __init__(self, step: Callable[[Batch], Result], device: torch.device) -> None:
+    def __init__(self, step: Callable[..., Result], device: torch.device) -> None:
         self.step, self.device = step, device
         self.stream = torch.cuda.Stream(device)  # all steps on one, since gradients are added up where they were made
         self.pool = torch.cuda.graph_pool_handle()
         self.captured: dict[torch.Size, Captured | None] = {}
 
-    def __call__(self, batch: Batch) -> Result:
+    def __call__(self, *parts: Batch) -> Result:
         caller = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):  # and on its device
-            result = self._run(batch)
+            result = self._run(parts)
         caller.wait_stream(self.stream)
         return result
 
-    def _run(self, batch: Batch) -> Result:
-        shape = batch.tokens.shape
+    def _run(self, parts: tuple[Batch, ...]) -> Result:
+        shape = parts[0].tokens.shape
         if shape not in self.captured:
             if len(self.captured) < MOST:
                 self.captured[shape] = None
-            return self.step(batch)
+            return self.step(*parts)
         captured = self.captured[shape]
         if captured is None:
-            captured = self.captured[shape] = self._capture(batch)
-        return captured.replay(batch)
+            captured = self.captured[shape] = self._capture(parts)
+        return captured.replay(parts)
 
-    def _capture(self, batch: Batch) -> Captured:
-        static = Batch(batch.tokens.clone(), batch.labels.clone())
+    def _capture(self, parts: tuple[Batch, ...]) -> Captured:
+        static = tuple(Batch(part.tokens.clone(), part.labels.clone()) for part in parts)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                result = self.step(static)
+                result = self.step(*static)
         except RuntimeError as error:
             raise RuntimeError(f"a step of training could not be captured; {SWITCH}=0 trains without graphs") from error
         return Captured(graph, static, result)
