@@ -17,7 +17,7 @@ from deadreckon.lab.probe.findings import Findings, Head
 
 PALE = "#CCCCCC"
 TABLES = {
-    "Routes": ("encoding", "layer", "head", "‖E[T₁]‖", "gap", "window", "far from", "predicted range"),
+    "Routes": ("encoding", "layer", "head", "‖E[T₁]‖", "r₂", "gap", "window", "far from", "predicted range"),
     "Attention": ("layer", "head", "Δ logit", "far mass", "floor", "ceiling", "far values", "carried"),
 }
 """Title -> headings of two tables, each narrow enough for a terminal."""
@@ -32,8 +32,9 @@ def print_findings(findings: Findings, console: Console) -> None:
         console.print(terminal(headings, rows, left=1, title=f"{title}: {looked_at}"))
     if findings.heads:
         console.print(
-            "window: after which ‖E[T]‖ is below the tolerance; far from: that, or, with a *, assumed; floor, ceiling: "
-            "Propositions 3 and 1; far values: ‖Σ a v‖ / Σ a ‖v‖, as they are and carried along their routes",
+            "r₂: ‖E[T₁ ⊗ T₁]‖ but for the trace; window: after which ‖E[T]‖ is below the tolerance; far from: that, "
+            "or, with a *, assumed; floor, ceiling: Propositions 3 and 1; far values: ‖Σ a v‖ / Σ a ‖v‖, as they are and "
+            "carried along their routes",
             highlight=False,
         )  # fmt: skip
     for where, why in findings.undefined.items():
@@ -61,6 +62,7 @@ def _cells(head: Head) -> dict[str, str]:
         "head": str(head.head),
         "encoding": head.encoding,
         "‖E[T₁]‖": "1" if mixing is None else f"{mixing.step:.4f}",
+        "r₂": "–" if mixing is None or mixing.second is None else f"{mixing.second:.3f}",
         "gap": gap,
         "window": "–" if mixing is None or mixing.window is None else spell_tokens(mixing.window),
         "far from": f"{head.window}{'*' if head.window_from == 'assumed' else ''}",
