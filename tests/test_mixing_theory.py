@@ -161,7 +161,7 @@ def test_the_probe_measures_second_moments(dim: int, tokens: int, beta: float) -
         trace = torch.eye(dim, dtype=torch.float64).flatten() / math.sqrt(dim)
         without = torch.eye(dim * dim, dtype=torch.float64) - torch.outer(trace, trace)
         expected = float(torch.linalg.matrix_norm(without @ mean @ without, 2))
-        assert math.isclose(float(found[head]), expected, rel_tol=1e-9)
+        assert math.isclose(float(found[head]), expected, rel_tol=1e-6)
         if beta == 2.0:
             assert math.isclose(expected, theory.second_moment_rate(steps), rel_tol=1e-9)  # the trace is kept
     if beta == 2.0 and tokens > 100:
