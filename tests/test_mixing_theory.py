@@ -106,6 +106,33 @@ def test_reflections_converge_two_by_two(time: float) -> None:
         assert abs(spread(pair) - math.sqrt(math.pi**2 / 8 - 1)) < 0.01  # of 60 degrees
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_steps_of_both_signs_converge_on_all_of_the_group(share: float) -> None:
+    """Assumption 2 (iii), Remark 5 and Theorem 4 (ii): a rotation of this share of tokens, else a reflection.
+
+    O(3) is SO(3) × {1, −1}, so a law has two coefficients for each l: of both components, and with the sign. The sign
+    alone, l = 0, has |2 · share − 1|: it is forgotten only because both occur.
+    """
+    turned, mirrored = heat(0.6), heat(0.4) * (-1.0) ** DEGREES / (2 * DEGREES + 1)
+    plain, signed = (share * turned + sign * (1 - share) * mirrored for sign in (1, -1))
+    dims = 2 * DEGREES + 1
+
+    def components(steps: int) -> list[Tensor]:
+        """Densities by Haar measure of O(3) after so many steps."""
+        return [density(plain**steps) + sign * density(signed**steps) for sign in (1, -1)]
+
+    rate = max(float(plain[1:].abs().max()), float(signed.abs().max()))
+    floor = min(float(part.min()) for part in components(1))
+    assert floor > 0
+    assert abs(2 * share - 1) <= rate <= theory.rate_above_floor(floor)
+    wide = math.hypot(float((dims * plain)[1:].norm()), float((dims * signed).norm()))
+    for steps in (1, 2, 3, 5, 9):
+        found = sum(float(((part - 1).abs() * HAAR).sum()) / 4 for part in components(steps))
+        assert found <= theory.to_haar(wide, rate, steps) + 1e-9
+    alone = heat(0.6) ** 9  # of one sign, the walk never leaves its component
+    assert sum(float(((density(alone) * side - 1).abs() * HAAR).sum()) / 4 for side in (2.0, 0.0)) >= 0.5
+
+
 def reflections(w: Tensor) -> Tensor:
     """(N, D, D) of unit normals (N, D)."""
     return torch.eye(w.shape[-1], dtype=w.dtype) - 2 * w.unsqueeze(-1) * w.unsqueeze(-2)
