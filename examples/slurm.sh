@@ -9,6 +9,9 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 
+# Without SLURM, on each of the two nodes (as untried):
+#   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 \
+#       -m deadreckon train flipflop --size small --device cuda --mesh dp=4,cp=4 --out /shared/runs/two-nodes
 # If killed, submit it again, on any number of nodes: it resumes from the last checkpoint.
 # The folder must be one that all nodes see.
 set -euo pipefail

@@ -13,14 +13,16 @@ from typing import Any, get_args
 import pytest
 import torch
 from small_runs import run_cli
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 import deadreckon as dr
 from deadreckon.lab.arguments import sizes_in
-from deadreckon.lab.bench import attention, cases, decode, filters, text
+from deadreckon.lab.bench import attention, cases, decode, filters, ranks, text
 from deadreckon.lab.bench.attention import Figures
 from deadreckon.lab.bench.cases import Shape
 from deadreckon.lab.bench.drift import in_place_drift, model_drift
-from deadreckon.lab.bench.flags import Attention, Benchmark, Filters, Powers
+from deadreckon.lab.bench.flags import Attention, Benchmark, Filters, Powers, Ranks
 from deadreckon.lab.bench.rivals import RIVALS, Inputs, Method, documents_apart, sdpa
 from deadreckon.lab.bench.timing import peak_bytes, seconds_per_step
 
@@ -372,3 +374,37 @@ def test_steps_on_several_processes_are_timed(tmp_path: Path, monkeypatch: pytes
     assert [row[0] for row in rows] == ["nope, alone", "nope, cp=2", "nope, dp=2"]
     assert all(float(row[-1]) < 1e-5 for row in rows)  # the loss of one process
     assert run_cli(monkeypatch, "bench", "ranks", "--batch", "3x16", "--processes", "2") == 2
+
+
+def test_a_mesh_of_one_rank_is_timed_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "one.md"
+    words = ("--encodings", "nope,path", "--size", "2x32", "--head-dim", "16", "--batch", "2x16", "--rounds", "2")
+    assert run_cli(monkeypatch, "bench", "ranks", "--processes", "1", *words, "--save", str(page)) == 0
+    text = page.read_text()
+    assert "--processes 1" in text and "2 turns of 4 steps each" in text
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if " ms |" in line]
+    assert [row[0] for row in rows] == [f"{name}, {kind}" for name in ("nope", "path") for kind in ranks.KINDS]
+    for row in rows:
+        least, middle = (float(cell.removesuffix(" ms")) for cell in row[1:3])
+        assert 0 < least <= middle
+        assert float(row[3].replace(",", "")) == pytest.approx(32e3 / middle, rel=0.01)
+        low, high = map(float, row[6].split(" – "))
+        assert low <= float(row[5]) <= high
+        # Sharding changes the order of no sum but the norm's that clips: rounding, through 12 steps of rate 1e-4.
+        assert float(row[-1]) < 1e-5
+    assert run_cli(monkeypatch, "bench", "ranks", "--size", "2x32", "--head-dim", "24") == 2
+
+
+def test_a_runner_is_sharded_only_by_force(tmp_path: Path) -> None:
+    flags = Ranks(size="1x32", head_dim=16, batch="2x16", vocab=50)
+    tokens = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+    ranks._join(flags, tmp_path / "meeting")
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        models = {kind: ranks._on(mesh, kind, ranks._model(flags, "rope")) for kind in ranks.KINDS}
+        sharded = [kind for kind, model in models.items() if isinstance(model, FSDPModule)]
+        assert sharded == [ranks.SHARDED]
+        losses = {kind: model(tokens, labels=tokens).loss.item() for kind, model in models.items()}
+        assert len(set(losses.values())) == 1
+    finally:
+        torch.distributed.destroy_process_group()

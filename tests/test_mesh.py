@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
-from small_runs import small
+from small_runs import SMALL, small
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from worlds import run_world
 
@@ -116,6 +120,36 @@ def test_a_mesh_trains_as_one_process(tmp_path: Path) -> None:
         }
         loaded = dr.DeadReckonForCausalLM.from_pretrained(run.path / "last").state_dict()
         assert all(torch.equal(loaded[key], value) for key, value in tensors_in(run.path / "last", "model").items())
+
+
+@pytest.mark.integration
+def test_torchrun_trains_and_exports(tmp_path: Path) -> None:
+    """The command itself, on four processes: losses, scores and the exported weights are those of one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    four = ["torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(port), "-m"]
+    command = ["deadreckon", "train", "flipflop", "--encoding", "path-fox", "--shard-size", "10KB"]
+    change = ["--change", *SMALL, "steps=4", "batch_size=8"]
+    for name, words in (("one", []), ("four", four)):
+        mesh = ["--mesh", "dp=2,cp=2"] if words else []
+        folders = ["--out", str(tmp_path / name), "--export", str(tmp_path / f"{name} exported")]
+        done = subprocess.run(
+            [sys.executable, "-m", *words, *command, *mesh, *folders, *change],
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("Exported") == 1  # the first rank prints
+    one, four_ranks = (Run(tmp_path / name) for name in ("one", "four"))
+    for mine, its in zip(four_ranks.metrics(), one.metrics(), strict=True):
+        assert mine["loss"] == pytest.approx(its["loss"], rel=1e-4)
+    assert four_ranks.scores().keys() == one.scores().keys()
+    assert len(list((tmp_path / "four exported").glob("model-*.safetensors"))) > 2
+    trained, loaded = (
+        dr.DeadReckonForCausalLM.from_pretrained(path).state_dict()
+        for path in (tmp_path / "four" / "last", tmp_path / "four exported")
+    )
+    assert trained.keys() == loaded.keys() and all(torch.equal(x, loaded[name]) for name, x in trained.items())
 
 
 def test_the_flag_names_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

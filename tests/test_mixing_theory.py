@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
+import deadreckon as dr
+from deadreckon.lab.probe.transport import second_moment
+
 DEGREES = torch.arange(0, 60, dtype=torch.float64)
 ANGLES = (torch.arange(4000, dtype=torch.float64) + 0.5) * math.pi / 4000
 HAAR = (1 - ANGLES.cos()) / 4000  # Haar measure of each angle; sums to 1
@@ -103,6 +106,33 @@ def test_reflections_converge_two_by_two(time: float) -> None:
         assert abs(spread(pair) - math.sqrt(math.pi**2 / 8 - 1)) < 0.01  # of 60 degrees
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_steps_of_both_signs_converge_on_all_of_the_group(share: float) -> None:
+    """Assumption 2 (iii), Remark 5 and Theorem 4 (ii): a rotation of this share of tokens, else a reflection.
+
+    O(3) is SO(3) × {1, −1}, so a law has two coefficients for each l: of both components, and with the sign. The sign
+    alone, l = 0, has |2 · share − 1|: it is forgotten only because both occur.
+    """
+    turned, mirrored = heat(0.6), heat(0.4) * (-1.0) ** DEGREES / (2 * DEGREES + 1)
+    plain, signed = (share * turned + sign * (1 - share) * mirrored for sign in (1, -1))
+    dims = 2 * DEGREES + 1
+
+    def components(steps: int) -> list[Tensor]:
+        """Densities by Haar measure of O(3) after so many steps."""
+        return [density(plain**steps) + sign * density(signed**steps) for sign in (1, -1)]
+
+    rate = max(float(plain[1:].abs().max()), float(signed.abs().max()))
+    floor = min(float(part.min()) for part in components(1))
+    assert floor > 0
+    assert abs(2 * share - 1) <= rate <= theory.rate_above_floor(floor)
+    wide = math.hypot(float((dims * plain)[1:].norm()), float((dims * signed).norm()))
+    for steps in (1, 2, 3, 5, 9):
+        found = sum(float(((part - 1).abs() * HAAR).sum()) / 4 for part in components(steps))
+        assert found <= theory.to_haar(wide, rate, steps) + 1e-9
+    alone = heat(0.6) ** 9  # of one sign, the walk never leaves its component
+    assert sum(float(((density(alone) * side - 1).abs() * HAAR).sum()) / 4 for side in (2.0, 0.0)) >= 0.5
+
+
 def reflections(w: Tensor) -> Tensor:
     """(N, D, D) of unit normals (N, D)."""
     return torch.eye(w.shape[-1], dtype=w.dtype) - 2 * w.unsqueeze(-1) * w.unsqueeze(-2)
@@ -141,6 +171,31 @@ def test_a_first_moment_gap_is_not_enough() -> None:
         assert rate < most + 9 / math.sqrt(20_000)
     uniform = theory.second_moment_rate(reflections(normals(20_000, 0.0)))
     assert abs(uniform - 1 / 3) < 9 / math.sqrt(20_000)  # c_1 on its antisymmetric part; c_2 = 1/5 on the other
+
+
+@pytest.mark.parametrize(("dim", "tokens", "beta"), [(3, 400, 2.0), (6, 900, 2.0), (6, 500, 1.3), (5, 3, 2.0)])
+def test_the_probe_measures_second_moments(dim: int, tokens: int, beta: float) -> None:
+    """By Lanczos' method what multiplying out gives; the closed form for uniform directions."""
+    w = torch.randn(2, tokens, 2, dim, generator=torch.Generator().manual_seed(dim), dtype=torch.float64)
+    w = w / w.norm(dim=-1, keepdim=True)
+    w[:, :, 1] = torch.eye(dim, dtype=torch.float64)[torch.arange(tokens) % dim]  # the second head's along axes
+    strength = torch.full(w.shape[:3], beta, dtype=torch.float64)
+    found = second_moment(dr.Householder(w, strength))
+    for head in range(2):
+        directions = w[:, 1:, head].flatten(0, 1)
+        steps = torch.eye(dim, dtype=torch.float64) - beta * directions.unsqueeze(-1) * directions.unsqueeze(-2)
+        mean = torch.einsum("nij,nkl->ikjl", steps, steps).reshape(dim * dim, dim * dim) / len(steps)
+        trace = torch.eye(dim, dtype=torch.float64).flatten() / math.sqrt(dim)
+        without = torch.eye(dim * dim, dtype=torch.float64) - torch.outer(trace, trace)
+        expected = float(torch.linalg.matrix_norm(without @ mean @ without, 2))
+        assert math.isclose(float(found[head]), expected, rel_tol=1e-6)
+        if beta == 2.0:
+            assert math.isclose(expected, theory.second_moment_rate(steps), rel_tol=1e-9)  # the trace is kept
+    if beta == 2.0 and tokens > 100:
+        uniform = max(abs(1 - 4 / dim), 1 - 4 / dim + 8 / (dim * (dim + 2)))
+        assert abs(float(found[0]) - uniform) < dim * dim / math.sqrt(2 * tokens)
+        assert math.isclose(float(found[1]), 1.0, rel_tol=1e-2)  # Remark 3
+    assert float(second_moment(dr.Householder(w, strength), most=7)[0]) >= float(found[0]) - 1e-9  # fewer span less
 
 
 @pytest.mark.parametrize("dim", [3, 4])

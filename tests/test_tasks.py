@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections import Counter
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -249,6 +251,17 @@ def test_scan_thinks_and_acts_as_the_corpus(split: str) -> None:
         parts = clauses.split(" after ")[::-1] if " after " in clauses else clauses.split(" and ")
         assert done == " + ".join(parts).split(" + ")
     assert len(met) == len(tokens[::7])
+
+
+def test_scan_is_drawn_by_its_lengths() -> None:
+    """`docs/scan.py` counts each command once, and every token on one side of =."""
+    picture = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "scan.py"))
+    for split, pairs in zip(("train", "test"), scan.length_split(), strict=True):
+        found = picture["lengths"](split)
+        assert sorted(found["left of ="].tolist()) == sorted(len(command.split()) for command, _ in pairs)
+        said = sorted(len(scan.answer(command).split()) + 1 for command, _ in pairs)  # with the end
+        assert sorted(found["right of ="].tolist()) == said
+        assert torch.equal(found["whole sequence"], found["left of ="] + 1 + found["right of ="])
 
 
 def test_scan_draws_every_command_alike() -> None:

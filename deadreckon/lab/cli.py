@@ -227,7 +227,8 @@ class Probe:
     window: int = 0  # tokens after which a token is far; by default each head's own
     queries: int = 32  # looked at in each sequence
     cursors: bool = False  # draw cursors.png instead
-    question: str = ""  # to answer, without its =; by default one of the task, as long as in training
+    # To answer, without its =, or with = and an answer to read; by default one of the task, as long as in training.
+    question: str = ""
     layer: int | None = None  # to draw; by default the one that position matters most to, and so on
     head: int | None = None  # to draw
     cursor: int | None = None  # to draw

@@ -140,13 +140,19 @@ class Ranks(Flags):
     Sequences are divided among them ("cp", context parallel), or rows of the batch ("dp"); parameters are sharded
     (FSDP2) either way. Processes are on this machine: on CPUs they speak gloo, a thread each, and where there are fewer
     cores than processes this shows what dividing costs and not what it gains; on GPUs, one each, NCCL.
+
+    One process alone (--processes 1, or where there is one GPU) has nothing to divide. What a mesh costs it is shown
+    instead: steps of a plain model, of one on a mesh of one rank, which stays as it is, and of one that is sharded all
+    the same, in turns.
     """
 
     encodings: str = "rope,fox,path-fox"  # names (see `deadreckon list`), separated by commas
-    processes: tuple[int, ...] = (1, 2, 4)  # how many share a step, one after the other
-    size: str = "2x128"  # layers x width of the model; heads have 32 channels
-    batch: str = "4x1024"  # rows x tokens of a step
-    rounds: int = 3  # steps that are timed
+    processes: tuple[int, ...] = ()  # how many share a step, one after the other; 1 2 4 on a CPU, 1 and all on GPUs
+    size: str = ""  # layers x width of the model; by default 2x128 on a CPU, 24x1024 on a GPU
+    head_dim: int = 0  # channels of a head; by default 32 on a CPU, 64 on a GPU
+    batch: str = ""  # rows x tokens of a step; by default 4x1024 on a CPU, 8x4096 on a GPU
+    vocab: int = 0  # tokens of the vocabulary; by default 256 on a CPU, 32000 on a GPU
+    rounds: int = 3  # steps that are timed; of one process alone, turns of four steps each
 
 
 Benchmark = Attention | Decode | Filters | Powers | Drift | Text | Ranks

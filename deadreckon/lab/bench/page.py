@@ -24,9 +24,12 @@ class Page:
         flags: of the benchmark.
         title: of the page.
         packages: whose versions it names, besides torch's.
+        summary: what is shown of several timings, if not what counts on the device.
     """
 
-    def __init__(self, flags: Flags, title: str, packages: Iterable[str] = ("triton",)) -> None:
+    def __init__(
+        self, flags: Flags, title: str, packages: Iterable[str] = ("triton",), summary: str | None = None
+    ) -> None:
         check_device(flags.device)
         rounds = getattr(flags, "rounds", None)
         check_counts(rounds=rounds)
@@ -35,7 +38,7 @@ class Page:
         machine = torch.cuda.get_device_name() if flags.device == "cuda" else f"{processor()}, {threads} threads"
         versions = [f"{package} {version}" for package in packages if (version := version_of(package))]
         self.about = [machine, f"torch {torch.__version__}", *versions]
-        self.about += [] if rounds is None else [f"{SUMMARIES[flags.device][0]} of {rounds}"]
+        self.about += [] if rounds is None else [f"{summary or SUMMARIES[flags.device][0]} of {rounds}"]
         self.title, self.parts = f"# {title} on {machine}", list[str]()
 
     def note(self, *notes: str) -> None:

@@ -56,20 +56,21 @@ def make_model(
         return LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa", use_cache=False))
 
 
-def training_step(model: torch.nn.Module, tokens: Tensor, compiled: bool) -> Callable[[], None]:
-    """From tokens to changed weights."""
+def training_step(model: torch.nn.Module, tokens: Tensor, compiled: bool) -> Callable[[], Tensor]:
+    """From tokens to changed weights; the loss before."""
     device = tokens.device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     forward = torch.compile(model) if compiled else model
     options = {"skip_logits": True} if isinstance(model, dr.DeadReckonForCausalLM) else {}  # as `train` does
 
-    def step() -> None:
+    def step() -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss = forward(input_ids=tokens, labels=tokens, **options).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return step
 

@@ -45,8 +45,14 @@ def words(tokens: Tensor) -> list[str]:
 
 
 def answer(model: dr.DeadReckonForCausalLM, question: str) -> tuple[Tensor, int]:
-    """Tokens (1, T) of a question, = and what the model says to it, and how many of them it was asked."""
-    asked = task.encode(question if question.endswith("=") else question + "=").to(model.device)
+    """Tokens (1, T) of a question, = and what the model says to it, and how many of them it was asked.
+
+    A question that goes on behind its = is read as it stands: what cursors do with an answer that is not the model's.
+    """
+    before, _, given = question.partition("=")
+    asked = task.encode(before + "=").to(model.device)
+    if given.strip():
+        return task.encode(question).to(model.device), asked.shape[1]
     room = 4 * asked.shape[1] + 20
     said = model.generate(asked, max_new_tokens=room, do_sample=False, eos_token_id=task.END, pad_token_id=task.PAD)
     return said, asked.shape[1]

@@ -24,6 +24,7 @@ class Mixing:
     window: int | None  # tokens after which ‖E[T_ℓ]‖ is below the tolerance, by the rate; None without a gap
     mixed: list[float] | None  # for rotations, the share of pairs whose mean is below the tolerance or twice its noise
     pair_rates: list[float] | None  # for rotations, the rate of each pair; the slowest is `rate`
+    second: float | None  # for reflections, ‖E[T ⊗ T]‖ of a step on matrices without a trace (Assumption 2: below 1)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from deadreckon.lab.probe import attention, theory
 from deadreckon.lab.probe.attention import Transport
 from deadreckon.lab.probe.findings import Head, Mass, Mixing, Reach, Scores, Values
 from deadreckon.lab.probe.reach import FarTokens, predict
-from deadreckon.lab.probe.transport import mean_gates, mean_transport, route_lengths
+from deadreckon.lab.probe.transport import mean_gates, mean_transport, route_lengths, second_moment
 
 AT_ONCE = 1 << 23  # logits in memory
 CHANCE = 0.05  # with which a bound in probability may fail
@@ -91,6 +91,7 @@ def _mixing(transport: Transport | None, heads: int, options: Options) -> list[M
         return [None] * heads
     mean = mean_transport(transport, routes=options.routes)
     key_heads = mean.norm.shape[1]
+    second = second_moment(transport).tolist() if isinstance(transport, dr.Householder) else [None] * key_heads
     by_key_head = []
     for head in range(key_heads):
         norm, noise = mean.norm[:, head], mean.noise[:, head]
@@ -103,6 +104,7 @@ def _mixing(transport: Transport | None, heads: int, options: Options) -> list[M
             norm.tolist(), mean.typical[:, head].tolist(), noise.tolist(), mean.size[:, head].tolist(), float(norm[0]),
             decay.rate, decay.error, decay.gap, decay.gap_ceiling,
             None if decay.gap is None else theory.mixing_window(decay.rate, options.tolerance), mixed, pair_rates,
+            second[head],
         ))  # fmt: skip
     return [by_key_head[head * key_heads // heads] for head in range(heads)]
 

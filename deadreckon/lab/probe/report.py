@@ -17,7 +17,7 @@ from deadreckon.lab.probe.findings import Findings, Head
 
 PALE = "#CCCCCC"
 TABLES = {
-    "Routes": ("encoding", "layer", "head", "‖E[T₁]‖", "gap", "window", "far from", "predicted range"),
+    "Routes": ("encoding", "layer", "head", "‖E[T₁]‖", "r₂", "gap", "window", "far from", "range"),
     "Attention": ("layer", "head", "Δ logit", "far mass", "floor", "ceiling", "far values", "carried"),
 }
 """Title -> headings of two tables, each narrow enough for a terminal."""
@@ -27,13 +27,18 @@ def print_findings(findings: Findings, console: Console) -> None:
     """One row a head, then the ranges, then what is not defined."""
     about = findings.about
     looked_at = f"{about['rows']} × {about['length']} tokens, {about['queries']} queries a row"
+    names = dict.fromkeys(head.encoding for head in findings.heads)
+    if len(names) == 1:  # of all heads alike, it needs no column
+        looked_at = f"{next(iter(names))}, {looked_at}"
     for title, headings in TABLES.items() if findings.heads else ():
+        headings = headings if len(names) > 1 else tuple(heading for heading in headings if heading != "encoding")
         rows = [[_cells(head)[heading] for heading in headings] for head in findings.heads]
-        console.print(terminal(headings, rows, left=1, title=f"{title}: {looked_at}"))
+        console.print(terminal(headings, rows, left=int(headings[0] == "encoding"), title=f"{title}: {looked_at}"))
     if findings.heads:
         console.print(
-            "window: after which ‖E[T]‖ is below the tolerance; far from: that, or, with a *, assumed; floor, ceiling: "
-            "Propositions 3 and 1; far values: ‖Σ a v‖ / Σ a ‖v‖, as they are and carried along their routes",
+            "r₂: ‖E[T₁ ⊗ T₁]‖ but for the trace; window: after which ‖E[T]‖ is below the tolerance; far from: that, "
+            "or, with a *, assumed; range: predicted; floor, ceiling: Propositions 3 and 1; far values: ‖Σ a v‖ / "
+            "Σ a ‖v‖, as they are and carried along their routes",
             highlight=False,
         )  # fmt: skip
     for where, why in findings.undefined.items():
@@ -61,10 +66,11 @@ def _cells(head: Head) -> dict[str, str]:
         "head": str(head.head),
         "encoding": head.encoding,
         "‖E[T₁]‖": "1" if mixing is None else f"{mixing.step:.4f}",
+        "r₂": "–" if mixing is None or mixing.second is None else f"{mixing.second:.3f}",
         "gap": gap,
         "window": "–" if mixing is None or mixing.window is None else spell_tokens(mixing.window),
         "far from": f"{head.window}{'*' if head.window_from == 'assumed' else ''}",
-        "predicted range": "no limit" if head.range.tokens is None else spell_tokens(head.range.tokens),
+        "range": "no limit" if head.range.tokens is None else spell_tokens(head.range.tokens),
         "Δ logit": f"{head.scores.gap_mean:+.2f}",
         "far mass": _percent(mass.far),
         "floor": _percent(mass.floor),

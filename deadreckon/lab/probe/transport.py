@@ -15,6 +15,7 @@ from deadreckon.lab.probe.attention import Both, Transport, turn
 GROUPS = 4  # of routes, at least: the spread of their means says how noisy the mean of all is
 DRAWS = 8  # of that noise
 SHORTEST = 32  # tokens, below which there is nothing to average
+LANCZOS = 30  # steps of Lanczos' method, after which norms of heads of 64 channels are right to 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +228,63 @@ def fit_decay(lengths: Sequence[int], norms: Tensor, noise: Tensor) -> Decay:
     residual = y - (weight * y).sum() / weight.sum() - slope * (x - centre)
     misfit = float((weight * residual.square()).sum()) / (clear - 2) if clear > 2 else 1.0
     return Decay(math.exp(slope), math.exp(slope) * math.sqrt(max(misfit, 1.0) / float(spread)), clear)
+
+
+@torch.no_grad()
+def second_moment(steps: dr.Householder, most: int = 4096) -> Tensor:
+    """‖E[T ⊗ T]‖ of single steps on matrices without a trace, (H,): whether routes forget pairs of directions, too.
+
+    Under Assumption 2 of the theory routes tend to Haar measure, and this is below 1. A first moment below 1 is not
+    enough: reflections at planes of few directions have one and never mix (Remark 3); here they have 1. It says nothing
+    of higher moments, and errs on the slow side, the more so the fewer steps there are. For w uniform on the sphere and
+    β = 2 it is 1 − 4/D + 8/(D(D + 2)), and 1/3 if D is 3.
+
+    With M = E[β w wᵀ] a step takes X to X − MX − XM + E[β² (wᵀ X w) w wᵀ] on average: a symmetric map, whose extreme
+    eigenvalues Lanczos' method finds from products alone.
+
+    Args:
+        steps: w (B, T, H, D), beta (B, T, H). The first token's step is on no route.
+        most: steps to look at, evenly spread.
+    """
+    w, beta = (x[:, 1:].flatten(0, 1).double() for x in (steps.w, steps.beta))  # (N, H, D), (N, H)
+    w, beta = (x[:: -(-len(w) // most)] for x in (w, beta))
+    return torch.stack([_second_moment(*head) for head in zip(w.unbind(1), beta.unbind(1), strict=True)]).cpu()
+
+
+def _second_moment(w: Tensor, beta: Tensor) -> Tensor:
+    """Of one head: w (N, D), beta (N,)."""
+    strength, eye = beta.unsqueeze(-1), torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+    weighted = strength * w / len(w)
+    moment = weighted.mT @ w
+
+    def without_trace(x: Tensor) -> Tensor:
+        return x - eye * x.trace() / len(eye)
+
+    def apply(x: Tensor) -> Tensor:
+        x = without_trace(x)  # of which rounding brings some back
+        along = ((w @ x) * w).sum(-1, keepdim=True)  # wᵀ X w
+        return without_trace(x - moment @ x - x @ moment + weighted.mT @ (along * strength * w))
+
+    start = torch.randn(eye.shape, generator=torch.Generator().manual_seed(0), dtype=w.dtype)
+    return _extreme(apply, without_trace(start.to(w.device)))
+
+
+def _extreme(apply: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """The largest size of an eigenvalue of a symmetric map of matrices, by Lanczos' method from a random start."""
+    basis, diagonal, beside = [start / start.norm()], list[Tensor](), list[Tensor]()
+    for _ in range(min(LANCZOS, start.numel())):
+        y = apply(basis[-1])
+        diagonal.append((y * basis[-1]).sum())
+        known = torch.stack(basis).flatten(1)
+        for _ in range(2):  # rounding undoes what is taken away only once
+            y = y - (known.mT @ (known @ y.flatten())).view_as(y)
+        beside.append(y.norm())
+        if float(beside[-1]) < 1e-12:
+            break
+        basis.append(y / beside[-1])
+    side = torch.stack(beside[: len(diagonal) - 1]) if len(diagonal) > 1 else diagonal[0].new_empty(0)
+    small = torch.diag(torch.stack(diagonal)) + torch.diag(side, 1) + torch.diag(side, -1)
+    return torch.linalg.eigvalsh(small).abs().max()
 
 
 def mean_gates(log_gate: Tensor, lengths: Sequence[int]) -> Tensor:
