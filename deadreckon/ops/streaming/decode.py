@@ -57,6 +57,7 @@ class Tail:
             whole = sums[:, -1:].sum(1, keepdim=True)  # zero where no token waits
             self.bias, self.total = stored((whole - sums).to(dtype)), whole[:, 0].to(dtype)
         self.waiting = Segment({name: stored(x) for name, x in fields.items()}).of_length(tokens)
+        self.waiting.lent = storage
         self.segments = seen_from_tail(past.segments)
 
     @property

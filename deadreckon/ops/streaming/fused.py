@@ -140,8 +140,7 @@ class KernelDecoder:
                         by_row[row, :, :length] = one[:, tokens - length :]
         for pair, there in ((last.products, tail.product), (last.totals, tail.total)):
             if pair is not None and there is not None:
-                for here in pair:
-                    self._by_row(here)[where] = there.unflatten(0, (len(rows), -1))
+                pair.unflatten(1, (self.rows, -1))[:, where] = there.unflatten(0, (len(rows), -1))
 
     def _where(self, rows: Sequence[int]) -> slice | Tensor:
         """What rows are indexed by: a slice if they are neighbours, which nothing has to be sent to the device for."""
@@ -165,6 +164,7 @@ class KernelDecoder:
                 tokens.append(min(tail.waiting.length, past.length - left_out))
                 mine = self.tails[row] = copy(tail)
                 mine.waiting = Segment(storage).of_length(tokens[-1])
+                mine.waiting.lent = True
                 mine.keys = mine.bias = mine.product = mine.total = None  # they are in `last`
                 mine.segments = [
                     (segment.of_heads(held), None if product is None else product[held], None if x is None else x[held])

@@ -124,7 +124,7 @@ class Past:
     def draft(self) -> Past:
         """A copy to move on; see :meth:`become`."""
         if self.decoder is not None and self.decoder.full and self.waiting is not None:
-            self.waiting = self.waiting.map(torch.clone)  # the decoder will write where they are
+            self.waiting = self.waiting.kept()  # the decoder will write where they are
         draft = Past.__new__(Past)
         draft.become(self)
         draft.segments, self.decoder = list(self.segments), None
@@ -138,7 +138,7 @@ class Past:
         """Another continuation. Segments are shared from here on, not copied."""
         for segment in self.segments:
             segment.shared = True
-        waiting = None if self.waiting is None else self.waiting.map(torch.clone)  # a decoder writes to its own
+        waiting = None if self.waiting is None else self.waiting.kept()
         phases = None if self.phases is None else self.phases.clone()
         return replace(self, segments=list(self.segments), waiting=waiting, phases=phases, decoder=None)
 
@@ -150,7 +150,7 @@ class Past:
 
     def detach(self) -> None:
         """Leaves the decoder to another past, in place."""
-        waiting = None if self.waiting is None else self.waiting.map(torch.clone)
+        waiting = None if self.waiting is None else self.waiting.kept()
         phases = None if self.phases is None else self.phases.clone()
         self.become(replace(self, waiting=waiting, phases=phases, decoder=None))
 
@@ -235,7 +235,7 @@ class Past:
             signature,
             self.length,
             [segment.map(change) for segment in self.segments],
-            None if self.waiting is None else self.waiting.map(change).map(torch.clone),  # not a decoder's own
+            None if self.waiting is None else self.waiting.kept().map(change),
             phases,
             self.turned,
             None if self.longest is None else change(self.longest),
@@ -278,7 +278,7 @@ class Past:
         if tokens and self.waiting is not None:
             left = max(0, self.waiting.length - tokens)
             tokens -= self.waiting.length - left
-            cropped.waiting = self.waiting.of_length(left).map(torch.clone) if left else None
+            cropped.waiting = self.waiting.of_length(left).kept() if left else None
             cropped.decoder = None
         while tokens and tokens >= cropped.segments[-1].length:
             tokens -= cropped.segments.pop().length

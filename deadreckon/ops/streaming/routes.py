@@ -114,11 +114,12 @@ def tokens_to_close(tokens: int) -> int:
 def close_waiting(past: Past, tokens: int) -> None:
     """Makes a segment of the oldest that wait."""
     assert past.waiting is not None
-    oldest = {name: x[:, :tokens] for name, x in past.waiting.fields().items()}
-    rest = {name: x[:, tokens:] for name, x in past.waiting.fields().items()}
+    fields = past.waiting.kept().fields()
+    oldest = {name: x[:, :tokens] for name, x in fields.items()}
+    rest = {name: x[:, tokens:] for name, x in fields.items()}
     keys, product = in_newest_frame(oldest)
     sums = oldest["gates"].cumsum(1).mT if "gates" in oldest else None
-    _add_segment(past, keys.to(oldest["k"].dtype), oldest["v"].clone(), product, sums)  # not a decoder's own values
+    _add_segment(past, keys.to(oldest["k"].dtype), oldest["v"], product, sums)
     past.waiting = Segment(rest) if rest["k"].shape[1] else None
 
 
