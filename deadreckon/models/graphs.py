@@ -116,7 +116,7 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for pair in pairs:
         by_dtype.setdefault(pair[0].dtype, []).append(pair)
     for alike in by_dtype.values():
-        torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
+        torch._foreach_copy_([there for there, _ in alike], [new for _, new in alike])
 
 
 class CapturedStep:
