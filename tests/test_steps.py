@@ -134,6 +134,23 @@ def test_states_of_a_graph_are_forked_cropped_chosen_and_copied(encoding: str) -
     assert Rerun.captured == 2
 
 
+@pytest.mark.parametrize("encoding", ["path-fox", "rope-path", "selective-rope"])
+@torch.no_grad()
+def test_cropped_sequences_stay_in_their_graph(encoding: str) -> None:
+    """As those of assisted decoding are, round by round: with all tokens that wait undone, too."""
+    model, ids = kernel_model(encoding), prompts(1, 16)
+    expected, cache = model(ids).logits, DynamicCache(config=model.config)
+    model(ids[:, :12], past_key_values=cache)
+    decode(model, ids[:, :15], cache, 12)
+    before = Rerun.replayed
+    for undone in (2, 7):  # along Householder routes four tokens of the prompt wait
+        cache.crop(-undone)
+        torch.testing.assert_close(
+            decode(model, ids[:, :15], cache, 15 - undone), expected[:, 15 - undone : 15], **CLOSE
+        )
+    assert (Rerun.captured, Rerun.replayed - before) == (1, 9)
+
+
 @torch.no_grad()
 def test_masked_rows_are_decoded_by_graphs() -> None:
     model, ids = kernel_model("path-fox"), prompts(2, 16)

@@ -252,6 +252,7 @@ class RopeSteps(SelfInitialised, nn.Module):
 
 
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
+ALWAYS_AS_MANY = ("convolution",)  # recent inputs with zeros before the first, and for those that `crop` has undone
 
 
 class ShortConvolution(SelfInitialised, nn.Module):

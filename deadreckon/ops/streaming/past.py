@@ -104,7 +104,7 @@ class Past:
         segments: from the oldest to the youngest.
         waiting: the last tokens as they came: with Householder steps, and while a decoder goes on.
         phases: (B or 1, 65, ...) sums of step angles up to each of the last tokens, one more than `crop` can undo.
-        turned: how many of them are there, at the end.
+        turned: how many of them are there, at the end; zeros stand before.
         longest: what keys are divided by, with powers.
         folded: all tokens before the segments, with powers.
         decoder: what it takes to go on by single tokens with softmax. It works in place, so that it moves from the past
@@ -273,7 +273,7 @@ class Past:
             return Past()
         cropped = replace(self, length=self.length - tokens, segments=list(self.segments))
         if tokens and self.phases is not None:
-            cropped.phases = self.phases[:, : self.phases.shape[1] - tokens].clone()  # a graph writes to its own
+            cropped.phases = pad(self.phases[:, : self.phases.shape[1] - tokens], (0, 0, 0, 0, tokens, 0))
             cropped.turned = self.turned - tokens
         if tokens and self.waiting is not None:
             left = max(0, self.waiting.length - tokens)

@@ -132,6 +132,9 @@ def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
     padding perhaps.
     """
     (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
+    identity = torch.eye(width, dtype=dtype, device=fields["k"].device).expand(heads, -1, -1)
+    if not tokens:
+        return fields["k"].to(dtype), identity
     size, leaves = min(tokens, LEAF), 1
     while leaves * size < tokens:
         leaves *= 2
@@ -139,7 +142,7 @@ def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
     inputs = (pad(fields[name].to(dtype), (0, 0, padding, 0)) for name in ("k", "w"))
     k, w = (x.reshape(heads * leaves, size, width) for x in inputs)
     beta = pad(fields["beta"].to(dtype), (padding, 0)).reshape(heads * leaves, size)
-    rows = torch.cat([k, torch.eye(width, dtype=dtype, device=k.device).expand(len(k), -1, -1)], dim=1)
+    rows = torch.cat([k, identity[:1].expand(len(k), -1, -1)], dim=1)
     along = rows @ w.mT
     along[:, :size].triu_(1)
     system = beta.unsqueeze(2) * (w @ w.mT)  # what is not above its diagonal is not looked at
