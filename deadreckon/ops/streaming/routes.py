@@ -134,7 +134,7 @@ def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
     (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
     identity = torch.eye(width, dtype=dtype, device=fields["k"].device).expand(heads, -1, -1)
     if not tokens:
-        return fields["k"].to(dtype), identity
+        return fields["k"].to(dtype), identity.clone(memory_format=torch.contiguous_format)
     size, leaves = min(tokens, LEAF), 1
     while leaves * size < tokens:
         leaves *= 2
