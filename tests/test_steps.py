@@ -174,6 +174,21 @@ def test_generate(arguments: dict[str, int]) -> None:
     assert Rerun.replayed or "prompt_lookup_num_tokens" in arguments
 
 
+def test_an_assistant_is_decoded_by_a_graph() -> None:
+    """Its cache is cropped round by round, and it goes on in the graph; the model's answers are its own."""
+    model, assistant, ids = make_model("path-fox"), kernel_model("path-fox"), prompts(1, 12)
+    with torch.no_grad():
+        assistant.lm_head.weight += 0.3 * torch.randn_like(assistant.lm_head.weight)  # so that it is wrong at times
+    assistant.generation_config.update(
+        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    plain = model.generate(ids, max_new_tokens=8, do_sample=False)
+    Rerun.captured = Rerun.replayed = 0
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=assistant), plain)
+    assert Rerun.captured == 1
+    assert Rerun.replayed > 4
+
+
 @torch.no_grad()
 def test_new_weights_are_captured_anew() -> None:
     """Those that change in place are not."""
