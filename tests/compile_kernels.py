@@ -34,7 +34,7 @@ from deadreckon.ops.factors import Factors, Form, Householder, Power, Rotation, 
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
-from deadreckon.ops.triton import pointwise
+from deadreckon.ops.triton import pointwise, token
 from deadreckon.ops.triton.attend import attend_fused
 from deadreckon.ops.triton.directions import directions_forward
 from deadreckon.ops.triton.power.operator import attend_power
@@ -169,6 +169,15 @@ def call_directions(dtype: torch.dtype, width: int) -> None:
     directions_forward(x, torch.randn(3, 2 * width), torch.arange(40)[None], 2, True, 0.0).sum().backward()
 
 
+def call_token(dtype: torch.dtype, width: int) -> None:
+    x, weight = torch.randn(1, 1, 2048).to(dtype), torch.randn(32, 2048).to(dtype)
+    parts = [(weight, None, "none", 1.0), (weight[:8], weight[:8, 0].contiguous(), "strength", 1.0)]
+    token.maps(x, parts)
+    token.maps(x, [*parts, (weight, None, "log gate", 1.0)])
+    up, recent = torch.randn(8 * width, 32).to(dtype), torch.randn(1, 66, 8 * width).to(dtype)
+    token.directions(x[..., :32], up, recent, torch.randn(3, 8 * width), torch.zeros(1, 1).long(), 8, "none", 0.0)
+
+
 def call_pointwise(dtype: torch.dtype) -> None:
     gate, up = (torch.randn(100).to(dtype).requires_grad_() for _ in range(2))
     pointwise.swiglu(gate, up).sum().backward()
@@ -186,6 +195,7 @@ decode(torch.bfloat16, 64, gated=True, routes=True)
 decode(torch.bfloat16, 64, gated=True, routes=False, score=Power(2))
 decode(torch.bfloat16, 64, gated=False, routes=True, turns=True)
 call_directions(torch.bfloat16, 64)
+call_token(torch.bfloat16, 64)
 call_pointwise(torch.bfloat16)
 call_filter(torch.bfloat16, 20, 512, copy=True)
 call_power(torch.bfloat16, 1100, 2, 64, 2, True)

@@ -351,6 +351,25 @@ def test_a_past_crops_by_itself() -> None:
     dr.attend_next(**piece(batch=1), past=past)  # anything may begin it
 
 
+def test_a_route_goes_on_where_all_tokens_that_waited_were_undone() -> None:
+    """128 tokens, of which 64 are closed, and the same ones again, one by one, of several heads."""
+    torch.manual_seed(0)
+    q, k, v, w = torch.randn(4, 2, 128, 3, 8, dtype=torch.float64).unbind()
+    w, beta, gate = w / w.norm(dim=-1, keepdim=True), torch.rand(2, 128, 3).double(), -torch.rand(2, 128, 3).double()
+
+    def attend(past: dr.Past, tokens: slice) -> Tensor:
+        steps = dr.Householder(w[:, tokens], beta[:, tokens])
+        parts = {"transport": steps, "log_gate": gate[:, tokens], "past": past}
+        return dr.attend_next(q[:, tokens], k[:, tokens], v[:, tokens], **parts)
+
+    past = dr.Past()
+    expected = attend(past, slice(128))
+    assert past.croppable == 64
+    past.crop(64)
+    for t in range(64, 67):
+        torch.testing.assert_close(attend(past, slice(t, t + 1)), expected[:, t : t + 1])
+
+
 @pytest.mark.parametrize("name", STEADY)
 def test_states_hold_no_view_of_a_whole_prefill(name: str) -> None:
     """A short view keeps the whole storage behind it alive."""

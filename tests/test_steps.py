@@ -134,6 +134,23 @@ def test_states_of_a_graph_are_forked_cropped_chosen_and_copied(encoding: str) -
     assert Rerun.captured == 2
 
 
+@pytest.mark.parametrize("encoding", ["path-fox", "rope-path", "selective-rope"])
+@torch.no_grad()
+def test_cropped_sequences_stay_in_their_graph(encoding: str) -> None:
+    """As those of assisted decoding are, round by round: with all tokens that wait undone, too."""
+    model, ids = kernel_model(encoding), prompts(1, 16)
+    expected, cache = model(ids).logits, DynamicCache(config=model.config)
+    model(ids[:, :12], past_key_values=cache)
+    decode(model, ids[:, :15], cache, 12)
+    before = Rerun.replayed
+    for undone in (2, 7):  # along Householder routes four tokens of the prompt wait
+        cache.crop(-undone)
+        torch.testing.assert_close(
+            decode(model, ids[:, :15], cache, 15 - undone), expected[:, 15 - undone : 15], **CLOSE
+        )
+    assert (Rerun.captured, Rerun.replayed - before) == (1, 9)
+
+
 @torch.no_grad()
 def test_masked_rows_are_decoded_by_graphs() -> None:
     model, ids = kernel_model("path-fox"), prompts(2, 16)
@@ -155,6 +172,21 @@ def test_generate(arguments: dict[str, int]) -> None:
     plain = make_model("path-fox").generate(ids, max_new_tokens=6, do_sample=False, **arguments)
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, **arguments), plain)
     assert Rerun.replayed or "prompt_lookup_num_tokens" in arguments
+
+
+def test_an_assistant_is_decoded_by_a_graph() -> None:
+    """Its cache is cropped round by round, and it goes on in the graph; the model's answers are its own."""
+    model, assistant, ids = make_model("path-fox"), kernel_model("path-fox"), prompts(1, 12)
+    with torch.no_grad():
+        assistant.lm_head.weight += 0.3 * torch.randn_like(assistant.lm_head.weight)  # so that it is wrong at times
+    assistant.generation_config.update(
+        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    plain = model.generate(ids, max_new_tokens=8, do_sample=False)
+    Rerun.captured = Rerun.replayed = 0
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, assistant_model=assistant), plain)
+    assert Rerun.captured == 1
+    assert Rerun.replayed > 4
 
 
 @torch.no_grad()

@@ -246,19 +246,33 @@ def test_a_first_sequence_whose_tail_is_full(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(streams.step(ids[0, t].expand(2))[0], expected[0, t], **CLOSE)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "undone"),
+    [("path-fox", 2), ("path-fox", 4), ("path", 4), ("rope-path-fox", 4), ("selective-rope", 5), ("fox", 9)],
+)
 @torch.no_grad()
-def test_a_cropped_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lacks some of what kernels go on from; one after another, sequences do go on."""
+def test_a_cropped_sequence(encoding: str, undone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve tokens, of which the last four wait along Householder routes: some of them undone, or all.
+
+    The first to come, by which the step is captured, and one that comes after a whole one.
+    """
     monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
-    model, ids = kernel_model("path-fox"), prompts(1, 14)
-    cache = prefilled(model, ids[:, :12])
-    for layer in cache.layers:
-        layer.state.crop(4)
-    with pytest.raises(ValueError, match="cache: expected sequences of which no token was undone, got one that was"):
-        Streams(model, 2, Rerun).admit(fork(cache))
-    streams = Streams(model, 1, None)
-    streams.admit(cache)
-    torch.testing.assert_close(streams.step(ids[0, 8:9])[0], model(ids).logits[0, 8], **CLOSE)
+    model, ids = kernel_model(encoding), prompts(2, 24)
+    expected, streams, caches = model(ids).logits, Streams(model, 3, Rerun), list[DynamicCache]()
+    for number, tokens in enumerate((undone, 0, undone)):
+        caches.append(prefilled(model, ids[number % 2 : number % 2 + 1, :12]))
+        for layer in caches[-1].layers:
+            layer.state.crop(tokens)
+        assert streams.admit(caches[-1]) == [number]
+    at = [12 - undone, 12, 12 - undone]
+    for _ in range(7):  # across closings
+        logits = streams.step(torch.stack([ids[number % 2, place] for number, place in enumerate(at)]))
+        for number, place in enumerate(at):
+            torch.testing.assert_close(logits[number], expected[number % 2, place], **CLOSE)
+        at = [place + 1 for place in at]
+    for number, place in enumerate(at):
+        again = model(ids[number % 2 : number % 2 + 1, place : place + 2], past_key_values=streams.take(number)).logits
+        torch.testing.assert_close(again[0], expected[number % 2, place : place + 2], **CLOSE)
 
 
 def test_bad_rows() -> None:

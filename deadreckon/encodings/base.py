@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
+from deadreckon.encodings.maps import Projection, SelfInitialised, Strength, in_step, maps
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
-from deadreckon.ops.pointwise import at_least_single, log_gate, strength
 from deadreckon.ops.saving import Formula
+from deadreckon.ops.token import directions_of_token
 
 if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
@@ -112,10 +113,6 @@ class Context:
     def remembering(self, recent: dict[str, Tensor]) -> Context:
         """The same, with a dictionary for recent inputs."""
         return replace(self, recent=recent)
-
-
-class SelfInitialised:
-    """Marks a module whose `reset_parameters` initialises it: models do not apply their default initialisation."""
 
 
 class Encoding(SelfInitialised, nn.Module, ABC):
@@ -255,6 +252,7 @@ class RopeSteps(SelfInitialised, nn.Module):
 
 
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
+ALWAYS_AS_MANY = ("convolution",)  # recent inputs with zeros before the first, and for those that `crop` has undone
 
 
 class ShortConvolution(SelfInitialised, nn.Module):
@@ -291,73 +289,11 @@ class ShortConvolution(SelfInitialised, nn.Module):
         return x, self.weight, context.positions
 
 
-class Projection(SelfInitialised, nn.Linear):
-    """A linear map of an encoding.
-
-    Args:
-        initial: standard deviation of normal weights before training; 0 for PyTorch's default.
-        start: of the bias.
-        from_zero: whether weights and bias are 0 before training.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        bias: bool = True,
-        *,
-        initial: float = 0.0,
-        start: float = 0.0,
-        from_zero: bool = False,
-    ) -> None:
-        self.initial, self.start, self.from_zero = initial, start, from_zero  # nn.Linear initialises itself
-        super().__init__(inputs, outputs, bias)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if self.initial:
-            nn.init.normal_(self.weight, std=self.initial)
-        if self.bias is not None:
-            nn.init.constant_(self.bias, self.start)
-        if self.from_zero:
-            nn.init.zeros_(self.weight)
-            nn.init.zeros_(self.bias)
-
-
-class ForgetGate(Projection):
-    """log f for each head: (B, T, d_model) -> (B, T, heads).
-
-    log f = scale · log σ(a), a = u · x + b. With `from_zero`, log f = scale · min(0, a), which is log σ(a) for large
-    |a|, and u = b = 0 before training: nothing is forgotten, exactly, and ∂ log f / ∂a = 1, twice that of log σ at 0
-    (`clamp` passes gradients at its bound). After a step, tokens with a < 0 are on the ramp; others begin to forget
-    when u turns.
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        bias: bool = True,
-        *,
-        initial: float = 0.0,
-        scale: float = 1.0,
-        from_zero: bool = False,
-    ) -> None:
-        super().__init__(d_model, heads, bias, initial=initial, from_zero=from_zero)
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        logit = linear(x, self.weight, self.bias)
-        return self.scale * at_least_single(logit).clamp(max=0) if self.from_zero else log_gate(logit, self.scale)
-
-
 class HouseholderSteps(nn.Module):
     """A direction and a strength for each token and key head, as PaTH computes them.
 
-    w = normalise(activate(convolve(low-rank linear of x))), width 3; β = 2σ(a), a = u · x + b.
-
-    With `from_zero`, β = 2 max(0, tanh(a / 2)) = 2 max(0, 2σ(a) − 1), and u = b = 0 before training: the route is the
-    identity, exactly, and ∂β/∂a = 1, twice that of 2σ at 0. Directions are drawn as usual, and learn once β is not 0.
+    w = normalise(activate(convolve(low-rank linear of x))), width 3; β by `strength`. With `from_zero` directions are
+    drawn as usual, and learn once β is not 0.
 
     Args:
         rank: of the linear map.
@@ -388,22 +324,33 @@ class HouseholderSteps(nn.Module):
         if initial < 0:
             raise ValueError(f"initial: expected 0 or more, got {initial}")
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
-        self.activation, self.norm_eps, self.from_zero, self.recompute = activation, norm_eps, from_zero, recompute
+        self.activation, self.norm_eps, self.recompute = activation, norm_eps, recompute
         self.down = Projection(sizes.d_model, rank, bias=False, initial=initial)
         self.up = Projection(rank, self.heads * self.head_dim, bias=False, initial=initial)
         self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
         start = math.log(beta / (2 - beta))
-        self.strength = Projection(sizes.d_model, self.heads, initial=initial, start=start, from_zero=from_zero)
+        self.strength = Strength(sizes.d_model, self.heads, initial=initial, start=start, from_zero=from_zero)
 
     def reset_parameters(self) -> None:
         for part in (self.down, self.up, self.convolution, self.strength):
             part.reset_parameters()
 
     def forward(self, x: Tensor, context: Context) -> Householder:
+        low, beta = maps(x, self.down, self.strength)
+        return self.from_maps(low, beta, context)
+
+    def from_maps(self, low: Tensor, beta: Tensor, context: Context) -> Householder:
+        """The steps from what `down` and `strength` make of an input."""
         unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
-        inputs = self.convolution.inputs(self.up(self.down(x)), context)
+        recent = None if context.recent is None else context.recent.get("convolution")
+        if recent is not None and in_step(low, self.up):
+            assert context.recent is not None
+            w, context.recent["convolution"] = directions_of_token(
+                low, self.up.weight, recent, self.convolution.weight, context.positions, self.heads, self.activation,
+                self.norm_eps,
+            )  # fmt: skip
+            return Householder(w, beta, self.recompute)
+        inputs = self.convolution.inputs(self.up(low), context)
         w = unit(*inputs)
         formula, w = Formula(w, unit, inputs), context.from_rows(w)
-        logit = self.strength(x)
-        beta = 2 * (at_least_single(logit) / 2).tanh().clamp(min=0) if self.from_zero else strength(logit)
         return Householder(w, beta, self.recompute, formula)

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, ForgetGate, Projection, Sizes
+from deadreckon.encodings.base import Context, Encoding, Sizes
+from deadreckon.encodings.maps import ForgetGate, Projection, maps
 from deadreckon.ops.factors import Factors, Power, Rotation
 from deadreckon.ops.pointwise import at_least_single
 
@@ -46,5 +47,6 @@ class ConformalSympow(Encoding):
     def forward(self, x: Tensor, context: Context) -> Factors:
         grid = ("turns of conformal powers", self.head_dim, self.longest)
         angles = context.once(grid, lambda: 2 * math.pi * context.rope_angles(self.head_dim, self.longest))
-        pace = at_least_single(self.pace(x)).tanh().unsqueeze(-1)  # (B, T, H, 1), or (B, T, 1, 1)
-        return Factors(Rotation(torch.addcmul(angles, pace, angles)), self.gate(x), self.score)
+        pace, log_gate = maps(x, self.pace, self.gate)
+        pace = at_least_single(pace).tanh().unsqueeze(-1)  # (B, T, H, 1), or (B, T, 1, 1)
+        return Factors(Rotation(torch.addcmul(angles, pace, angles)), log_gate, self.score)

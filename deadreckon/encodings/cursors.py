@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deadreckon.encodings.base import CROPPABLE, Context, Projection, SelfInitialised, Sizes
+from deadreckon.encodings.base import CROPPABLE, Context, Sizes
+from deadreckon.encodings.maps import Projection, SelfInitialised
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.filters.histogram import histogram_filter, superpose
 from deadreckon.ops.pointwise import at_least_single

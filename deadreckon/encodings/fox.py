@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, ForgetGate, Sizes
+from deadreckon.encodings.base import Context, Encoding, Sizes
+from deadreckon.encodings.maps import ForgetGate, maps
 from deadreckon.ops.factors import Factors
 
 
@@ -21,4 +22,4 @@ class FoX(Encoding):
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(log_gate=self.gate(x))
+        return Factors(log_gate=maps(x, self.gate)[0])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, ForgetGate, HouseholderSteps, Sizes
+from deadreckon.encodings.base import Context, Encoding, HouseholderSteps, Sizes
+from deadreckon.encodings.maps import ForgetGate, maps
 from deadreckon.ops.factors import Factors
 
 
@@ -42,4 +43,5 @@ class PaTHFoX(Encoding):
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads, initial=initial, scale=gate_scale)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(self.steps(x, context), self.gate(x))
+        low, beta, log_gate = maps(x, self.steps.down, self.steps.strength, self.gate)
+        return Factors(self.steps.from_maps(low, beta, context), log_gate)

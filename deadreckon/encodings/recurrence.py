@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deadreckon.encodings.base import SelfInitialised
+from deadreckon.encodings.maps import SelfInitialised
 from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.tracing import operator, room_like
 

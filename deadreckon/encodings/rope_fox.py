@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, ForgetGate, RopeSteps, Sizes
+from deadreckon.encodings.base import Context, Encoding, RopeSteps, Sizes
+from deadreckon.encodings.maps import ForgetGate, maps
 from deadreckon.ops.factors import Factors
 
 
@@ -36,4 +37,4 @@ class RoPEFoX(Encoding):
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads, from_zero=from_zero)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(self.turns(x, context), self.turns.gated(self.gate(x)))
+        return Factors(self.turns(x, context), self.turns.gated(maps(x, self.gate)[0]))

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, ForgetGate, HouseholderSteps, RopeSteps, Sizes
+from deadreckon.encodings.base import Context, Encoding, HouseholderSteps, RopeSteps, Sizes
+from deadreckon.encodings.maps import ForgetGate, maps
 from deadreckon.ops.factors import Factors
 
 
@@ -42,5 +43,6 @@ class RoPEPaTHFoX(Encoding):
         self.gate = ForgetGate(sizes.d_model, sizes.n_heads, from_zero=from_zero)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        steps = self.turns.beside(self.steps(x, context))
-        return Factors((self.turns(x, context), steps), self.turns.gated(self.gate(x)))
+        low, beta, log_gate = maps(x, self.steps.down, self.steps.strength, self.gate)
+        steps = self.turns.beside(self.steps.from_maps(low, beta, context))
+        return Factors((self.turns(x, context), steps), self.turns.gated(log_gate))

@@ -13,13 +13,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from deadreckon.encodings.base import (
-    Context,
-    Encoding,
-    Projection,
-    ShortConvolution,
-    Sizes,
-)
+from deadreckon.encodings.base import Context, Encoding, ShortConvolution, Sizes
+from deadreckon.encodings.maps import Projection
 from deadreckon.ops.factors import Factors, Rotation
 from deadreckon.ops.pointwise import at_least_single
 

@@ -12,7 +12,8 @@ import math
 
 from torch import Tensor
 
-from deadreckon.encodings.base import Context, Encoding, ForgetGate, Sizes, every_token
+from deadreckon.encodings.base import Context, Encoding, Sizes, every_token
+from deadreckon.encodings.maps import ForgetGate, maps
 from deadreckon.ops.factors import Factors, Power, Rotation
 
 
@@ -30,4 +31,4 @@ class SympowGated(Encoding):
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         angles = 2 * math.pi * context.rope_angles(self.head_dim, self.longest)
-        return Factors(Rotation(every_token(angles, x)), self.gate(x), self.score)
+        return Factors(Rotation(every_token(angles, x)), maps(x, self.gate)[0], self.score)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -81,13 +81,12 @@ class Resident(NamedTuple):
         past = Past(self.signature, 1, waiting=self.decoder.waiting, phases=self.phases, decoder=self.decoder)
         return LayerState(past, dict(self.recent), left_out=left_out, origin=self.origin)
 
-    def keep(self, state: LayerState, waiting: Segment) -> None:
-        """Takes what a step has computed from its draft to its place; the host has not counted the token."""
-        for name, x in self.recent.items():
-            x.copy_(state.recent[name])
+    def moved(self, state: LayerState) -> list[tuple[Tensor, Tensor]]:
+        """What a step has computed beside the decoder, and where it belongs: (there, new)."""
+        pairs = [(x, state.recent[name]) for name, x in self.recent.items()]
         if self.phases is not None and state.past.phases is not None:
-            self.phases.copy_(state.past.phases)
-        self.decoder.rewind(waiting)
+            pairs.append((self.phases, state.past.phases))
+        return [(there, new) for there, new in pairs if new is not there]
 
     def holds(self, state: LayerState) -> bool:
         """Whether a state is here."""
@@ -111,6 +110,15 @@ class Resident(NamedTuple):
         return True
 
 
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies (there, new), those of one dtype in one launch: there may be one for every layer."""
+    by_dtype = dict[torch.dtype, list[tuple[Tensor, Tensor]]]()
+    for pair in pairs:
+        by_dtype.setdefault(pair[0].dtype, []).append(pair)
+    for alike in by_dtype.values():
+        torch._foreach_copy_([there for there, _ in alike], [new for _, new in alike])
+
+
 class CapturedStep:
     """One step for states of one structure."""
 
@@ -131,8 +139,10 @@ class CapturedStep:
         drafts = [resident.draft(self.left_out) for resident in self.residents]
         waiting = [resident.decoder.waiting for resident in self.residents]
         output = self.advance(self.ids, drafts, self.places)
-        for resident, draft, before in zip(self.residents, drafts, waiting, strict=True):
-            resident.keep(draft, before)
+        # Layers, as they compute, read what lies there; once they have, what they are to read next takes its place.
+        copy_all(pair for resident, draft in zip(self.residents, drafts, strict=True) for pair in resident.moved(draft))
+        for resident, before in zip(self.residents, waiting, strict=True):  # the host has not counted the token
+            resident.decoder.rewind(before)
         return output
 
     def holds(self, layers: list[StateLayer]) -> bool:

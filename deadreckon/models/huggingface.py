@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from deadreckon.encodings.base import Context, Encoding, SelfInitialised
+from deadreckon.encodings.base import Context, Encoding
+from deadreckon.encodings.maps import SelfInitialised
 from deadreckon.models.cache import StateLayer
 from deadreckon.models.configuration import NORMS, DeadReckonConfig
 from deadreckon.models.graphs import Steps, wanted

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from deadreckon.encodings.base import Sizes
+from deadreckon.encodings.base import ALWAYS_AS_MANY, Sizes
 from deadreckon.ops.streaming.past import Past, check_crop
 
 
@@ -40,7 +41,6 @@ class LayerState:
             powers, the state that all but the last tokens have become.
         recent: what the encoding needs of the last inputs, and of so many before them that `crop` can undo tokens.
         kept: how many tokens `crop` can undo, as far as recent inputs go back.
-        cropped: whether it has undone any.
         left_out: (B,) how many masked tokens each row counts before its first real one; None where there are none.
         gated: whether the encoding has gates; if not, those of the past are closed behind masked tokens and open else.
         origin: the layer and the inputs that it comes from; None before the first piece.
@@ -49,7 +49,6 @@ class LayerState:
     past: Past = field(default_factory=Past)
     recent: dict[str, Tensor] = field(default_factory=dict)
     kept: int = 0
-    cropped: bool = False
     left_out: Tensor | None = None
     gated: bool = False
     origin: Origin | None = None
@@ -134,9 +133,11 @@ class LayerState:
         if tokens == self.length:
             self.become(LayerState())
         elif tokens:
-            cropped = replace(self, past=replace(self.past), kept=max(0, self.kept - tokens), cropped=True)
+            cropped = replace(self, past=replace(self.past), kept=max(0, self.kept - tokens), recent={})
             cropped.past.crop(tokens)
-            cropped.recent = {name: x[:, : x.shape[1] - tokens].clone() for name, x in self.recent.items()}
+            for name, x in self.recent.items():
+                left, missing = x[:, : x.shape[1] - tokens], tokens if name in ALWAYS_AS_MANY else 0
+                cropped.recent[name] = pad(left, (0, 0) * (x.dim() - 2) + (missing, 0)) if missing else left.clone()
             self.become(cropped)
 
     def bytes(self) -> int:

@@ -117,9 +117,6 @@ class Streams:
         held = [layer.state for layer in cache.layers if isinstance(layer, StateLayer)]
         if not held or not all(isinstance(state, LayerState) and state.batch for state in held):
             raise ValueError("cache: expected that of sequences after their first piece, masked on the left at most")
-        if self.graph is not None and any(isinstance(state, LayerState) and state.cropped for state in held):
-            # It may lack recent inputs and phases, and the last leaf of Householder steps.
-            raise ValueError("cache: expected sequences of which no token was undone, got one that was cropped")
         self._check_free(held[0].batch)
         left_out = held[0].left_out if isinstance(held[0], LayerState) else None
         return self._admit(cache, [0] * held[0].batch if left_out is None else left_out.tolist())

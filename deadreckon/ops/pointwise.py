@@ -17,7 +17,8 @@ from deadreckon.ops.tracing import traced
 from deadreckon.ops.triton import HAS_TRITON
 
 
-def _has_kernels(x: Tensor) -> bool:
+def has_kernels(x: Tensor) -> bool:
+    """Whether there are kernels for numbers like x."""
     return x.is_cuda and HAS_TRITON and x.dtype != torch.float64 and not traced(x)
 
 
@@ -28,7 +29,7 @@ def at_least_single(x: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
     """down(silu(gate) ⊙ up). Where there is a kernel, the backward pass computes the input of `down` again."""
-    if _has_kernels(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
+    if has_kernels(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
         from deadreckon.ops.triton import pointwise
 
         y = pointwise.swiglu(gate, up)
@@ -39,7 +40,7 @@ def swiglu(gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor
 
 def strength(logit: Tensor) -> Tensor:
     """β = 2σ(a), in float32 or more."""
-    if _has_kernels(logit) and not (torch.is_grad_enabled() and logit.requires_grad):
+    if has_kernels(logit) and not (torch.is_grad_enabled() and logit.requires_grad):
         from deadreckon.ops.triton import pointwise
 
         return pointwise.strength(logit)
@@ -48,7 +49,7 @@ def strength(logit: Tensor) -> Tensor:
 
 def log_gate(logit: Tensor, scale: float = 1.0) -> Tensor:
     """log f = scale · log σ(a), in float32 or more."""
-    if _has_kernels(logit) and not (torch.is_grad_enabled() and logit.requires_grad):
+    if has_kernels(logit) and not (torch.is_grad_enabled() and logit.requires_grad):
         from deadreckon.ops.triton import pointwise
 
         return pointwise.log_gate(logit, scale)

@@ -57,6 +57,7 @@ class Tail:
             whole = sums[:, -1:].sum(1, keepdim=True)  # zero where no token waits
             self.bias, self.total = stored((whole - sums).to(dtype)), whole[:, 0].to(dtype)
         self.waiting = Segment({name: stored(x) for name, x in fields.items()}).of_length(tokens)
+        self.waiting.lent = storage
         self.segments = seen_from_tail(past.segments)
 
     @property
@@ -171,6 +172,9 @@ def _last_tokens(past: Past) -> Fields:
         return past.waiting.fields()
     last = past.segments[-1]
     fields, gates = {"k": last["k"][:, :0], "v": last["v"][:, :0]}, last.gates()
+    if last.product is not None:
+        fields["w"] = fields["k"].to(work(fields["k"].dtype))
+        fields["beta"] = fields["w"][..., 0]
     return fields if gates is None else {**fields, "gates": gates[1][:, :0]}
 
 
@@ -210,7 +214,7 @@ def decode_token(
     q: Tensor, k: Tensor, v: Tensor, steps: Householder | None, log_gate: Tensor | None, scale: float, past: Past,
     kind: type[Decoder],
 ) -> Tensor:  # fmt: skip
-    """The next token (B, 1, ...) by a decoder of that kind; with Householder steps some tokens must wait."""
+    """The next token (B, 1, ...), not the first, by a decoder of that kind."""
     batch, _, heads, _ = k.shape
     group = q.shape[2] // heads
     prepare_decoder(past, group, kind)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deadreckon.ops.blockwise.rotation import Turned
 from deadreckon.ops.blockwise.rotation import turned as turned_later
@@ -115,8 +117,8 @@ class KernelDecoder:
         """
         lengths, device = [self.tails[row].waiting.length for row in rows], self.last.k.device
         padding = [max(lengths) - length for length in lengths]
-        place = (torch.arange(max(lengths)) - torch.tensor(padding)[:, None, None]).to(device)  # (rows, 1, tokens)
-        row = torch.tensor(rows, device=device)[:, None, None]
+        place = torch.arange(max(lengths), device=device) - sent(padding, device)[:, None, None]  # (rows, 1, tokens)
+        row = sent(rows, device)[:, None, None]
         head = torch.arange(len(self.last.k) // self.rows, device=device).unsqueeze(1)
         fields = dict[str, Tensor]()
         for name in self.tails[rows[0]].waiting.storage:
@@ -140,14 +142,13 @@ class KernelDecoder:
                         by_row[row, :, :length] = one[:, tokens - length :]
         for pair, there in ((last.products, tail.product), (last.totals, tail.total)):
             if pair is not None and there is not None:
-                for here in pair:
-                    self._by_row(here)[where] = there.unflatten(0, (len(rows), -1))
+                pair.unflatten(1, (self.rows, -1))[:, where] = there.unflatten(0, (len(rows), -1))
 
     def _where(self, rows: Sequence[int]) -> slice | Tensor:
         """What rows are indexed by: a slice if they are neighbours, which nothing has to be sent to the device for."""
         if list(rows) == list(range(rows[0], rows[0] + len(rows))):
             return slice(rows[0], rows[0] + len(rows))
-        return torch.tensor(rows, device=self.last.k.device)
+        return sent(rows, self.last.k.device)
 
     def _by_row(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.rows, -1))
@@ -165,6 +166,7 @@ class KernelDecoder:
                 tokens.append(min(tail.waiting.length, past.length - left_out))
                 mine = self.tails[row] = copy(tail)
                 mine.waiting = Segment(storage).of_length(tokens[-1])
+                mine.waiting.lent = True
                 mine.keys = mine.bias = mine.product = mine.total = None  # they are in `last`
                 mine.segments = [
                     (segment.of_heads(held), None if product is None else product[held], None if x is None else x[held])
@@ -177,7 +179,7 @@ class KernelDecoder:
             if self.state is not None:
                 self._place_state(past, rows, self._where(rows), self.state)
         where, alike = self._where(every), len(set(tokens)) == 1  # then there is nothing to send to the device
-        last.tokens[where] = tokens[0] if alike else torch.tensor(tokens, dtype=torch.int32, device=last.k.device)
+        last.tokens[where] = tokens[0] if alike else sent(tokens, last.k.device, torch.int32)
         self.segments[where] = _padded(entries, self.segments)
         self.parts[where, : self.programs] = _padded(parts, self.parts[:, : self.programs])
 
@@ -220,11 +222,9 @@ class KernelDecoder:
         share = -(-count // STATE_PARTS)
         starts = torch.arange(0, STATE_PARTS * share, share).clamp(max=count)
         parts = torch.stack([starts, starts, (starts + share).clamp(max=count)], dim=1)
-        self.parts[where, self.programs :] = parts.to(self.parts.device, self.parts.dtype)
+        self.parts[where, self.programs :] = sent(parts, self.parts.device, self.parts.dtype)
         states = folded.state.unflatten(0, (len(rows), -1))
-        state.address[where] = torch.tensor(
-            [placed(x, self.partial.weight, 4) for x in states], device=state.unit.device
-        )
+        state.address[where] = sent([placed(x, self.partial.weight, 4) for x in states], state.unit.device)
         put(state.factor, (folded.unit / past.longest) ** 2)
         put(state.noise, 16 * torch.finfo(folded.state.dtype).eps * folded.state[..., -1].norm(dim=1))
         totals = [segment.total[..., 0] for segment in past.segments if segment.total is not None]
@@ -293,12 +293,15 @@ class KernelDecoder:
 
 def _padded(tables: Sequence[Sequence[Sequence[int]]], like: Tensor) -> Tensor:
     """Tables of some rows as one tensor, with lines of zeros below."""
-    whole = torch.zeros(len(tables), *like.shape[1:], dtype=like.dtype)
-    lines = [(row, number, *line) for row, table in enumerate(tables) for number, line in enumerate(table)]
-    if lines:
-        flat = torch.tensor(lines)
-        whole[flat[:, 0], flat[:, 1]] = flat[:, 2:].to(like.dtype)
-    return whole.to(like.device)
+    longest, empty = max(map(len, tables)), [0] * like.shape[2]
+    lines = [[*table, *[empty] * (longest - len(table))] for table in tables]
+    short = sent(lines, like.device, like.dtype).view(len(tables), longest, like.shape[2])
+    return pad(short, (0, 0, 0, like.shape[1] - longest))
+
+
+def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers of the host on a device, for which it does not wait: they are few, and copied before this returns."""
+    return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def _no_state(held: Fields, rows: int, kinds: int) -> State:

@@ -104,7 +104,7 @@ class Past:
         segments: from the oldest to the youngest.
         waiting: the last tokens as they came: with Householder steps, and while a decoder goes on.
         phases: (B or 1, 65, ...) sums of step angles up to each of the last tokens, one more than `crop` can undo.
-        turned: how many of them are there, at the end.
+        turned: how many of them are there, at the end; zeros stand before.
         longest: what keys are divided by, with powers.
         folded: all tokens before the segments, with powers.
         decoder: what it takes to go on by single tokens with softmax. It works in place, so that it moves from the past
@@ -124,7 +124,7 @@ class Past:
     def draft(self) -> Past:
         """A copy to move on; see :meth:`become`."""
         if self.decoder is not None and self.decoder.full and self.waiting is not None:
-            self.waiting = self.waiting.map(torch.clone)  # the decoder will write where they are
+            self.waiting = self.waiting.kept()  # the decoder will write where they are
         draft = Past.__new__(Past)
         draft.become(self)
         draft.segments, self.decoder = list(self.segments), None
@@ -138,7 +138,7 @@ class Past:
         """Another continuation. Segments are shared from here on, not copied."""
         for segment in self.segments:
             segment.shared = True
-        waiting = None if self.waiting is None else self.waiting.map(torch.clone)  # a decoder writes to its own
+        waiting = None if self.waiting is None else self.waiting.kept()
         phases = None if self.phases is None else self.phases.clone()
         return replace(self, segments=list(self.segments), waiting=waiting, phases=phases, decoder=None)
 
@@ -150,7 +150,7 @@ class Past:
 
     def detach(self) -> None:
         """Leaves the decoder to another past, in place."""
-        waiting = None if self.waiting is None else self.waiting.map(torch.clone)
+        waiting = None if self.waiting is None else self.waiting.kept()
         phases = None if self.phases is None else self.phases.clone()
         self.become(replace(self, waiting=waiting, phases=phases, decoder=None))
 
@@ -235,7 +235,7 @@ class Past:
             signature,
             self.length,
             [segment.map(change) for segment in self.segments],
-            None if self.waiting is None else self.waiting.map(change).map(torch.clone),  # not a decoder's own
+            None if self.waiting is None else self.waiting.kept().map(change),
             phases,
             self.turned,
             None if self.longest is None else change(self.longest),
@@ -273,12 +273,12 @@ class Past:
             return Past()
         cropped = replace(self, length=self.length - tokens, segments=list(self.segments))
         if tokens and self.phases is not None:
-            cropped.phases = self.phases[:, : self.phases.shape[1] - tokens].clone()  # a graph writes to its own
+            cropped.phases = pad(self.phases[:, : self.phases.shape[1] - tokens], (0, 0, 0, 0, tokens, 0))
             cropped.turned = self.turned - tokens
         if tokens and self.waiting is not None:
             left = max(0, self.waiting.length - tokens)
             tokens -= self.waiting.length - left
-            cropped.waiting = self.waiting.of_length(left).map(torch.clone) if left else None
+            cropped.waiting = self.waiting.of_length(left).kept() if left else None
             cropped.decoder = None
         while tokens and tokens >= cropped.segments[-1].length:
             tokens -= cropped.segments.pop().length

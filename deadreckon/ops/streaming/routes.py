@@ -114,11 +114,12 @@ def tokens_to_close(tokens: int) -> int:
 def close_waiting(past: Past, tokens: int) -> None:
     """Makes a segment of the oldest that wait."""
     assert past.waiting is not None
-    oldest = {name: x[:, :tokens] for name, x in past.waiting.fields().items()}
-    rest = {name: x[:, tokens:] for name, x in past.waiting.fields().items()}
+    fields = past.waiting.kept().fields()
+    oldest = {name: x[:, :tokens] for name, x in fields.items()}
+    rest = {name: x[:, tokens:] for name, x in fields.items()}
     keys, product = in_newest_frame(oldest)
     sums = oldest["gates"].cumsum(1).mT if "gates" in oldest else None
-    _add_segment(past, keys.to(oldest["k"].dtype), oldest["v"].clone(), product, sums)  # not a decoder's own values
+    _add_segment(past, keys.to(oldest["k"].dtype), oldest["v"], product, sums)
     past.waiting = Segment(rest) if rest["k"].shape[1] else None
 
 
@@ -131,6 +132,9 @@ def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
     padding perhaps.
     """
     (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
+    identity = torch.eye(width, dtype=dtype, device=fields["k"].device).expand(heads, -1, -1)
+    if not tokens:
+        return fields["k"].to(dtype), identity.clone(memory_format=torch.contiguous_format)
     size, leaves = min(tokens, LEAF), 1
     while leaves * size < tokens:
         leaves *= 2
@@ -138,7 +142,7 @@ def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
     inputs = (pad(fields[name].to(dtype), (0, 0, padding, 0)) for name in ("k", "w"))
     k, w = (x.reshape(heads * leaves, size, width) for x in inputs)
     beta = pad(fields["beta"].to(dtype), (padding, 0)).reshape(heads * leaves, size)
-    rows = torch.cat([k, torch.eye(width, dtype=dtype, device=k.device).expand(len(k), -1, -1)], dim=1)
+    rows = torch.cat([k, identity[:1].expand(len(k), -1, -1)], dim=1)
     along = rows @ w.mT
     along[:, :size].triu_(1)
     system = beta.unsqueeze(2) * (w @ w.mT)  # what is not above its diagonal is not looked at

@@ -31,6 +31,7 @@ class Segment:
         self.product, self.bias, self.total = product, bias, total
         self.shared = False  # with another continuation, which might write to the same room
         self.has_room = False  # storage may be somebody else's, until it has grown
+        self.lent = False  # storage is a decoder's, which goes on to write to it
 
     def __getitem__(self, name: str) -> Tensor:
         return self.storage[name][:, : self.length]
@@ -86,7 +87,7 @@ class Segment:
             later = bias[..., tokens - 1 : tokens]
             bias, total = (bias[..., :tokens] - later).contiguous(), total - later
         other = Segment(self.storage, bias=bias, total=total)
-        other.length, other.shared, other.has_room = tokens, self.shared, self.has_room
+        other.length, other.shared, other.has_room, other.lent = tokens, self.shared, self.has_room, self.lent
         return other
 
     def without_first(self, tokens: int) -> Segment:
@@ -104,20 +105,24 @@ class Segment:
         """Where they are all open."""
         fields = {name: x for name, x in self.storage.items() if name not in ("sums", "gates")}
         other = Segment(fields, self.product)
-        other.length, other.shared, other.has_room = self.length, self.shared, self.has_room
+        other.length, other.shared, other.has_room, other.lent = self.length, self.shared, self.has_room, self.lent
         return other
 
     def of_heads(self, which: slice) -> Segment:
         """Of some heads, where they are."""
         parts = (None if x is None else x[which] for x in (self.product, self.bias, self.total))
         other = Segment({name: x[which] for name, x in self.storage.items()}, *parts)
-        other.length, other.shared, other.has_room = self.length, self.shared, self.has_room
+        other.length, other.shared, other.has_room, other.lent = self.length, self.shared, self.has_room, self.lent
         return other
 
     def map(self, change: Change) -> Segment:
         """A segment of its own, every tensor changed along its first dimension."""
         fields = {name: change(x) for name, x in self.fields().items()}
         return Segment(fields, *(None if x is None else change(x) for x in (self.product, self.bias, self.total)))
+
+    def kept(self) -> Segment:
+        """As it is now, whatever a decoder writes: itself, or a copy of what is in a decoder's storage."""
+        return self.map(torch.clone) if self.lent else self
 
     def tensors(self) -> list[Tensor]:
         """Everything held."""

@@ -2,7 +2,7 @@
 
     transport     score     piece                          how
     Rotation      any       any                            turned by its phase, then as without it
-    Householder   softmax   one token, some waiting        `decode_token`: two kernels, or a few products
+    Householder   softmax   one token, later               `decode_token`: two kernels, or a few products
                   softmax   long, or first, with kernels   `attend_routes_fused`: the tree of `attend`, and the segments
                   any       any other                      `attend_routes`: the same in PyTorch
     none          Power(2)  one token, with kernels        `decode_token`: two kernels
@@ -82,7 +82,7 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
     q, k, v = (dense(x) for x in (q, k, v))  # as kernels take them
     if steps is not None:
         length, waiting = q.shape[1], 0 if past.waiting is None else past.waiting.length
-        if score == "softmax" and length == 1 and waiting:
+        if score == "softmax" and length == 1 and past.length:
             return decode_token(q, k, v, steps, log_gate, scale, past, kernels.decoder)
         if score == "softmax" and kernels.ascend and (not past.segments or waiting + length > LEAF):
             return attend_routes_fused(q, k, v, steps, log_gate, scale, past, kernels.ascend)

@@ -44,7 +44,7 @@ def _convolved(p_x, p_filter, p_place, token, channel, m_channel, RECENT, T, C, 
 
 
 @triton.jit
-def _silu(b_y):
+def silu(b_y):
     return b_y / (1 + tl.exp(-b_y))
 
 
@@ -61,7 +61,7 @@ def _forward(
         p_x + i_b * (RECENT + T) * C, p_filter, p_place + i_b * s_place, token, channel, m_channel, RECENT, T, C, WIDTH
     )
     if SILU:
-        b_a = _silu(b_a)
+        b_a = silu(b_a)
     b_square = tl.maximum(tl.sum(b_a * b_a, 1) + epsilon, SMALLEST)
     offsets = token.to(tl.int64)[:, None] * C + channel[None, :]
     tl.store(
@@ -78,7 +78,7 @@ def _arriving(
     b_y = _convolved(p_x, p_filter, p_place, token, channel, m_channel, RECENT, T, C, WIDTH)
     b_a = b_y
     if SILU:
-        b_a = _silu(b_y)
+        b_a = silu(b_y)
     b_square = tl.sum(b_a * b_a, 1) + epsilon
     b_inverse = 1 / tl.sqrt(tl.maximum(b_square, SMALLEST))
     mask = ((token >= 0) & (token < T))[:, None] & m_channel[None, :]

@@ -28,10 +28,19 @@ def _place(COUNT, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(b_x):
+def sigmoid(b_x):
     """Without overflow: exp of what is not above zero."""
     b_e = tl.exp(-tl.abs(b_x))
     return tl.where(b_x >= 0, 1 / (1 + b_e), b_e / (1 + b_e))
+
+
+@triton.jit
+def log_sigmoid(b_x):
+    """To an ulp or two."""
+    b_e = tl.exp(-tl.abs(b_x))
+    b_one = 1 + b_e  # what it has rounded away, the ratio brings back
+    b_log = tl.where(b_one == 1, b_e, tl.log(b_one) * (b_e / tl.where(b_one == 1, 1.0, b_one - 1)))
+    return tl.minimum(b_x, 0.0) - b_log
 
 
 @Kernel
@@ -40,7 +49,7 @@ def _swiglu(p_gate, p_up, p_y, COUNT, BLOCK: tl.constexpr):
     at, mask = _place(COUNT, BLOCK)
     b_gate = tl.load(p_gate + at, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(p_up + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(p_y + at, b_gate * _sigmoid(b_gate) * b_up, mask=mask)
+    tl.store(p_y + at, b_gate * sigmoid(b_gate) * b_up, mask=mask)
 
 
 @Kernel
@@ -50,7 +59,7 @@ def _swiglu_backward(p_grad, p_gate, p_up, p_dgate, p_dup, COUNT, BLOCK: tl.cons
     b_grad = tl.load(p_grad + at, mask=mask, other=0.0).to(tl.float32)
     b_gate = tl.load(p_gate + at, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(p_up + at, mask=mask, other=0.0).to(tl.float32)
-    b_open = _sigmoid(b_gate)
+    b_open = sigmoid(b_gate)
     tl.store(p_dgate + at, b_grad * b_up * b_open * (1 + b_gate * (1 - b_open)), mask=mask)
     tl.store(p_dup + at, b_grad * b_gate * b_open, mask=mask)
 
@@ -59,7 +68,7 @@ def _swiglu_backward(p_grad, p_gate, p_up, p_dgate, p_dup, COUNT, BLOCK: tl.cons
 @triton.jit(do_not_specialize=["COUNT"])
 def _strength(p_logit, p_y, COUNT, BLOCK: tl.constexpr):
     at, mask = _place(COUNT, BLOCK)
-    tl.store(p_y + at, 2 * _sigmoid(tl.load(p_logit + at, mask=mask, other=0.0).to(tl.float32)), mask=mask)
+    tl.store(p_y + at, 2 * sigmoid(tl.load(p_logit + at, mask=mask, other=0.0).to(tl.float32)), mask=mask)
 
 
 @Kernel
@@ -67,10 +76,7 @@ def _strength(p_logit, p_y, COUNT, BLOCK: tl.constexpr):
 def _log_gate(p_logit, p_y, scale, COUNT, BLOCK: tl.constexpr):
     at, mask = _place(COUNT, BLOCK)
     b_logit = tl.load(p_logit + at, mask=mask, other=0.0).to(tl.float32)
-    b_e = tl.exp(-tl.abs(b_logit))
-    b_one = 1 + b_e  # what it has rounded away, the ratio brings back: log(1 + e) to an ulp or two
-    b_log = tl.where(b_one == 1, b_e, tl.log(b_one) * (b_e / tl.where(b_one == 1, 1.0, b_one - 1)))
-    tl.store(p_y + at, (tl.minimum(b_logit, 0.0) - b_log) * scale, mask=mask)
+    tl.store(p_y + at, log_sigmoid(b_logit) * scale, mask=mask)
 
 
 def _launch(kernel: Kernel, *arguments: Any, **constants: Any) -> None:

@@ -1,0 +1,24 @@
+"""What PaTH and its kin compute from one more token by kernels: see `deadreckon/ops/triton/token.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def maps_of_token(x: Tensor, parts: Sequence[tuple[Tensor, Tensor | None, str, float]]) -> list[Tensor]:
+    """Linear maps of x (B, 1, inputs) in one launch: weight, bias, what follows, and its scale."""
+    from deadreckon.ops.triton.token import maps
+
+    return maps(x, parts)
+
+
+def directions_of_token(
+    low: Tensor, up: Tensor, recent: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Directions (B, 1, H, D) of one more token from its low-rank map (B, 1, rank), and recent inputs with it."""
+    from deadreckon.ops.triton.token import directions
+
+    return directions(low, up, recent, filters, places, heads, activation, epsilon)
