@@ -54,10 +54,7 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
             report[name] = measure(model, conversion) | {"writing": speed}
             if name == "teacher":  # as students are scored while they are trained
                 alone = replace(conversion.test_recipe(), test_lengths=(conversion.length,))
-                report[name] |= {
-                    "at_length": next(iter(evaluate(model, alone))).texts,
-                    "tokens": tokens_of(conversion.source),
-                }
+                report[name]["at_length"] = next(iter(evaluate(model, alone))).texts
         for folder in conversion.beside:
             model = load_start(folder).to(device).eval()
             speed = continue_greedily(model, prompts)[1]
@@ -274,7 +271,7 @@ def loss_table(conversions: Sequence[Converted], teacher: Texts) -> str:
         losses = (format_value("loss", mean(texts[length])) for length in teacher)
         rows.append([name, "" if tokens is None else f"{tokens:,}", *losses])
 
-    add("teacher", conversions[0].report["teacher"].get("tokens"), teacher)
+    add("teacher", tokens_of(conversions[0].report["conversion"]["source"]), teacher)
     for one in conversions:
         add(f"{one.name}, start", 0, one.texts("start"))
         if one.runs:
