@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,7 +23,9 @@ from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training import Run, Training
 from deadreckon.lab.training.conversion import convert_run
 from deadreckon.lab.training.distillation import OBJECTIVES, load_start, load_teacher
+from deadreckon.tasks.language import make_corpora
 from deadreckon.tasks.task import Batch
+from deadreckon.tasks.text import read_documents
 from deadreckon.tasks.tokens import for_transformers, train_tokenizer
 
 WORDS = "every where a bell rang and nobody came to see what it had to say"
@@ -223,6 +226,14 @@ def test_tokenizers_are_checked(teacher: Path, tmp_path: Path) -> None:
     expected_source(teacher).save_pretrained(tmp_path / "mute")
     with pytest.raises(ValueError, match="model: expected a tokenizer beside the model"):
         convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())
+    tokens = tmp_path / "tokens"
+    make_corpora(tokens, {part: partial(read_documents, teacher / "valid.jsonl") for part in ("train", "valid")}, 265)
+    with pytest.raises(ValueError, match="data: expected text, or tokens of the model's tokenizer, got others in"):
+        convert_run(conversion(teacher, data=str(tokens)), tmp_path / "out", console=quiet())
+    small = LlamaConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
+    LlamaForCausalLM(small).save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=r"tokenizer: expected at most 50 tokens, the vocabulary of .*small, got"):
+        convert_run(conversion(teacher, beside=(str(tmp_path / "small"),)), tmp_path / "out", console=quiet())
     for_transformers(train_tokenizer(teacher / "valid.jsonl", 300)).save_pretrained(tmp_path / "mute")
     with pytest.raises(ValueError, match=r"tokenizer: expected at most 270 tokens, the vocabulary of .*, got"):
         convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())
