@@ -27,11 +27,11 @@ def read_vt(prompt: str) -> list[str]:
     lists = []
     for text in (example, rest):
         values: dict[str, str] = {}
-        for name, value in re.findall(r"^VAR (\w+) = (?:VAR )?(\w+) ?$", text, re.MULTILINE):
+        for name, value in re.findall(r"\bVAR (\w+) = (?:VAR )?(\w+)", text):
             values[name] = values.get(value, value)
         [wanted] = re.findall(r"assigned the value (\d+) in the text above", text)
         lists.append([name for name, value in values.items() if value == wanted])
-    assert example.endswith(", they are:  " + " ".join(lists[0]) + "\n\n") and rest.endswith(", they are: ")
+    assert example.endswith(", they are:  " + " ".join(lists[0]) + "\n\n\n\n") and rest.endswith(", they are: ")
     return lists[1]
 
 

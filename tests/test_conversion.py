@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,7 +23,9 @@ from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training import Run, Training
 from deadreckon.lab.training.conversion import convert_run
 from deadreckon.lab.training.distillation import OBJECTIVES, load_start, load_teacher
+from deadreckon.tasks.language import make_corpora
 from deadreckon.tasks.task import Batch
+from deadreckon.tasks.text import read_documents
 from deadreckon.tasks.tokens import for_transformers, train_tokenizer
 
 WORDS = "every where a bell rang and nobody came to see what it had to say"
@@ -59,9 +62,9 @@ def test_the_whole_command(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("deadreckon.lab.pages.conversion.NEW", 4)
-    out, other = tmp_path / "converted", tmp_path / "other"
+    out, other = tmp_path / "converted", tmp_path / "other" / "last"
     dr.convert_model(LlamaForCausalLM.from_pretrained(teacher / "llama"), "rope").save_pretrained(other)
-    (other / "progress.json").write_text('{"tokens": 1234567}')
+    (other / "progress.json").write_text('{"step": 4, "tokens": 1234568}')
     words = [
         "convert", str(teacher / "llama"), "--data", str(teacher / "train.jsonl"), "--held-out",
         str(teacher / "valid.jsonl"), "--out", str(out), "--encoding", "path-fox", "--drop-rope", "--length", "32",
@@ -101,15 +104,30 @@ def test_the_whole_command(
     rows = dict(row[2:].split(" | ", 1) for row in page.read_text().splitlines() if row.startswith("| converted"))
     assert rows["converted, end"].endswith(f"{loss['student']:.4f} |")
     assert f"{loss['student'] - loss['teacher']:+.4f} ±" in page.read_text()
-    assert f"| `{other}` | 1,234,567 | {mean(report['teacher']['texts']['32']):.4f} |" in page.read_text()
+    assert f"| `{other}` | 1,234,568 | {mean(report['teacher']['texts']['32']):.4f} |" in page.read_text()
     assert page.with_suffix(".png").exists()
     course = next(row for row in page.read_text().splitlines() if row.startswith("| converted | align | 2 |"))
     at_last = [one["texts"] for one in Run(out / "align").lines("evaluations")[-1]["scores"]]
-    assert course.endswith(f" {mean(at_last[0]) - mean(report['teacher']['at_length']):+.4f} at 30 |")
+    assert course.endswith(f" {mean(at_last[0]) - mean(report['teacher']['at_length']):+.4f} at 3,840 |")
+    check_courses_beside(monkeypatch, out, other, page)
+    capsys.readouterr()
     assert run_cli(monkeypatch, *words) == 0  # nothing is trained again
     assert "step" not in capsys.readouterr().out
     assert run_cli(monkeypatch, *words[:-2], "align.steps=31") == 2
     assert "another recipe" in capsys.readouterr().err
+
+
+def check_courses_beside(monkeypatch: pytest.MonkeyPatch, out: Path, other: Path, page: Path) -> None:
+    """The training of a model beside a conversion is on its page, if the model was tested alike."""
+    expected = json.loads((out / "report.json").read_text())["teacher"]["at_length"]
+    recipe = json.loads((out / "align" / "recipe.json").read_text())
+    line = {"step": 2, "scores": [{"length": 32, "texts": [loss + 0.5 for loss in expected]}]}
+    (other.parent / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    for tokens, shown in ((recipe["test_tokens"], True), (2 * recipe["test_tokens"], False)):
+        (other.parent / "recipe.json").write_text(json.dumps(recipe | {"test_tokens": tokens}))
+        assert run_cli(monkeypatch, "report", str(out), "-o", str(page)) == 0
+        row = f"| `{other}` | training | 1 | +0.5000 ± 0.0000 at 617,284 |"
+        assert (row in page.read_text()) == shown
 
 
 def test_the_start_is_exact_and_stages_close_the_gap(teacher: Path, tmp_path: Path) -> None:
@@ -208,6 +226,14 @@ def test_tokenizers_are_checked(teacher: Path, tmp_path: Path) -> None:
     expected_source(teacher).save_pretrained(tmp_path / "mute")
     with pytest.raises(ValueError, match="model: expected a tokenizer beside the model"):
         convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())
+    tokens = tmp_path / "tokens"
+    make_corpora(tokens, {part: partial(read_documents, teacher / "valid.jsonl") for part in ("train", "valid")}, 265)
+    with pytest.raises(ValueError, match="data: expected text, or tokens of the model's tokenizer, got others in"):
+        convert_run(conversion(teacher, data=str(tokens)), tmp_path / "out", console=quiet())
+    small = LlamaConfig(hidden_size=8, num_attention_heads=1, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
+    LlamaForCausalLM(small).save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match=r"tokenizer: expected at most 50 tokens, the vocabulary of .*small, got"):
+        convert_run(conversion(teacher, beside=(str(tmp_path / "small"),)), tmp_path / "out", console=quiet())
     for_transformers(train_tokenizer(teacher / "valid.jsonl", 300)).save_pretrained(tmp_path / "mute")
     with pytest.raises(ValueError, match=r"tokenizer: expected at most 270 tokens, the vocabulary of .*, got"):
         convert_run(conversion(teacher, source=str(tmp_path / "mute")), tmp_path / "out", console=quiet())

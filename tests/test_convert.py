@@ -309,3 +309,30 @@ def test_parts_of_flash_linear_attention_that_ours_lacks() -> None:
             dr.convert_model(FlaModel("forgetting_transformer", **{name: value}))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="encoding: expected 'path', the model's own, without options, got 'fox'"):
         dr.convert_model(FlaModel("path_attn"), "fox")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("encoding", "gated"), [("path", False), ("path-fox", True), ("fox", True)])
+def test_layers_of_flash_linear_attention_themselves(encoding: str, gated: bool) -> None:
+    """Their models give, in bfloat16, what ours do in float32, about as nearly as ours do in bfloat16."""
+    models = pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
+    name = "ForgettingTransformer" if encoding == "fox" else "PaTHAttention"
+    options = {} if encoding == "fox" else {"use_forget_gate": gated}
+    config = getattr(models, f"{name}Config")(
+        hidden_size=128, num_hidden_layers=2, num_heads=2, vocab_size=VOCABULARY, **options
+    )
+    torch.manual_seed(0)
+    theirs = getattr(models, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() > 1:  # so that attention and gates matter
+                parameter.mul_(5)
+    theirs = theirs.cuda().bfloat16().eval()
+    ours = dr.convert_model(theirs).eval()
+    assert ours.config.encoding == encoding
+    ids = tokens(2, 300).cuda()
+    with torch.no_grad():
+        found, rounded = theirs(ids, use_cache=False).logits.float(), ours(ids).logits.float()
+        exact = ours.float()(ids).logits
+    assert (found - exact).norm() < 2 * (rounded - exact).norm()
+    assert (rounded - exact).norm() < 0.1 * exact.norm()

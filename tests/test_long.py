@@ -120,9 +120,13 @@ def test_chains_of_variables() -> None:
     question = draw(VariableTracking(hops=6), 0, 2048, 30)
     text = question.prompt.split("Memorize and track")[2]
     assert len(set(question.references)) == 7 and all(len(name) == 5 for name in question.references)
-    lines = [line for line in text.split("\n") if line.startswith("VAR")]
-    assert [line.split()[1] for line in lines] == list(question.references)  # in order
-    assert text.count(NOISE) == 30 and "7 variables are assigned the value" in text
+    assert re.findall(r"VAR (\w+) =", text) == list(question.references)  # in order
+    assert text.count(NOISE) == 30 and "7 variables are assgined the value" in text  # as RULER spells it
+    start = draw(VariableTracking(hops=1), 3, 2048, 2).prompt.split("Memorize and track")[2]
+    names = re.findall(r"VAR (\w+) =", start)
+    [number] = re.findall(r"= (\d+)", start)
+    parts = f"VAR {names[0]} = {number} {NOISE}\n VAR {names[1]} = VAR {names[0]}  {NOISE}\n\nQuestion: Find all"
+    assert parts in start  # parts have a blank between them, noise ends a line
     with pytest.raises(ValueError, match="hops: expected 0 to 9, got 10"):
         VariableTracking(hops=10)
 

@@ -1,7 +1,7 @@
 """Folders of tokens to train on: memory-mapped ids of a train, valid and test part, and their tokenizer.
 
-    apt-get download linux-source-6.1 && dpkg-deb -x linux-source-6.1_*.deb .
-    python examples/data/make_tokens.py linux usr/src/linux-source-6.1.tar.xz tokens/code
+    apt-get download linux-source-6.12 && dpkg-deb -x linux-source-6.12_*.deb .
+    python examples/data/make_tokens.py linux usr/src/linux-source-6.12.tar.xz tokens/code
     python examples/data/make_tokens.py text tokens/books train=train.jsonl.xz valid=valid.jsonl.xz test=test.jsonl.xz
 
 A part of `text` is whatever `deadreckon.tasks.text.read_documents` reads: a file or a folder of .jsonl and .txt,

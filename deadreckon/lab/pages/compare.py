@@ -16,15 +16,7 @@ from rich.console import Console
 from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import format_value
-from deadreckon.lab.pages.comparison import (
-    HEADINGS,
-    SOLVED,
-    WORD_PROBLEMS,
-    Comparison,
-    by_label,
-    gather,
-    paired_table,
-)
+from deadreckon.lab.pages.comparison import HEADINGS, SOLVED, WORD_PROBLEMS, Comparison, gather, paired_table
 from deadreckon.lab.pages.tables import image, markdown, save_markdown, terminal
 from deadreckon.lab.recipes import Experiment, Recipe, check_encodings, find_experiment, parse_sweep, title_of
 from deadreckon.lab.training import Run
@@ -58,12 +50,11 @@ def compare(
             f"training (--change test_lengths=[…]; `deadreckon eval` scores a trained model at any), got {lengths}"
         )
     done = find_begun(wanted) if finished else make_runs(wanted, lengths, device, jobs, console)
-    planned = list(wanted.values())
-    comparison = gather(f"{name}, {size}", done, lengths, planned)
+    comparison = gather(f"{name}, {size}", done, lengths, list(wanted.values()))
     print_comparison(comparison, console)
     picture = draw_comparison(comparison, picture or folder / "comparison.png", console)
     if page is not None:
-        write_page(page, comparison, done, experiment, picture, planned)
+        write_page(page, comparison, done, experiment, picture)
         console.print(f"Page: {page}", highlight=False)
     return comparison
 
@@ -124,9 +115,8 @@ def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Pat
 
 
 def write_page(
-    path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None,
-    planned: Sequence[Recipe],
-) -> None:  # fmt: skip
+    path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None
+) -> None:
     """Writes the tables, what they are of, the commands that made them, and what the paper reports."""
     commands = dict.fromkeys(start["command"] for run in runs for start in run.starts())
     parts = [f"# {comparison.title}", experiment.about, experiment.source, describe_runs(runs)]
@@ -142,10 +132,10 @@ def write_page(
         measure = HEADINGS[comparison.recipe.metric]
         parts += [
             f"Steps, and {measure[0].lower()}{measure[1:]} in the last evaluation of training:",
-            steps_table(runs, planned),
+            steps_table(comparison),
         ]
     if comparison.recipe.task == "language":
-        parts += ["Training:", speed_table(runs, planned)]
+        parts += ["Training:", speed_table(comparison)]
     if picture is not None:
         parts.append(image(comparison.title, picture, path))
     save_markdown(path, parts)
@@ -203,23 +193,23 @@ def score_table(comparison: Comparison, condition: str, experiment: Experiment) 
     return markdown(headings, rows)
 
 
-def speed_table(runs: Sequence[Run], planned: Sequence[Recipe]) -> str:
+def speed_table(comparison: Comparison) -> str:
     """What was trained on, and how fast: the median of logged speeds, so that evaluations do not count."""
     rows = []
-    for label, labelled in by_label(runs, planned).items():
-        speeds = [line["tokens_per_second"] for run in labelled for line in run.metrics()]
-        progress = labelled[0].progress()
-        minutes = mean(run.progress().seconds for run in labelled) / 60
+    for label, runs in comparison.runs.items():
+        speeds = [line["tokens_per_second"] for run in runs for line in run.metrics()]
+        progress = runs[0].progress()
+        minutes = mean(run.progress().seconds for run in runs) / 60
         rows.append([title_of(label), f"{progress.tokens:,}", f"{median(speeds):,.0f}", f"{minutes:.1f}"])
     return markdown(["", "tokens", "tokens/s", "minutes"], rows)
 
 
-def steps_table(runs: Sequence[Run], planned: Sequence[Recipe]) -> str:
+def steps_table(comparison: Comparison) -> str:
     """How far each run came, which may be less than its steps, and its last evaluation: a column for each seed."""
-    seeds, rows = sorted({run.recipe.seed for run in runs}), []
-    for label, labelled in by_label(runs, planned).items():
+    seeds, rows = sorted({run.recipe.seed for runs in comparison.runs.values() for run in runs}), []
+    for label, runs in comparison.runs.items():
         cells = dict.fromkeys(seeds, "")
-        for run in labelled:
+        for run in runs:
             metrics, name = run.metrics(), f"validation_{run.recipe.metric}"
             looks = [format_value(run.recipe.metric, line[name]) for line in metrics if line.get(name) is not None]
             steps = f"{metrics[-1]['step'] if metrics else 0}{'' if run.finished else ', not finished'}"

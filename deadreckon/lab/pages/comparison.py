@@ -48,6 +48,8 @@ class Comparison:
     tests: dict[str, Test] = field(default_factory=dict)  # by default the recipe's metric, by length
     # Losses on the same texts, by label and place, a row for each seed.
     texts: dict[str, dict[Place, list[Sequence[float]]]] = field(default_factory=dict)
+    # By label, also those that are not finished: where scores come from, equal ones from different folders, too.
+    runs: dict[str, list[Run]] = field(default_factory=dict, compare=False)
 
     def test(self, name: str) -> Test:
         """What a test measures."""
@@ -200,8 +202,9 @@ def gather(
     values: dict[str, dict[Place, list[float]]] = {}
     tests: dict[str, Test] = {}
     texts: dict[str, dict[Place, list[Sequence[float]]]] = {}
-    for label, labelled in by_label(runs, planned).items():
-        for run in labelled:
+    labelled = by_label(runs, planned)
+    for label, seeds in labelled.items():
+        for run in seeds:
             recipe = run.recipe
             wanted = lengths or recipe.test_lengths or (recipe.length,)
             for score in run.reported().values() if run.finished else ():
@@ -214,7 +217,7 @@ def gather(
                 values.setdefault(label, {}).setdefault((name, score.length), []).append(value)
                 if score.texts:
                     texts.setdefault(label, {}).setdefault((name, score.length), []).append(score.texts)
-    return Comparison(title, alike(runs[0].recipe), values, tests, texts)
+    return Comparison(title, alike(runs[0].recipe), values, tests, texts, labelled)
 
 
 def alike(recipe: Recipe) -> Recipe:

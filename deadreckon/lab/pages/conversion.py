@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -35,6 +35,7 @@ from deadreckon.lab.training.trainer import quiet_transformers
 
 HELD_OUT = "held out"
 Texts = dict[int, Sequence[float]]  # losses by length, of the same texts
+Course = list[tuple[int, float, float]]  # tokens, and after these the loss less the teacher's, with a standard error
 PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt, tokens that are added
 
 
@@ -57,7 +58,7 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
         for folder in conversion.beside:
             model = load_start(folder).to(device).eval()
             speed = continue_greedily(model, prompts)[1]
-            beside[folder] = measure(model, conversion) | {"writing": speed, "tokens": tokens_of(Path(folder))}
+            beside[folder] = measure(model, conversion) | {"writing": speed, "tokens": tokens_of(folder)}
     table, agreement = tabulate(report | beside), match(written["teacher"], written["student"])
     report |= {"same_tokens": agreement, "environment": describe_environment(device), "conversion": asdict(conversion)}
     report |= {"beside": beside}
@@ -69,9 +70,9 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
     console.print(f"Saved: {out}", highlight=False)
 
 
-def tokens_of(checkpoint: Path) -> int | None:
+def tokens_of(checkpoint: str | Path) -> int | None:
     """That a checkpoint of a run was trained on."""
-    path = checkpoint / "progress.json"
+    path = Path(checkpoint) / "progress.json"
     return int(json.loads(path.read_text())["tokens"]) if path.exists() else None
 
 
@@ -160,17 +161,40 @@ class Converted:
         """Of "teacher", "start" or "student"; a conversion without stages ends as it starts."""
         return _by_length(self.report.get(model, self.report["student"]))
 
-    def courses(self) -> Iterator[tuple[Run, list[tuple[int, float, float]]]]:
-        """For each stage: steps, and there the loss at the teacher's length less its own, with a standard error."""
-        expected = self.report["teacher"].get("at_length", [])
+    def courses(self) -> dict[tuple[str, str], Course]:
+        """Of the stages of training, by name and stage."""
+        spent, courses = 0, {}
         for run in self.runs:
-            course = []
-            for line in run.lines("evaluations"):
-                found = [one["texts"] for one in line["scores"] if one["length"] == self.length]
-                if found and len(found[0]) == len(expected):
-                    course.append((int(line["step"]), *paired_difference(found, [expected])))
-            if course:
-                yield run, course
+            courses[self.name, run.path.name] = self._course(run, spent)
+            spent += run.progress().tokens
+        return courses
+
+    def courses_beside(self) -> dict[tuple[str, str], Course]:
+        """Of the trainings of other models, if they were tested alike."""
+        tests = {tests_of(run.recipe) for run in self.runs}
+        alike = {name: run for name, run in self.trainings().items() if tests_of(run.recipe) in tests}
+        return {(name, "training"): self._course(run) for name, run in alike.items()}
+
+    def trainings(self) -> dict[str, Run]:
+        """The runs that its teacher and the models beside it are checkpoints of, where they are."""
+        folders = {"teacher": self.report["conversion"]["source"]} | {f"`{name}`": name for name in self.beside}
+        runs = {name: Path(folder).parent for name, folder in folders.items()}
+        return {name: Run(path) for name, path in runs.items() if (path / "recipe.json").exists()}
+
+    def _course(self, run: Run, spent: int = 0) -> Course:
+        expected, progress = self.report["teacher"].get("at_length", []), run.progress()
+        course = []
+        for line in run.lines("evaluations"):
+            found = [one["texts"] for one in line["scores"] if one["length"] == self.length]
+            if found and len(found[0]) == len(expected):
+                tokens = spent + progress.tokens * line["step"] // progress.step
+                course.append((tokens, *paired_difference(found, [expected])))
+        return course
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """Other models that were measured, by their folders."""
+        return self.report.get("beside", {})
 
     @property
     def tokens(self) -> int:
@@ -187,6 +211,18 @@ def _by_length(measured: dict[str, Any]) -> Texts:
     return {int(length): losses for length, losses in measured["texts"].items()}
 
 
+def tests_of(recipe: Recipe) -> tuple[object, ...]:
+    """What decides which texts a model is tested on while it is trained."""
+    options = recipe.options | recipe.conditions.get(HELD_OUT, {})
+    texts = options.get("data"), options.get("held_out", ""), options.get("part")
+    return *texts, recipe.test_lengths, recipe.test_tokens
+
+
+def all_beside(conversions: Sequence[Converted]) -> dict[str, Any]:
+    """Other models that were measured, each once."""
+    return {folder: measured for one in conversions for folder, measured in one.beside.items()}
+
+
 def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> None:
     """Writes a page of Markdown, and its picture beside it."""
     conversions = [Converted.read(folder) for folder in folders]
@@ -195,13 +231,15 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
         raise ValueError("runs: expected conversions that were tested at the same lengths, got different ones")
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     seeds = dict.fromkeys(str(one.report["conversion"]["seed"]) for one in conversions)
+    starts = [start for one in conversions for run in one.trainings().values() for start in run.starts()]
+    starts += [one.report["environment"] for one in conversions]
     picture = draw_comparison(compared(conversions), path.with_suffix(".png"), console)
     parts = [
         "# Conversions",
         f"One RoPE teacher, trained at {conversions[0].length} tokens, and what it was converted to.",
         f"{first['date'][:10]}: {first['device']}; Python {first['python']}, {versions}; commit "
         f"{short_commit(first['commit'])}. Seed {', '.join(seeds)}.",
-        "\n".join(f"    {one.report['environment']['command']}" for one in conversions),
+        "\n".join(dict.fromkeys(f"    {start['command']}" for start in starts)),
         f"Loss by length on the same {len(next(iter(teacher.values())))} held-out texts, nats:",
         loss_table(conversions, teacher),
         "Loss at the end less the teacher's on the same tokens, nats ± standard error between texts:",
@@ -214,8 +252,9 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
 
 
 def compared(conversions: Sequence[Converted]) -> Comparison:
-    """What the picture shows: the teacher and every end."""
+    """What the picture shows: the teacher, every end, and other models."""
     rows = {"teacher": conversions[0].texts("teacher")} | {one.name: one.texts("student") for one in conversions}
+    rows |= {"/".join(Path(name).parts[-2:]): _by_length(one) for name, one in all_beside(conversions).items()}
     values = {
         name: {(HELD_OUT, length): [mean(losses)] for length, losses in texts.items()} for name, texts in rows.items()
     }
@@ -226,44 +265,50 @@ def compared(conversions: Sequence[Converted]) -> Comparison:
 def loss_table(conversions: Sequence[Converted], teacher: Texts) -> str:
     """A row for the teacher, two for each conversion, its start and its end, and one for each model beside them."""
 
-    def cells(texts: Texts) -> list[str]:
-        return [format_value("loss", mean(texts[length])) for length in teacher]
+    rows: list[list[object]] = []
 
-    rows: list[list[object]] = [["teacher", "", *cells(teacher)]]
+    def add(name: str, tokens: int | None, texts: Texts) -> None:
+        losses = (format_value("loss", mean(texts[length])) for length in teacher)
+        rows.append([name, "" if tokens is None else f"{tokens:,}", *losses])
+
+    add("teacher", tokens_of(conversions[0].report["conversion"]["source"]), teacher)
     for one in conversions:
-        rows.append([f"{one.name}, start", 0, *cells(one.texts("start"))])
+        add(f"{one.name}, start", 0, one.texts("start"))
         if one.runs:
-            rows.append([f"{one.name}, end", f"{one.tokens:,}", *cells(one.texts("student"))])
-    beside = {name: measured for one in conversions for name, measured in one.report.get("beside", {}).items()}
-    for name, measured in beside.items():
-        tokens = measured["tokens"]
-        rows.append([f"`{name}`", "" if tokens is None else f"{tokens:,}", *cells(_by_length(measured))])
+            add(f"{one.name}, end", one.tokens, one.texts("student"))
+    for name, other in all_beside(conversions).items():
+        add(f"`{name}`", other["tokens"], _by_length(other))
     return markdown(["", "tokens", *teacher], rows)
 
 
 def difference_table(conversions: Sequence[Converted], teacher: Texts) -> str:
-    """A row for each conversion."""
+    """A row for each conversion, and for each model beside them."""
+    ends = {one.name: one.texts("student") for one in conversions}
+    ends |= {f"`{name}`": _by_length(measured) for name, measured in all_beside(conversions).items()}
     rows: dict[str, dict[int, str]] = {}
-    for one in conversions:
-        pairs = {n: paired_difference([losses], [teacher[n]]) for n, losses in one.texts("student").items()}
-        rows[one.name] = {n: f"{mean:+.4f} ± {error:.4f}" for n, (mean, error) in pairs.items()}
+    for name, texts in ends.items():
+        pairs = {n: paired_difference([losses], [teacher[n]]) for n, losses in texts.items()}
+        rows[name] = {n: f"{mean:+.4f} ± {error:.4f}" for n, (mean, error) in pairs.items()}
     return markdown(*by_length(rows))
 
 
 def course_table(conversions: Sequence[Converted]) -> list[str]:
     """How far a student was off its teacher while it was trained, if that is known: what it says, and the table."""
+    courses = {names: course for one in conversions for names, course in one.courses_beside().items()}
+    courses |= {names: course for one in conversions for names, course in one.courses().items()}
     rows = []
-    for one in conversions:
-        for run, course in one.courses():
-            step, most, error = max(course, key=lambda each: each[1])
-            quarters = [course[round(part * (len(course) - 1) / 4)] for part in range(5)]
-            rows.append([
-                one.name, run.path.name, len(course), f"{most:+.4f} ± {error:.4f} at {step}",
-                *(f"{mean:+.4f} at {step}" for step, mean, _ in quarters),
-            ])  # fmt: skip
+    for names, course in courses.items():
+        if not course:
+            continue
+        quarters = [course[round(part * (len(course) - 1) / 4)] for part in range(5)]
+        tokens, most, error = max(course, key=lambda each: each[1])
+        rows.append([
+            *names, len(course), f"{most:+.4f} ± {error:.4f} at {tokens:,}",
+            *(f"{mean:+.4f} at {tokens:,}" for tokens, mean, _ in quarters),
+        ])  # fmt: skip
     if not rows:
         return []
-    about = f"Loss at {conversions[0].length} less the teacher's on the same tokens, by steps of training, nats:"
+    about = f"Loss at {conversions[0].length} less the teacher's on the same tokens, nats, by tokens spent:"
     headings = ["", "stage", "evaluations", "the most", "first", "a quarter", "half", "three quarters", "last"]
     return [about, markdown(headings, rows, left=2)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import deadreckon as dr
 from deadreckon.lab.files import write_text
-from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather
+from deadreckon.lab.pages.comparison import Comparison, alike, gather
 from deadreckon.lab.pages.tables import html
 from deadreckon.lab.recipes import title_of
 from deadreckon.lab.training import Run, find_runs
@@ -58,7 +58,7 @@ def _section(runs: list[Run]) -> str:
     parts = [f"<h2>{escape(title)}</h2><p>{escape(', '.join(folders))}</p>"]
     parts += [_scores(comparison, condition) for condition in comparison.tabulated]
     shown = json.dumps({**recipe.to_dict(), "encoding": "…", "seed": "…"}, indent=2, ensure_ascii=False)
-    parts += [_learning(runs), _runs(runs), _details("Recipe", f"<pre>{escape(shown)}</pre>"), _environment(runs)]
+    parts += [_learning(comparison), _runs(runs), _details("Recipe", f"<pre>{escape(shown)}</pre>"), _environment(runs)]
     return "".join(parts)
 
 
@@ -76,12 +76,12 @@ def _scores(comparison: Comparison, condition: str) -> str:
     return f"<h3>{escape(heading)}</h3>{picture}{html(['encoding', *map(str, lengths)], rows)}"
 
 
-def _learning(runs: list[Run]) -> str:
+def _learning(comparison: Comparison) -> str:
     from deadreckon.lab.pages.pictures import learning_svg
 
     curves: dict[str, list[tuple[list[int], list[float]]]] = {}
-    for label, labelled in by_label(runs).items():
-        for run in labelled:
+    for label, runs in comparison.runs.items():
+        for run in runs:
             points = [(line["step"], line["loss"]) for line in run.metrics() if line["loss"] is not None]
             if thin := points[:: max(1, len(points) // 500)]:
                 curves.setdefault(label, []).append(([step for step, _ in thin], [loss for _, loss in thin]))

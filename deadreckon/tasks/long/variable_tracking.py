@@ -3,20 +3,19 @@
     Memorize and track the chain(s) of variable assignment hidden in the following text.
 
     The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.
-    VAR KQZPW = 31415
-    The grass is green. …
-    VAR BMRTX = VAR KQZPW
-    The grass is green. …
-    VAR LLAHE = VAR BMRTX
-    …
+     VAR KQZPW = 31415 The grass is green. The sky is blue. …
+     VAR BMRTX = VAR KQZPW  The grass is green. …
+     VAR LLAHE = VAR BMRTX  The grass is green. …
+     …
+
     Question: Find all variables that are assigned the value 31415 in the text above. Answer: According to the chain(s)
-    of variable assignment in the text above, 5 variables are assigned the value 31415, they are:
+    of variable assignment in the text above, 5 variables are assgined the value 31415, they are:
                                                                                 -> KQZPW BMRTX LLAHE OOVNS TGIYC
 
 Before it stands a smaller example of the same kind with its answer, in which names have three letters. One chain of
 four hops, five letters a name. Its size is the number of lines of noise. Score: the share of the five names that occur
-in the answer, of up to 30 tokens. (Hsieh et al. 2024, whose words these are. They fill the example up to 500 tokens;
-here it has ten lines of noise, whatever the tokenizer.)
+in the answer, of up to 30 tokens. (Hsieh et al. 2024, whose words and blanks these are, to the letter. They fill the
+example up to 500 tokens; here it has ten lines of noise, whatever the tokenizer.)
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from deadreckon.tasks.long.question import NOISE, Question, insert, share_found
 TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: "
     "Find all variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of "
-    "variable assignment in the text above, {count} variables are assigned the value {value}, they are: "
+    "variable assignment in the text above, {count} variables are assgined the value {value}, they are: "
 )
 EXAMPLE_NOISE = 10
 
@@ -62,17 +61,17 @@ class VariableTracking:
         example, names = self._chain(EXAMPLE_NOISE, 3, random)
         prompt, references = self._chain(size, 5, random)
         answer = " " + " ".join(references)
-        return Question(f"{example} {' '.join(names)}\n\n{prompt}", answer, references)
+        return Question(f"{example} {' '.join(names)}\n\n\n\n{prompt}", answer, references)
 
     def _chain(self, size: int, letters: int, random: Random) -> tuple[str, tuple[str, ...]]:
         names: dict[str, None] = {}
         while len(names) < self.hops + 1:
             names["".join(random.choices(ascii_uppercase, k=letters))] = None
         chain, value = list(names), str(random.randint(10_000, 99_999))
-        # RULER's lines, with the blank at the end of each assignment but the first.
+        # As RULER has it: a blank at the end of each assignment but the first, and one between all parts.
         assignments = [f"VAR {chain[0]} = {value}"]
         assignments += [f"VAR {name} = VAR {before} " for before, name in pairwise(chain)]
-        context = "\n".join(insert([NOISE] * size, assignments, random))
+        context = " ".join(insert([f"{NOISE}\n"] * size, assignments, random))
         return TEMPLATE.format(context=context, value=value, count=len(chain)), tuple(chain)
 
     def score(self, question: Question, said: str) -> float:
