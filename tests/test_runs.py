@@ -356,21 +356,6 @@ def test_gradients_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert norms[:2] == pytest.approx([1e-3, 1e-3], rel=1e-3) and norms[2] > 1e-2
 
 
-def test_parameters_with_rates_of_their_own() -> None:
-    """The first step of AdamW moves every weight by its rate, whatever its gradient."""
-    recipe = small("path", 0, "learning_rate=1e-3", "warmup=0", "weight_decay=0", "rates.encoding=5")
-    model = make_model(recipe, 5)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    next(train(model, recipe.make_task(), recipe))
-    for name, parameter in model.named_parameters():
-        moved = float((parameter.detach() - before[name]).abs().max())
-        assert moved == pytest.approx(5e-3 if ".encoding." in name else 1e-3, rel=1e-2), name
-    with pytest.raises(ValueError, match="rates: expected part of a parameter's name, such as encoding, got 'gait'"):
-        next(train(model, recipe.make_task(), small("path", 0, "rates.gait=5")))
-    with pytest.raises(ValueError, match=r"rates.encoding: expected a factor above 0, got 0"):
-        small("path", 0, "rates.encoding=0")
-
-
 def test_scores_of_random_encodings_repeat() -> None:
     recipe = small("random-rotation")
     model = make_model(recipe, 5)

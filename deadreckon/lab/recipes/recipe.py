@@ -88,8 +88,6 @@ class Recipe:
     objective: str = "next-token"
     teacher: str = ""
     freeze: tuple[str, ...] = ()  # parts of names, such as "mlp": parameters with such names stay as they are
-    # Factors on the learning rate by part of a name, such as {"encoding": 5}; of several that fit, the first.
-    rates: dict[str, float] = field(default_factory=dict)
     clip: float = 1.0  # the greatest norm of a step's gradients
     # When training ends before `steps`, by the measure that is followed: {"reached": 0.99} as soon as an evaluation is
     # as good as that, {"patience": 10} after so many in a row that were no better than the best before them.
@@ -144,9 +142,6 @@ class Recipe:
             _check_schedule(name, points)
         for name, value in self.ends.items():
             _check_end(name, value)
-        for name, value in self.rates.items():
-            if not _is_number(value) or value <= 0:
-                raise ValueError(f"rates.{name}: expected a factor above 0, got {value!r}")
 
     @property
     def metric(self) -> str:
@@ -304,13 +299,10 @@ def _check_schedule(name: str, points: Any) -> None:
 def _check_end(name: str, value: Any) -> None:
     if name not in ENDS:
         raise ValueError(f"ends: expected {' or '.join(ENDS)}, got {name!r}")
-    if not _is_number(value) or (name == "patience" and (value < 1 or value != int(value))):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or (name == "patience" and (value < 1 or value != int(value))):
         wanted = "a number" if name == "reached" else "a whole number of evaluations, 1 or more"
         raise ValueError(f"ends.{name}: expected {wanted}, got {value!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _as_declared(name: str, kind: str, value: Any) -> Any:

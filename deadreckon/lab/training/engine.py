@@ -12,10 +12,9 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
@@ -65,40 +64,19 @@ def model_for_tests(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> dr.DeadR
 
 
 def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW, with the parameter groups of encodings and of `rates`. The schedule scales each group's `initial_lr`.
+    """AdamW, with the parameter groups of encodings. The schedule scales each group's `initial_lr`.
 
     On a GPU learning rates and step counts are tensors there, so that a captured CUDA graph sees the current values;
     but not the rates of sharded parameters, whose steps are not captured.
     """
     first, second = recipe.betas
     groups = dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay)
-    if recipe.rates:
-        groups = split_by_rate(groups, model, recipe.rates)
     device, sharded = next(model.parameters()).device, isinstance(next(model.parameters()), DTensor)
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(groups, betas=(first, second), fused=on_gpu, capturable=on_gpu and not sharded)
     for group in optimizer.param_groups if optimizer.defaults["capturable"] else ():
         group["lr"] = torch.tensor(group["lr"], device=device)
     return optimizer
-
-
-def split_by_rate(groups: list[dict[str, Any]], model: nn.Module, rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Parameter groups, divided where parts of names give parameters other rates."""
-    factors = {}
-    for name, parameter in model.named_parameters():
-        factors[id(parameter)] = next((factor for part, factor in rates.items() if part in name), 1.0)
-    for part in rates:
-        if not any(part in name for name, _ in model.named_parameters()):
-            raise ValueError(f"rates: expected part of a parameter's name, such as encoding, got {part!r}")
-    divided = []
-    for group in groups:
-        parts: dict[float, list[Tensor]] = {}
-        for parameter in group["params"]:
-            parts.setdefault(factors[id(parameter)], []).append(parameter)
-        for factor, parameters in parts.items():
-            rate = factor * group["lr"]
-            divided.append({**group, "params": parameters, "lr": rate, "initial_lr": rate})
-    return divided
 
 
 @dataclass(frozen=True)
