@@ -384,12 +384,16 @@ def test_a_mesh_of_one_rank_is_timed_in_turns(tmp_path: Path, monkeypatch: pytes
     assert "--processes 1" in text and "2 turns of 4 steps each" in text
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if " ms |" in line]
     assert [row[0] for row in rows] == [f"{name}, {kind}" for name in ("nope", "path") for kind in ranks.KINDS]
+    both = dict[str, float]()  # product of the two times, by encoding and model
     for row in rows:
         least, middle = (float(cell.removesuffix(" ms")) for cell in row[1:3])
+        both[row[0]] = least * (2 * middle - least)
         assert 0 < least <= middle
         assert float(row[3].replace(",", "")) == pytest.approx(32e3 / middle, rel=0.01)
         low, high = map(float, row[6].split(" – "))
         assert low <= float(row[5]) <= high
+        plain = both[f"{row[0].split(',')[0]}, plain"]
+        assert low * high == pytest.approx(plain / both[row[0]], rel=0.02)  # whichever turn was which
         # Sharding changes the order of no sum but the norm's that clips: rounding, through 12 steps of rate 1e-4.
         assert float(row[-1]) < 1e-5
     assert run_cli(monkeypatch, "bench", "ranks", "--size", "2x32", "--head-dim", "24") == 2

@@ -154,6 +154,26 @@ def test_the_powers_experiment_is_what_its_page_was() -> None:
         find_recipe("copy").at_length(9)
 
 
+def test_paper_sizes_have_the_papers_protocols() -> None:
+    """Rotations: table 4 of their paper. Powers: section 4 of Kumar et al. 2025, and 524 288 tokens at every length."""
+    rotations = find_recipe("rotations", "paper", "learned-rotation")
+    assert (rotations.layers, rotations.width, rotations.heads, rotations.tied) == (16, 768, 8, False)
+    assert (rotations.length * rotations.batch_size, rotations.steps) == (16_384, 200_000)
+    assert (rotations.warmup, rotations.weight_decay, rotations.options["vocabulary"]) == (0, 0.1, 32_000)
+    powers = EXPERIMENTS["powers"].recipes("paper", EXPERIMENTS["powers"].encodings, 1)
+    assert len(powers) == 35  # 5 training lengths, 3 encodings with 2 powers, and RoPE
+    for recipe in powers.values():
+        assert recipe.length * recipe.batch_size == 524_288
+        assert (recipe.layers, recipe.width, recipe.heads, recipe.tied) == (12, 768, 12, True)
+        assert (recipe.learning_rate, recipe.schedule, recipe.warmup) == (6e-4, "constant", 0)
+        assert (recipe.betas, recipe.weight_decay) == ((0.9, 0.999), 0.0)  # Adam
+    for recipe in (rotations, powers["conformal-sympow-length=4096-p=2-0"]):
+        with torch.device("meta"):
+            model = make_model(recipe, 32_000)
+        assert isinstance(model.model.layers[0].input_layernorm, torch.nn.LayerNorm)
+        assert model.config.hidden_act.startswith("gelu") and not model.config.gated_mlp
+
+
 def test_sweeps_of_options_leave_other_encodings_alone() -> None:
     """`initial` is an option of PaTH and a field of the recipe: beside PaTH it is the option."""
     sweep = parse_sweep(("initial=0.01,0.02", "activation=silu", "learning_rate=1e-3"), ("rope", "path"))

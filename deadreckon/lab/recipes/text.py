@@ -41,18 +41,19 @@ def text(
     return Experiment(
         about=about, source=source, encodings=encodings,
         paper=replace(
-            paper, task="language", initial=0.02, betas=(0.9, 0.95), longest=max(paper.test_lengths),
+            paper, task="language", initial=0.02, longest=max(paper.test_lengths),
             conditions={"held out": held_out or {"part": "valid"}}, test_tokens=2**20, validation_rows=8, log_every=10,
         ),
         small={
             "layers": 8, "width": 384, "heads": 6, "steps": 4000, "batch_size": max(1, 2**15 // paper.length),
             "accumulate": 1, "learning_rate": 1e-3, "warmup": 200, "schedule": "cosine", "floor": 0.1,
-            "options": {"vocabulary": 8192}, "test_tokens": 2**18, "evaluate_every": 400,
+            "options": {"vocabulary": 8192}, "test_tokens": 2**18, "evaluate_every": 400, "betas": (0.9, 0.95),
         } | (small or {}),
         tiny={
             "layers": 2, "width": 64, "heads": 2, "length": 128, "steps": 300, "batch_size": 16, "accumulate": 1,
             "learning_rate": 4e-3, "warmup": 30, "schedule": "cosine", "floor": 0.1, "options": {"vocabulary": 1024},
             "test_lengths": (64, 128, 256, 512), "test_tokens": 2**13, "evaluate_every": 100, "log_every": 1,
+            "betas": (0.9, 0.95),
         } | (tiny or {}),
         **more,
     )  # fmt: skip
@@ -62,6 +63,7 @@ def text(
 PATH_RECIPE = Recipe(
     length=4096, layers=24, width=1536, heads=24, steps=24_000, batch_size=512, accumulate=64, learning_rate=1e-3,
     warmup=480, weight_decay=0.01, schedule="cosine", floor=0.03, options={"vocabulary": 32_000}, evaluate_every=500,
+    betas=(0.9, 0.95),
     evaluators=("perplexity", "perplexity-window", "loss-by-position"),
     test_lengths=(2048, 4096, 8192, 16_384, 32_768, 65_536),
 )  # fmt: skip
@@ -98,15 +100,18 @@ def path_paper(text_name: str, steps: int) -> Experiment:
 TEXT = {
     "rotations": text(
         "Text, learnt at 512 tokens: rotations that accumulate, and RoPE.",
-        "Why Do Accumulated Transformations Extrapolate?, tables 1 and 2. The text, the learning rate (constant; the "
-        "paper lowers its own twice) and no dropout are ours.",
+        "Why Do Accumulated Transformations Extrapolate?, tables 1, 2 and 4. The text, the learning rate (constant; "
+        "the paper lowers its own twice), weights drawn from N(0, 0.02) and no dropout are ours. Small: RMSNorm and "
+        "SwiGLU in place of the paper's LayerNorm and GELU (--change block=gpt2 for these), and a rate that falls.",
         tuple(ROTATIONS_REPORTED),
         Recipe(
             length=512, layers=16, width=768, heads=8, steps=200_000, batch_size=32, learning_rate=3e-4, warmup=0,
             weight_decay=0.1, schedule="constant", options={"vocabulary": 32_000}, evaluate_every=2000,
-            evaluators=("perplexity", "perplexity-window"),
+            evaluators=("perplexity", "perplexity-window"), betas=(0.9, 0.95), block="gpt2",
             test_lengths=(512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536),
         ),
+        small={"block": "llama"},
+        tiny={"block": "llama"},
         reported={"held out": ROTATIONS_REPORTED},
     ),
     "code": path_paper("Source code, whole directories of the Linux kernel (examples/data/make_tokens.py)", 1500),
@@ -115,8 +120,9 @@ TEXT = {
         "Text: loss by training length and by position, with even powers in place of exp.",
         "Kumar et al. 2025, figures 1 and 2: like GPT-2 of 124M parameters, 524 288 tokens a step at every training "
         "length, documents of LongCrawl64, Adam (AdamW without weight decay is the same) at a constant rate. The text, "
-        "the number of steps and four times the training length are ours. Small: RMSNorm and SwiGLU in place of "
-        "GPT-2's LayerNorm and GELU (--change block=gpt2 for these), and a rate that falls.",
+        "the number of steps, four times the training length and no LayerNorm after the embeddings are ours. Small: "
+        "RMSNorm and SwiGLU in place of GPT-2's LayerNorm and GELU (--change block=gpt2 for these), and a rate that "
+        "falls.",
         ("rope", "sympow", "sympow-gated", "conformal-sympow"),
         Recipe(
             length=16_384, layers=12, width=768, heads=12, steps=20_000, batch_size=32, accumulate=16,
