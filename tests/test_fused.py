@@ -138,7 +138,9 @@ def test_suffixes_of_wide_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 10 * 64, 104, generator=generator).half().to(DEVICE)
     products = torch.linalg.qr(torch.randn(2, 10, 104, 104, generator=generator)).Q.contiguous().to(DEVICE)
-    walk = Walk(Frames(keys.unsqueeze(2), keys, keys, products), None, None, 1.0)
+    halves = products.half()
+    rest = (products - halves.float()).half()
+    walk = Walk(Frames(keys.unsqueeze(2), keys, keys, halves, rest), None, None, 1.0)
     moved = torch.empty_like(keys)
     suffixes, blocks = walk.suffixes(moved, keep=True)
     assert suffixes is not None

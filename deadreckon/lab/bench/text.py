@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
 
 import deadreckon as dr
 from deadreckon.lab.arguments import check_counts, names_in, sizes_in
 from deadreckon.lab.bench.flags import Decode, Mode, Text
 from deadreckon.lab.bench.page import Page, Row, explain, ratio
-from deadreckon.lab.bench.timing import empty_cache, peak_bytes, repeated, seconds
+from deadreckon.lab.bench.timing import SUMMARIES, empty_cache, peak_bytes, repeated, seconds, summary
 from deadreckon.lab.recipes import check_encodings
 
 LLAMA = "Hugging Face Llama"
@@ -31,6 +31,7 @@ BATCHES = {"cpu": "2x256", "cuda": "8x4096"}
 MODES: dict[str, tuple[Mode, ...]] = {"cpu": ("eager",), "cuda": ("eager", "compiled")}
 GENERATED = {"cpu": "2x128", "cuda": "16x2048"}  # sizes of models that generate
 PROMPTS = {"cpu": ("1x128",), "cuda": ("1x512", "1x16384", "16x2048")}
+GENERATIONS = 5  # that are timed
 GROUP = 4  # query heads a key head, of these
 VOCABULARY = 32000
 HEADINGS = ["layers x width", "", "parameters", "first step", "step", "tokens/s", "×", "peak memory"]
@@ -126,21 +127,36 @@ def run(flags: Text) -> None:
     page.table(HEADINGS, rows(), left=2)
 
 
-def seconds_to_generate(model: PreTrainedModel, prompt: Tensor, tokens: int) -> float:
-    """Seconds that so many tokens take, greedily, with what comes before them."""
-    began = time.perf_counter()
+class FirstToken(LogitsProcessor):
+    """Notes when a prompt has been read, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.time: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.time is None:
+            scores[0, 0].item()  # waits for a GPU
+            self.time = time.perf_counter()
+        return scores
+
+
+def generate(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, float]:
+    """Seconds of one more token, greedily, and of the prompt: of one run, since a prompt's vary by those of tokens."""
+    first, began = FirstToken(), time.perf_counter()
     model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, min_new_tokens=tokens,
-        do_sample=False, use_cache=True, pad_token_id=0,
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1 + tokens, min_new_tokens=1 + tokens,
+        do_sample=False, use_cache=True, pad_token_id=0, logits_processor=[first],
     ).cpu()  # fmt: skip
-    return time.perf_counter() - began  # .cpu() has waited for a GPU
+    ended = time.perf_counter()  # .cpu() has waited for a GPU
+    assert first.time is not None
+    return (ended - first.time) / tokens, first.time - began
 
 
 def measure_generation(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, float]:
-    """Seconds of one more token, and of the prompt with the first, when everything is compiled: the better of two."""
-    seconds_to_generate(model, prompt, 3)
-    first = min(seconds_to_generate(model, prompt, 1) for _ in range(2))
-    return (min(seconds_to_generate(model, prompt, 1 + tokens) for _ in range(2)) - first) / tokens, first
+    """Of several runs, when everything is compiled."""
+    generate(model, prompt, 2)
+    token, first = zip(*(generate(model, prompt, tokens) for _ in range(GENERATIONS)), strict=True)
+    return summary(list(token), prompt.device.type), summary(list(first), prompt.device.type)
 
 
 def run_models(flags: Decode) -> None:
@@ -152,7 +168,10 @@ def run_models(flags: Decode) -> None:
     encodings = names_in([flags.encodings])
     check_encodings(encodings)
     longest = max(length for _, length in prompts) + flags.tokens + 1
-    page.note(f"{layers} layers of {width}, {GROUP} query heads a key head", f"greedy, {flags.tokens} tokens")
+    page.note(
+        f"{layers} layers of {width}, {GROUP} query heads a key head", f"greedy, {flags.tokens} tokens",
+        f"{SUMMARIES[device][0]} of {GENERATIONS}",
+    )  # fmt: skip
 
     def rows() -> Iterator[Row]:
         for name in (LLAMA, *encodings):
