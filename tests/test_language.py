@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import lzma
 import math
 import sys
 from itertools import pairwise
@@ -25,7 +24,7 @@ from deadreckon.lab.training import train
 from deadreckon.tasks import tokens as tokens_module
 from deadreckon.tasks.language import Corpus, Language, load_corpus, open_corpus, save_corpora
 from deadreckon.tasks.task import NOT_SCORED, draw
-from deadreckon.tasks.text import fingerprint, read_documents
+from deadreckon.tasks.text import PACKED, fingerprint, read_documents
 from deadreckon.tasks.tokens import END, cut, for_transformers, load_tokenizer, tokenize, train_tokenizer, writing
 
 TEXT = "the sea was calm and the wind had gone ; a sail stood far out , white as bone , and nobody spoke"
@@ -43,7 +42,7 @@ def story(number: int, words: int) -> str:
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     text = "".join(json.dumps({"title": "x", "text": text}) + "\n" for text in texts)
-    opened = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    opened = PACKED.get(path.suffix, open)
     with opened(path, "wt", encoding="utf-8") as file:
         file.write(text)
     return path
@@ -65,7 +64,7 @@ def make_model(encoding: str = "alibi", vocab_size: int = 300) -> dr.DeadReckonF
     return dr.DeadReckonForCausalLM(config)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.xz", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", *(f"a.jsonl{kind}" for kind in PACKED)])
 def test_json_lines(tmp_path: Path, name: str) -> None:
     texts = ["Öl\r\nund\n", "", "two"]
     assert list(read_documents(write_jsonl(tmp_path / name, texts))) == ["Öl\r\nund\n", "two"]
@@ -98,6 +97,8 @@ def test_folders_are_read_in_order(tmp_path: Path) -> None:
         ("a.txt", b"\xff\xfe\xfa", r"can be read, got .*utf-8.* in .*a\.txt"),
         ("a.jsonl.xz", b"no xz at all", r"can be read, got .* in .*a\.jsonl\.xz"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)[:-9], r"can be read, got .* in .*a\.jsonl\.gz"),
+        ("a.jsonl.bz2", b"no bz2 at all", r"can be read, got .* in .*a\.jsonl\.bz2"),
+        ("a.txt.zst", b"no zstd at all", r"can be read, got .* in .*a\.txt\.zst"),
         ("a.csv", b"x", r"expected a file that ends in one of \.jsonl, .*, got .*a\.csv"),
     ],
 )
@@ -105,6 +106,15 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, said: st
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match="data: .*" + said):
         list(read_documents(tmp_path / name))
+
+
+def test_zstd_needs_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_jsonl(tmp_path / "a.jsonl.zst", ["one"])
+    monkeypatch.setattr("deadreckon.tasks.text.ZSTD", None)
+    with pytest.raises(
+        ValueError, match=r"data: expected `pip install backports\.zstd`.*, got no reader for .*a\.jsonl\.zst"
+    ):
+        list(read_documents(data))
 
 
 def test_missing_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import hashlib
 import json
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-PACKED = (".xz", ".gz")
+
+def _find_zstd() -> Any:
+    """Python's own module, from 3.14 on, or its backport, or None."""
+    for name in ("compression.zstd", "backports.zstd"):
+        if find_spec(name.split(".")[0]) and find_spec(name):
+            return import_module(name)
+    return None
+
+
+ZSTD = _find_zstd()
+
+
+def _open_zstd(path: Path, mode: str, **options: Any) -> IO[str]:
+    if ZSTD is None:
+        raise ValueError(f"data: expected `pip install backports.zstd` before Python 3.14, got no reader for {path}")
+    file: IO[str] = ZSTD.open(path, mode, **options)
+    return file
+
+
+PACKED: dict[str, Callable[..., IO[str]]] = {
+    ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zstd,
+}  # fmt: skip
 KINDS = tuple(kind + packed for kind in (".jsonl", ".txt") for packed in ("", *PACKED))
+UNREADABLE = (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error, *([ZSTD.ZstdError] if ZSTD else []))
 HUGGING_FACE = "hf:"
 
 
@@ -20,8 +45,8 @@ def read_documents(data: str | Path, field: str = "text") -> Iterator[str]:
     """The texts of a file, of a folder's files in order of their paths, or of a dataset; empty ones are left out.
 
     Args:
-        data: a file (.jsonl, a document a line; .txt, one document; either with .xz or .gz after it), a folder of such
-            files, or hf:NAME[:CONFIGURATION[:SPLIT]], the train split by default, which is streamed.
+        data: a file (.jsonl, a document a line; .txt, one document; either with .xz, .gz, .bz2 or .zst after it), a
+            folder of such files, or hf:NAME[:CONFIGURATION[:SPLIT]], the train split by default, which is streamed.
         field: where a line's or a dataset's text is.
 
     Raises:
@@ -83,7 +108,7 @@ def _read_file(path: Path, field: str) -> Iterator[str]:
             for number, line in enumerate(file, 1):  # noqa: B007, named in what is raised
                 if line.strip() and (text := _parse(line, field)):
                     yield text
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
+    except UNREADABLE as error:
         place = f"{path}, after line {number}" if number else path
         raise ValueError(f"data: expected a file that can be read, got {error} in {place}") from error
     except _MalformedError as error:
@@ -110,11 +135,7 @@ def _parse(line: str, field: str) -> str:
 
 def _open(path: Path) -> IO[str]:
     # Line ends stay as they are: tokens are those of the bytes.
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding="utf-8-sig", newline="\n")
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
-    return path.open(encoding="utf-8-sig", newline="\n")
+    return PACKED.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="\n")
 
 
 def _read_dataset(data: str, field: str) -> Iterator[str]:
