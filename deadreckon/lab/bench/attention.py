@@ -71,7 +71,7 @@ class Trial:
     def time(self) -> None:
         """Once more."""
         for times, run in zip(self.times, (self.forward, self.both), strict=True):
-            times.append(seconds(run, self.device))
+            times.append(seconds(run, self.device, before=run))
 
     def result(self) -> Figures | str:
         """Figures, or why there are none."""
