@@ -18,7 +18,8 @@ from small_runs import quiet, run_cli
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import deadreckon as dr
-from deadreckon.lab.pages.conversion import write_conversions
+from deadreckon.lab.pages.conversion import Converted, write_conversions
+from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training import Run, Training
 from deadreckon.lab.training.conversion import convert_run
@@ -128,6 +129,19 @@ def check_courses_beside(monkeypatch: pytest.MonkeyPatch, out: Path, other: Path
         assert run_cli(monkeypatch, "report", str(out), "-o", str(page)) == 0
         row = f"| `{other}` | training | 1 | +0.5000 ± 0.0000 at 617,284 |"
         assert (row in page.read_text()) == shown
+
+
+def test_a_run_without_its_last_checkpoint_has_no_course(tmp_path: Path) -> None:
+    """As of a teacher of which the best checkpoint alone was kept."""
+    report = {"teacher": {"at_length": [1.0, 2.0]}, "conversion": {"source": str(tmp_path / "best"), "length": 32}}
+    (tmp_path / "recipe.json").write_text(json.dumps(Recipe(task="language").to_dict()))
+    line = {"step": 2, "scores": [{"length": 32, "texts": [1.5, 2.5]}]}
+    (tmp_path / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    conversion = Converted("converted", report, [Run(tmp_path)])
+    assert conversion.courses() == {("converted", tmp_path.name): []}
+    (tmp_path / "last").mkdir()
+    (tmp_path / "last" / "progress.json").write_text('{"step": 4, "tokens": 100}')
+    assert conversion.courses_beside() == {("teacher", "training"): [(50, 0.5, 0.0)]}
 
 
 def test_the_start_is_exact_and_stages_close_the_gap(teacher: Path, tmp_path: Path) -> None:

@@ -140,6 +140,14 @@ def test_kernels_export_for_any_length(name: str) -> None:
         torch.testing.assert_close(program(x[:, :count]), net(x[:, :count]))
 
 
+@torch.no_grad()
+def test_layers_export_for_one_token_of_any_batch() -> None:
+    """How many sequences there are decides which kernels are used, but not here."""
+    net, x, batch = layer("path-fox"), torch.randn(80, 1, 8), torch.export.Dim("batch", min=2, max=200)
+    program = torch.export.export(net, (x[:3],), dynamic_shapes={"x": {0: batch}}).module()
+    torch.testing.assert_close(program(x), net(x))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", dr.ENCODINGS)
 def test_layers_compile_and_export_on_a_gpu(name: str) -> None:

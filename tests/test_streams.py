@@ -275,6 +275,23 @@ def test_a_cropped_sequence(encoding: str, undone: int, monkeypatch: pytest.Monk
         torch.testing.assert_close(again[0], expected[number % 2, place : place + 2], **CLOSE)
 
 
+@pytest.mark.parametrize("encoding", ["path-fox", "rope", "sympow", "prism"])
+@torch.no_grad()
+def test_steps_that_are_no_kernels(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where kernels do not take a model's sizes, or where recent inputs become more: rows are decoded one by one."""
+    monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
+    model, ids, at = make_model(encoding), prompts(2, 16), [12, 6]
+    expected, streams = model(ids).logits, Streams(model, 2, Rerun)
+    for number, place in enumerate(at):
+        assert streams.admit(prefilled(model, ids[number : number + 1, :place])) == [number]
+    for step in range(3):
+        places = [place + step for place in at]
+        logits = streams.step(torch.stack([ids[number, place] for number, place in enumerate(places)]))
+        for number, place in enumerate(places):
+            torch.testing.assert_close(logits[number], expected[number, place], **CLOSE)
+    assert Rerun.captured == 0
+
+
 def test_bad_rows() -> None:
     model = make_model("rope")
     with pytest.raises(ValueError, match="rows: expected an integer of 1 or more, got 0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -65,6 +66,9 @@ def test_directions_of_one_token(
     torch.testing.assert_close(w.cpu(), expected, **limit)
     torch.testing.assert_close(kept.cpu(), x[:, 1:], **limit)
     assert torch.equal(kept[:, :-1].cpu(), inputs[2][:, 1:].cpu())
+    inputs[3] = inputs[3].mT.contiguous().mT  # strides that a file of weights may have
+    again, _ = directions_of_token(*inputs, places.to(DEVICE), heads, activation, epsilon)
+    assert torch.equal(again, w)
 
 
 @pytest.fixture
@@ -99,7 +103,7 @@ def test_steps_of_models_give_what_one_pass_gives(encoding: str, expected: list[
 
 @torch.no_grad()
 def test_what_stands_in_a_maps_place_is_called(launches: list[str]) -> None:
-    """A hook, and a module of another class, as adapters are."""
+    """A module of another class, as adapters are: it adds to the logit. A hook; a function in place of `forward`."""
 
     class Doubled(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -107,12 +111,15 @@ def test_what_stands_in_a_maps_place_is_called(launches: list[str]) -> None:
 
     encoding, x = kernel_model("path-fox").model.layers[0].self_attn.encoding, torch.randn(1, 1, 16)
     context, gate = base.Context.of(x).remembering({}), encoding.gate
-    plain = encoding(x, context).log_gate
+    torch.testing.assert_close(encoding(x, context).log_gate, logsigmoid(gate(x)))
     assert launches == ["maps"]
     encoding.gate = Doubled()
-    torch.testing.assert_close(encoding(x, context).log_gate, 2 * plain)
+    torch.testing.assert_close(encoding(x, context).log_gate, logsigmoid(2 * gate(x)))
     encoding.gate, heard = gate, list[Tensor]()
-    gate.register_forward_hook(lambda _, __, y: heard.append(y))
+    hook = gate.register_forward_hook(lambda _, __, y: heard.append(y))
     encoding(x, context)
     assert len(heard) == 1
-    assert launches == ["maps", "directions", "directions"]
+    hook.remove()
+    gate.forward = lambda x: torch.zeros(1, 1, 2)  # as accelerate does, whose weights may be nowhere until then
+    torch.testing.assert_close(encoding(x, context).log_gate, torch.full((1, 1, 2), -math.log(2)))
+    assert launches == ["maps", "directions", "directions", "directions"]

@@ -20,10 +20,10 @@ import deadreckon as dr
 ROOT = Path(__file__).parent.parent
 
 
-def make_model() -> dr.DeadReckonForCausalLM:
+def make_model(encoding: str = "path-fox") -> dr.DeadReckonForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return dr.DeadReckonForCausalLM(dr.DeadReckonConfig(encoding="path-fox", **sizes)).eval()
+    return dr.DeadReckonForCausalLM(dr.DeadReckonConfig(encoding=encoding, **sizes)).eval()
 
 
 def save_with_tokenizer(folder: Path) -> None:
@@ -95,6 +95,20 @@ def test_lora_trains_adapters_alone() -> None:
     model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
     trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     assert trained and all(re.search(r"(q|v)_proj\.lora_", name) for name in trained)
+
+
+@needs_peft
+@pytest.mark.parametrize("encoding", ["path-fox", "rope-path-fox", "conformal-sympow"])
+@torch.no_grad()
+def test_adapters_of_encodings_add_to_logits(encoding: str) -> None:
+    """Not to gates and strengths, which would leave their ranges: then an adapter could not be merged."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+    model, ids = get_peft_model(make_model(encoding), adapters).eval(), torch.arange(20).view(2, 10)
+    assert any("encoding.gate.lora" in name for name, _ in model.named_parameters())
+    expected = model(input_ids=ids).logits
+    torch.testing.assert_close(model.merge_and_unload()(ids).logits, expected, rtol=0, atol=1e-4)
 
 
 @needs_peft

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from deadreckon.encodings.maps import Projection, SelfInitialised, Strength, in_step, maps
+from deadreckon.encodings.maps import PLAIN, Ending, Map, Projection, SelfInitialised, in_step, maps
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
 from deadreckon.ops.saving import Formula
@@ -292,8 +292,8 @@ class ShortConvolution(SelfInitialised, nn.Module):
 class HouseholderSteps(nn.Module):
     """A direction and a strength for each token and key head, as PaTH computes them.
 
-    w = normalise(activate(convolve(low-rank linear of x))), width 3; β by `strength`. With `from_zero` directions are
-    drawn as usual, and learn once β is not 0.
+    w = normalise(activate(convolve(low-rank linear of x))), width 3; β: see :class:`Ending`. With `from_zero`
+    directions are drawn as usual, and learn once β is not 0.
 
     Args:
         rank: of the linear map.
@@ -329,18 +329,24 @@ class HouseholderSteps(nn.Module):
         self.up = Projection(rank, self.heads * self.head_dim, bias=False, initial=initial)
         self.convolution = ShortConvolution(self.heads * self.head_dim, width=3)
         start = math.log(beta / (2 - beta))
-        self.strength = Strength(sizes.d_model, self.heads, initial=initial, start=start, from_zero=from_zero)
+        self.strength = Projection(sizes.d_model, self.heads, initial=initial, start=start, from_zero=from_zero)
+        self.ending = Ending("strength", from_zero=from_zero)
 
     def reset_parameters(self) -> None:
         for part in (self.down, self.up, self.convolution, self.strength):
             part.reset_parameters()
 
     def forward(self, x: Tensor, context: Context) -> Householder:
-        low, beta = maps(x, self.down, self.strength)
+        low, beta = maps(x, *self.maps)
         return self.from_maps(low, beta, context)
 
+    @property
+    def maps(self) -> tuple[Map, Map]:
+        """Those of the input: to a low rank, and to β."""
+        return (self.down, PLAIN), (self.strength, self.ending)
+
     def from_maps(self, low: Tensor, beta: Tensor, context: Context) -> Householder:
-        """The steps from what `down` and `strength` make of an input."""
+        """The steps from what `maps` make of an input."""
         unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
         recent = None if context.recent is None else context.recent.get("convolution")
         if recent is not None and in_step(low, self.up):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, Sizes
-from deadreckon.encodings.maps import ForgetGate, Projection, maps
+from deadreckon.encodings.maps import PLAIN, Ending, Projection, maps
 from deadreckon.ops.factors import Factors, Power, Rotation
 from deadreckon.ops.pointwise import at_least_single
 
@@ -41,12 +41,12 @@ class ConformalSympow(Encoding):
         if pace not in PACES:
             raise ValueError(f"pace: expected one of {', '.join(PACES)}; got {pace!r}")
         self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, bias=False)
+        self.gate, self.forget = Projection(sizes.d_model, sizes.n_heads, bias=False), Ending("log gate")
         self.pace = Projection(sizes.d_model, sizes.n_kv_heads if pace == "head" else 1, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         grid = ("turns of conformal powers", self.head_dim, self.longest)
         angles = context.once(grid, lambda: 2 * math.pi * context.rope_angles(self.head_dim, self.longest))
-        pace, log_gate = maps(x, self.pace, self.gate)
+        pace, log_gate = maps(x, (self.pace, PLAIN), (self.gate, self.forget))
         pace = at_least_single(pace).tanh().unsqueeze(-1)  # (B, T, H, 1), or (B, T, 1, 1)
         return Factors(Rotation(torch.addcmul(angles, pace, angles)), log_gate, self.score)

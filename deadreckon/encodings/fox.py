@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, Sizes
-from deadreckon.encodings.maps import ForgetGate, maps
+from deadreckon.encodings.maps import Ending, Projection, maps
 from deadreckon.ops.factors import Factors
 
 
@@ -19,7 +19,7 @@ class FoX(Encoding):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads)
+        self.gate, self.forget = Projection(sizes.d_model, sizes.n_heads), Ending("log gate")
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(log_gate=maps(x, self.gate)[0])
+        return Factors(log_gate=maps(x, (self.gate, self.forget))[0])

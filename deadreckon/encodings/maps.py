@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from deadreckon.ops.pointwise import at_least_single, has_kernels, log_gate, strength
 from deadreckon.ops.token import maps_of_token
@@ -38,16 +40,6 @@ class Projection(SelfInitialised, nn.Linear):
         self.initial, self.start, self.from_zero = initial, start, from_zero  # nn.Linear initialises itself
         super().__init__(inputs, outputs, bias)
 
-    ending: str | None = "none"  # what follows the map, as kernels know it; None if they do not
-    scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.end(linear(x, self.weight, self.bias))
-
-    def end(self, y: Tensor) -> Tensor:
-        """What follows the map."""
-        return y
-
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.initial:
@@ -59,67 +51,60 @@ class Projection(SelfInitialised, nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-class ForgetGate(Projection):
-    """log f for each head: (B, T, d_model) -> (B, T, heads).
+@dataclass(frozen=True)
+class Ending:
+    """What follows a linear map, of a = u · x + b.
 
-    log f = scale · log σ(a), a = u · x + b. With `from_zero`, log f = scale · min(0, a), which is log σ(a) for large
-    |a|, and u = b = 0 before training: nothing is forgotten, exactly, and ∂ log f / ∂a = 1, twice that of log σ at 0
-    (`clamp` passes gradients at its bound). After a step, tokens with a < 0 are on the ramp; others begin to forget
-    when u turns.
+    It is no part of the map's module: what takes that one's place, such as LoRA's adapters, adds to a.
+
+        log gate    log f = scale · log σ(a), of a head
+        strength    β = 2σ(a), of a key head
+
+    With `from_zero` both are ramps, and u = b = 0 before training. log f = scale · min(0, a), which is log σ(a) for
+    large |a|: nothing is forgotten, exactly, and ∂ log f / ∂a = 1, twice that of log σ at 0 (`clamp` passes gradients
+    at its bound). After a step, tokens with a < 0 are on the ramp; others begin to forget when u turns.
+    β = 2 max(0, tanh(a / 2)) = 2 max(0, 2σ(a) − 1): the route is the identity, exactly, and ∂β/∂a = 1, twice that of
+    2σ at 0.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        bias: bool = True,
-        *,
-        initial: float = 0.0,
-        scale: float = 1.0,
-        from_zero: bool = False,
-    ) -> None:
-        super().__init__(d_model, heads, bias, initial=initial, from_zero=from_zero)
-        self.scale, self.ending = scale, None if from_zero else "log gate"
+    name: Literal["none", "strength", "log gate"] = "none"  # as kernels know it
+    scale: float = 1.0
+    from_zero: bool = False
 
-    def end(self, y: Tensor) -> Tensor:
-        return self.scale * at_least_single(y).clamp(max=0) if self.from_zero else log_gate(y, self.scale)
+    def __call__(self, y: Tensor) -> Tensor:
+        if self.name == "log gate":
+            return self.scale * at_least_single(y).clamp(max=0) if self.from_zero else log_gate(y, self.scale)
+        if self.name == "strength":
+            return 2 * (at_least_single(y) / 2).tanh().clamp(min=0) if self.from_zero else strength(y)
+        return y
 
 
-class Strength(Projection):
-    """β for each key head: (B, T, d_model) -> (B, T, heads).
-
-    β = 2σ(a), a = u · x + b. With `from_zero`, β = 2 max(0, tanh(a / 2)) = 2 max(0, 2σ(a) − 1), and u = b = 0 before
-    training: the route is the identity, exactly, and ∂β/∂a = 1, twice that of 2σ at 0.
-    """
-
-    def __init__(self, d_model: int, heads: int, *, initial: float, start: float, from_zero: bool) -> None:
-        super().__init__(d_model, heads, initial=initial, start=start, from_zero=from_zero)
-        self.ending = None if from_zero else "strength"
-
-    def end(self, y: Tensor) -> Tensor:
-        return 2 * (at_least_single(y) / 2).tanh().clamp(min=0) if self.from_zero else strength(y)
+PLAIN = Ending()
+Map = tuple[Projection, Ending]
+"""A linear map, or what has taken its place, and what follows it."""
 
 
-def maps(x: Tensor, *parts: Projection) -> list[Tensor]:
-    """What each part makes of x (B, T, d_model); of one token, on a GPU, all of them in one kernel."""
-    if in_step(x, *parts):
-        return maps_of_token(x, [(part.weight, part.bias, str(part.ending), part.scale) for part in parts])
-    return [part(x) for part in parts]
+def maps(x: Tensor, *parts: Map) -> list[Tensor]:
+    """What each map makes of x (B, T, d_model); of one token, on a GPU, all of them in one kernel."""
+    modules, endings = zip(*parts, strict=True)
+    if in_step(x, *modules) and not any(ending.from_zero for ending in endings):
+        return maps_of_token(x, [(part.weight, part.bias, ending.name, ending.scale) for part, ending in parts])
+    return [ending(part(x)) for part, ending in parts]
 
 
 def in_step(x: Tensor, *parts: nn.Module) -> bool:
     """Whether x is one more token, of few sequences, and kernels can do what these parts, Projections, would."""
     return (
-        x.shape[1] == 1
+        has_kernels(x)  # first, so that tracers do not note the sizes that are asked for next
+        and x.shape[1] == 1
         and len(x) <= MOST_SEQUENCES
-        and has_kernels(x)
         and not torch.is_grad_enabled()
         and all(
             isinstance(part, Projection)  # not an adapter in its place, such as LoRA's
-            and part.ending is not None
             and type(part.weight) is nn.Parameter
             and part.weight.is_contiguous()
             and not (part._forward_hooks or part._forward_pre_hooks)
+            and "forward" not in vars(part)  # as accelerate brings weights from where they are offloaded to
             for part in parts
         )
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, HouseholderSteps, Sizes
-from deadreckon.encodings.maps import ForgetGate, maps
+from deadreckon.encodings.maps import Ending, Projection, maps
 from deadreckon.ops.factors import Factors
 
 
@@ -40,8 +40,9 @@ class PaTHFoX(Encoding):
     ) -> None:
         super().__init__()
         self.steps = HouseholderSteps(sizes, rank, initial, beta, activation, norm_eps, recompute=recompute)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, initial=initial, scale=gate_scale)
+        self.gate = Projection(sizes.d_model, sizes.n_heads, initial=initial)
+        self.forget = Ending("log gate", gate_scale)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        low, beta, log_gate = maps(x, self.steps.down, self.steps.strength, self.gate)
+        low, beta, log_gate = maps(x, *self.steps.maps, (self.gate, self.forget))
         return Factors(self.steps.from_maps(low, beta, context), log_gate)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, RopeSteps, Sizes
-from deadreckon.encodings.maps import ForgetGate, maps
+from deadreckon.encodings.maps import Ending, Projection, maps
 from deadreckon.ops.factors import Factors
 
 
@@ -21,7 +21,7 @@ class RoPEFoX(Encoding):
 
     Args:
         base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
-        from_zero: whether log f is a ramp that begins at 0, so that training begins with RoPE: see :class:`ForgetGate`.
+        from_zero: whether log f is a ramp that begins at 0, so that training begins with RoPE: see :class:`Ending`.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class RoPEFoX(Encoding):
     ) -> None:
         super().__init__()
         self.turns = RopeSteps(sizes, base, scaling, learn_factor)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, from_zero=from_zero)
+        self.gate = Projection(sizes.d_model, sizes.n_heads, from_zero=from_zero)
+        self.forget = Ending("log gate", from_zero=from_zero)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        return Factors(self.turns(x, context), self.turns.gated(maps(x, self.gate)[0]))
+        return Factors(self.turns(x, context), self.turns.gated(maps(x, (self.gate, self.forget))[0]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, HouseholderSteps, RopeSteps, Sizes
-from deadreckon.encodings.maps import ForgetGate, maps
+from deadreckon.encodings.maps import Ending, Projection, maps
 from deadreckon.ops.factors import Factors
 
 
@@ -23,7 +23,7 @@ class RoPEPaTHFoX(Encoding):
         rank: of the linear map that w is computed by.
         base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
         from_zero: whether β and log f are ramps that begin at 0: training begins with RoPE. See
-            :class:`HouseholderSteps` and :class:`ForgetGate`.
+            :class:`HouseholderSteps` and :class:`Ending`.
         recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
     """
 
@@ -40,9 +40,10 @@ class RoPEPaTHFoX(Encoding):
         super().__init__()
         self.turns = RopeSteps(sizes, base, scaling, learn_factor)
         self.steps = HouseholderSteps(sizes, rank, from_zero=from_zero, recompute=recompute)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, from_zero=from_zero)
+        self.gate = Projection(sizes.d_model, sizes.n_heads, from_zero=from_zero)
+        self.forget = Ending("log gate", from_zero=from_zero)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
-        low, beta, log_gate = maps(x, self.steps.down, self.steps.strength, self.gate)
+        low, beta, log_gate = maps(x, *self.steps.maps, (self.gate, self.forget))
         steps = self.turns.beside(self.steps.from_maps(low, beta, context))
         return Factors((self.turns(x, context), steps), self.turns.gated(log_gate))

@@ -13,7 +13,7 @@ import math
 from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, Sizes, every_token
-from deadreckon.encodings.maps import ForgetGate, maps
+from deadreckon.encodings.maps import Ending, Projection, maps
 from deadreckon.ops.factors import Factors, Power, Rotation
 
 
@@ -27,8 +27,8 @@ class SympowGated(Encoding):
     def __init__(self, sizes: Sizes, p: int = 2) -> None:
         super().__init__()
         self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
-        self.gate = ForgetGate(sizes.d_model, sizes.n_heads, bias=False)
+        self.gate, self.forget = Projection(sizes.d_model, sizes.n_heads, bias=False), Ending("log gate")
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         angles = 2 * math.pi * context.rope_angles(self.head_dim, self.longest)
-        return Factors(Rotation(every_token(angles, x)), maps(x, self.gate)[0], self.score)
+        return Factors(Rotation(every_token(angles, x)), maps(x, (self.gate, self.forget))[0], self.score)

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from deadreckon.encodings.base import ALWAYS_AS_MANY
 from deadreckon.models.cache import StateLayer
 from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count
 from deadreckon.models.huggingface import DeadReckonForCausalLM
 from deadreckon.models.state import LayerState
 from deadreckon.ops.streaming.decode import close_tail, closes
-from deadreckon.ops.streaming.past import Past
+from deadreckon.ops.streaming.past import Past, StaticDecoder
 
 
 def fork(cache: Cache) -> Cache:
@@ -79,10 +80,10 @@ class Streams:
     """A batch of so many rows for one model.
 
     Args:
-        model: in evaluation mode. Encodings whose steps are no kernels (stick-breaking, PRISM, higher powers) are
-            decoded row by row.
+        model: in evaluation mode. Where steps are no kernels (stick-breaking, PRISM, higher powers; sizes and dtypes
+            that kernels do not take) it is decoded row by row.
         rows: how many sequences at a time.
-        graph: what captures a step; None to decode row by row.
+        graph: what captures a step; by default CUDA's graphs on a GPU, and elsewhere nothing: row by row.
     """
 
     def __init__(self, model: DeadReckonForCausalLM, rows: int, graph: type[Graph] | None = None) -> None:
@@ -193,7 +194,9 @@ class Streams:
         return logits
 
     def _capture(self, states: list[LayerState], graph: type[Graph]) -> CapturedStep | None:
-        """A step of all rows, which begin as copies of one sequence."""
+        """A step of all rows, which begin as copies of one sequence; None where steps are no kernels."""
+        if not self._can_be_captured(states):
+            return None
         from deadreckon.ops.streaming.fused import KernelDecoder
 
         rows, joint = len(self.rows), list[LayerState]()
@@ -203,8 +206,6 @@ class Streams:
                 close_tail(past)
             assert past.signature is not None
             assert state.origin is not None
-            if past.signature.score not in ("softmax", 2):
-                return None
             group = past.signature.query_heads // past.signature.heads
             decoder = KernelDecoder(past, group, rows)
             phases = None if past.phases is None else past.phases.repeat(rows, 1, 1, 1)
@@ -216,6 +217,16 @@ class Streams:
         step = CapturedStep(self.model.model._decode, ids, joint, graph, warm=True)
         self._unload(range(rows), step)
         return step
+
+    def _can_be_captured(self, states: list[LayerState]) -> bool:
+        """Whether a step, which is tried, leaves a decoder that stays where it is, and as many recent inputs as any."""
+        tried = [state.fork() for state in states]
+        start = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        self.model.model._decode(start, tried, start + states[0].length)
+        return all(
+            isinstance(state.past.decoder, StaticDecoder) and state.recent.keys() <= set(ALWAYS_AS_MANY)
+            for state in tried
+        )
 
     def _load(self, cache: Cache, numbers: list[int], rows: list[_Row], step: CapturedStep) -> None:
         """Copies the last tokens of sequences to where the step reads them. All else stays where it is."""

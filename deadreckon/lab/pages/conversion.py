@@ -182,9 +182,10 @@ class Converted:
         return {name: Run(path) for name, path in runs.items() if (path / "recipe.json").exists()}
 
     def _course(self, run: Run, spent: int = 0) -> Course:
+        """Without a last checkpoint, which knows how many tokens a step has, there is none."""
         expected, progress = self.report["teacher"].get("at_length", []), run.progress()
         course = []
-        for line in run.lines("evaluations"):
+        for line in run.lines("evaluations") if progress.step else ():
             found = [one["texts"] for one in line["scores"] if one["length"] == self.length]
             if found and len(found[0]) == len(expected):
                 tokens = spent + progress.tokens * line["step"] // progress.step

@@ -154,7 +154,7 @@ def directions(
         filters: (3, C).
         places: (B or 1, 1), how many tokens of its document come before.
     """
-    low, recent = low.contiguous(), recent.contiguous()
+    low, recent, filters = low.contiguous(), recent.contiguous(), filters.contiguous()
     (batch, size, channels), width = recent.shape, recent.shape[2] // heads
     w = torch.empty(batch, 1, heads, width, dtype=torch.float32, device=low.device)
     kept = torch.empty_like(recent)
