@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +21,13 @@ from small_runs import quiet, run_cli
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import deadreckon as dr
+from deadreckon.lab.evaluation import evaluate
 from deadreckon.lab.pages.conversion import write_conversions
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training import Run, Training
 from deadreckon.lab.training.conversion import convert_run
 from deadreckon.lab.training.distillation import OBJECTIVES, load_start, load_teacher
+from deadreckon.lab.training.engine import Step
 from deadreckon.tasks.language import make_corpora
 from deadreckon.tasks.task import Batch
 from deadreckon.tasks.text import read_documents
@@ -191,6 +196,46 @@ def test_accumulated_steps_and_resumed_ones_are_the_same(teacher: Path, tmp_path
     again, _ = run.restore("cpu")
     assert isinstance(again, Training)
     assert first + [again.advance().loss for _ in range(2)] == losses[0]
+
+
+def test_progress_shows_the_gap_to_the_teacher(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every stage, also of next tokens: the last that is known, from the exact start's on."""
+    monkeypatch.setattr("deadreckon.lab.training.display.QUIET", 0.0)
+    changes = (*SMALL, "evaluate_every=3", "steps=6", "learning_rate=0.01", "extend.batch_size=1")
+    plan = conversion(teacher, stages=("distil", "extend"), changes=changes)
+    advance = Training.advance
+
+    def fail(training: Training) -> Step:
+        if training.recipe.objective == "next-token" and training.done == 4:
+            raise RuntimeError("no power")
+        return advance(training)
+
+    shown = []
+    for attempt in (fail, advance):
+        monkeypatch.setattr(Training, "advance", attempt)
+        console = quiet()
+        with pytest.raises(RuntimeError, match="no power") if attempt is fail else nullcontext():
+            convert_run(plan, tmp_path, console=console)
+        assert isinstance(console.file, io.StringIO)
+        shown.append(re.findall(r"(distil|extend): step (\d).* gap to the teacher (\S+) nats at length 32,",
+                                console.file.getvalue()))  # fmt: skip
+    expected = mean_loss(plan, load_teacher(plan.source))
+    known = {"start": mean_loss(plan, load_start(str(tmp_path / "start"))) - expected}
+    for stage in ("distil", "extend"):
+        for line in Run(tmp_path / stage).lines("evaluations"):
+            known[f"{stage} {line['step']}"] = line["scores"][0]["loss"] - expected
+    after = ["start"] * 3 + ["distil 3"] * 3 + ["distil 6"] * 3 + ["extend 3"]
+    assert [(stage, int(step)) for stage, step, _ in shown[0]] == [
+        *(("distil", step) for step in range(1, 7)), *(("extend", step) for step in range(1, 5)),
+    ]  # fmt: skip
+    assert [float(gap) for _, _, gap in shown[0]] == pytest.approx([known[one] for one in after], abs=6e-5)
+    assert shown[0][0][2] in ("+0.0000", "-0.0000") and known["extend 3"] != pytest.approx(known["distil 6"], abs=1e-3)
+    assert shown[1] == [("extend", str(step), shown[0][-1][2]) for step in (4, 5, 6)]  # step 4 was not saved
+
+
+def mean_loss(plan: Conversion, model: dr.DeadReckonForCausalLM) -> float:
+    """On the held-out texts that stages are scored on."""
+    return next(iter(evaluate(model.eval(), replace(plan.test_recipe(), test_lengths=(plan.length,))))).loss
 
 
 @pytest.mark.parametrize(
