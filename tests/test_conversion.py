@@ -18,7 +18,14 @@ from typing import Any
 import pytest
 import torch
 from small_runs import quiet, run_cli
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import evaluate
@@ -34,6 +41,10 @@ from deadreckon.tasks.text import read_documents
 from deadreckon.tasks.tokens import for_transformers, train_tokenizer
 
 WORDS = "every where a bell rang and nobody came to see what it had to say"
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2,
+    "intermediate_size": 48, "initializer_range": 0.3, "eos_token_id": 0,
+}  # fmt: skip
 SMALL = ("batch_size=4", "evaluate_every=20", "validation_rows=2", "test_tokens=512", "warmup=2", "log_every=1")
 
 
@@ -49,10 +60,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         tokenizer = train_tokenizer(folder / "train.jsonl", 270)
         for_transformers(tokenizer).save_pretrained(folder / "llama")
         torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=48,
-            vocab_size=tokenizer.get_vocab_size(), initializer_range=0.3, eos_token_id=0,
-        )  # fmt: skip
+        config = LlamaConfig(**SIZES, vocab_size=tokenizer.get_vocab_size())
         LlamaForCausalLM(config).save_pretrained(folder / "llama")
         yield folder
 
@@ -133,6 +141,44 @@ def check_courses_beside(monkeypatch: pytest.MonkeyPatch, out: Path, other: Path
         assert run_cli(monkeypatch, "report", str(out), "-o", str(page)) == 0
         row = f"| `{other}` | training | 1 | +0.5000 ± 0.0000 at 617,284 |"
         assert (row in page.read_text()) == shown
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_checkpoints_of_transformers_through_all_stages(
+    kind: str, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What save_pretrained wrote, half precision and tied embeddings or QK-norm included, with RoPE to the end."""
+    monkeypatch.setattr("deadreckon.lab.pages.conversion.NEW", 4)
+    torch.manual_seed(0)
+    source: Any = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=270, tie_word_embeddings=True)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=270, head_dim=24)),
+    }[kind]()
+    folder, out, page = tmp_path / kind, tmp_path / "converted", tmp_path / "page.md"
+    source.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(teacher / "llama").save_pretrained(folder)
+    words = [
+        "convert", str(folder), "--encoding", "rope-path-fox", "--data", str(teacher / "train.jsonl"), "--held-out",
+        str(teacher / "valid.jsonl"), "--out", str(out), "--length", "32", "--stages", "align,distil,extend",
+        "--change", *SMALL, "steps=3", "learning_rate=0.003",
+    ]  # fmt: skip
+    assert run_cli(monkeypatch, *words) == 0
+    assert run_cli(monkeypatch, "report", str(out), "-o", str(page)) == 0
+    ids = torch.randint(1, 270, (2, 100), generator=torch.Generator().manual_seed(0))
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    source, start, end = (load(place).eval() for place in (folder, out / "start", out))
+    with torch.no_grad():
+        expected, found, learnt = (model(ids).logits for model in (source, start, end))
+    assert (found - expected).abs().max() < 1e-4 * (expected.max() - expected.min())
+    assert (learnt - expected).abs().max() > 1e-2 * (expected.max() - expected.min())
+    assert isinstance(end, dr.DeadReckonForCausalLM) and end.config.encoding == "rope-path-fox"
+    assert end.config.qk_norm == (kind == "qwen3") and end.config.tie_word_embeddings == (kind == "llama")
+    prompt = AutoTokenizer.from_pretrained(out)("a bell rang", return_tensors="pt")
+    assert end.generate(**prompt, max_new_tokens=2, min_new_tokens=2).shape[1] == prompt["input_ids"].shape[1] + 2
+    report = json.loads((out / "report.json").read_text())
+    assert report["start"]["texts"]["512"] == pytest.approx(report["teacher"]["texts"]["512"], abs=1e-4)
+    stages = [row.split(" | ")[1] for row in page.read_text().splitlines() if row.startswith("| converted | ")]
+    assert {"align", "distil", "extend"} <= set(stages)
 
 
 def test_the_start_is_exact_and_stages_close_the_gap(teacher: Path, tmp_path: Path) -> None:
