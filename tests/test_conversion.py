@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,21 +18,34 @@ from typing import Any
 import pytest
 import torch
 from small_runs import quiet, run_cli
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import deadreckon as dr
+from deadreckon.lab.evaluation import evaluate
 from deadreckon.lab.pages.conversion import Converted, write_conversions
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.training import Run, Training
 from deadreckon.lab.training.conversion import convert_run
 from deadreckon.lab.training.distillation import OBJECTIVES, load_start, load_teacher
+from deadreckon.lab.training.engine import Step
 from deadreckon.tasks.language import make_corpora
 from deadreckon.tasks.task import Batch
 from deadreckon.tasks.text import read_documents
 from deadreckon.tasks.tokens import for_transformers, train_tokenizer
 
 WORDS = "every where a bell rang and nobody came to see what it had to say"
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2,
+    "intermediate_size": 48, "initializer_range": 0.3, "eos_token_id": 0,
+}  # fmt: skip
 SMALL = ("batch_size=4", "evaluate_every=20", "validation_rows=2", "test_tokens=512", "warmup=2", "log_every=1")
 
 
@@ -45,10 +61,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         tokenizer = train_tokenizer(folder / "train.jsonl", 270)
         for_transformers(tokenizer).save_pretrained(folder / "llama")
         torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=48,
-            vocab_size=tokenizer.get_vocab_size(), initializer_range=0.3, eos_token_id=0,
-        )  # fmt: skip
+        config = LlamaConfig(**SIZES, vocab_size=tokenizer.get_vocab_size())
         LlamaForCausalLM(config).save_pretrained(folder / "llama")
         yield folder
 
@@ -144,6 +157,44 @@ def test_a_run_without_its_last_checkpoint_has_no_course(tmp_path: Path) -> None
     assert conversion.courses_beside() == {("teacher", "training"): [(50, 0.5, 0.0)]}
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_checkpoints_of_transformers_through_all_stages(
+    kind: str, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What save_pretrained wrote, half precision and tied embeddings or QK-norm included, with RoPE to the end."""
+    monkeypatch.setattr("deadreckon.lab.pages.conversion.NEW", 4)
+    torch.manual_seed(0)
+    source: Any = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=270, tie_word_embeddings=True)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=270, head_dim=24)),
+    }[kind]()
+    folder, out, page = tmp_path / kind, tmp_path / "converted", tmp_path / "page.md"
+    source.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(teacher / "llama").save_pretrained(folder)
+    words = [
+        "convert", str(folder), "--encoding", "rope-path-fox", "--data", str(teacher / "train.jsonl"), "--held-out",
+        str(teacher / "valid.jsonl"), "--out", str(out), "--length", "32", "--stages", "align,distil,extend",
+        "--change", *SMALL, "steps=3", "learning_rate=0.003",
+    ]  # fmt: skip
+    assert run_cli(monkeypatch, *words) == 0
+    assert run_cli(monkeypatch, "report", str(out), "-o", str(page)) == 0
+    ids = torch.randint(1, 270, (2, 100), generator=torch.Generator().manual_seed(0))
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    source, start, end = (load(place).eval() for place in (folder, out / "start", out))
+    with torch.no_grad():
+        expected, found, learnt = (model(ids).logits for model in (source, start, end))
+    assert (found - expected).abs().max() < 1e-4 * (expected.max() - expected.min())
+    assert (learnt - expected).abs().max() > 1e-2 * (expected.max() - expected.min())
+    assert isinstance(end, dr.DeadReckonForCausalLM) and end.config.encoding == "rope-path-fox"
+    assert end.config.qk_norm == (kind == "qwen3") and end.config.tie_word_embeddings == (kind == "llama")
+    prompt = AutoTokenizer.from_pretrained(out)("a bell rang", return_tensors="pt")
+    assert end.generate(**prompt, max_new_tokens=2, min_new_tokens=2).shape[1] == prompt["input_ids"].shape[1] + 2
+    report = json.loads((out / "report.json").read_text())
+    assert report["start"]["texts"]["512"] == pytest.approx(report["teacher"]["texts"]["512"], abs=1e-4)
+    stages = [row.split(" | ")[1] for row in page.read_text().splitlines() if row.startswith("| converted | ")]
+    assert {"align", "distil", "extend"} <= set(stages)
+
+
 def test_the_start_is_exact_and_stages_close_the_gap(teacher: Path, tmp_path: Path) -> None:
     exact = conversion(teacher, stages=())
     convert_run(exact, tmp_path / "exact", console=quiet())
@@ -205,6 +256,46 @@ def test_accumulated_steps_and_resumed_ones_are_the_same(teacher: Path, tmp_path
     again, _ = run.restore("cpu")
     assert isinstance(again, Training)
     assert first + [again.advance().loss for _ in range(2)] == losses[0]
+
+
+def test_progress_shows_the_gap_to_the_teacher(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every stage, also of next tokens: the last that is known, from the exact start's on."""
+    monkeypatch.setattr("deadreckon.lab.training.display.QUIET", 0.0)
+    changes = (*SMALL, "evaluate_every=3", "steps=6", "learning_rate=0.01", "extend.batch_size=1")
+    plan = conversion(teacher, stages=("distil", "extend"), changes=changes)
+    advance = Training.advance
+
+    def fail(training: Training) -> Step:
+        if training.recipe.objective == "next-token" and training.done == 4:
+            raise RuntimeError("no power")
+        return advance(training)
+
+    shown = []
+    for attempt in (fail, advance):
+        monkeypatch.setattr(Training, "advance", attempt)
+        console = quiet()
+        with pytest.raises(RuntimeError, match="no power") if attempt is fail else nullcontext():
+            convert_run(plan, tmp_path, console=console)
+        assert isinstance(console.file, io.StringIO)
+        shown.append(re.findall(r"(distil|extend): step (\d).* gap to the teacher (\S+) nats at length 32,",
+                                console.file.getvalue()))  # fmt: skip
+    expected = mean_loss(plan, load_teacher(plan.source))
+    known = {"start": mean_loss(plan, load_start(str(tmp_path / "start"))) - expected}
+    for stage in ("distil", "extend"):
+        for line in Run(tmp_path / stage).lines("evaluations"):
+            known[f"{stage} {line['step']}"] = line["scores"][0]["loss"] - expected
+    after = ["start"] * 3 + ["distil 3"] * 3 + ["distil 6"] * 3 + ["extend 3"]
+    assert [(stage, int(step)) for stage, step, _ in shown[0]] == [
+        *(("distil", step) for step in range(1, 7)), *(("extend", step) for step in range(1, 5)),
+    ]  # fmt: skip
+    assert [float(gap) for _, _, gap in shown[0]] == pytest.approx([known[one] for one in after], abs=6e-5)
+    assert shown[0][0][2] in ("+0.0000", "-0.0000") and known["extend 3"] != pytest.approx(known["distil 6"], abs=1e-3)
+    assert shown[1] == [("extend", str(step), shown[0][-1][2]) for step in (4, 5, 6)]  # step 4 was not saved
+
+
+def mean_loss(plan: Conversion, model: dr.DeadReckonForCausalLM) -> float:
+    """On the held-out texts that stages are scored on."""
+    return next(iter(evaluate(model.eval(), replace(plan.test_recipe(), test_lengths=(plan.length,))))).loss
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is read of PRISM's cursors, and the command that draws them."""
+"""What is read of PRISM's cursors and of anybody's attention, and the command that draws them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from small_runs import run_cli
 from torch import Tensor
 
 import deadreckon as dr
+from deadreckon.lab.probe.attention import maps_of
 from deadreckon.lab.probe.cursors import Pair, trace
+from deadreckon.lab.probe.maps import read_maps
 
 
 def test_traces_show_what_the_model_computes() -> None:
@@ -48,6 +50,51 @@ def test_traces_show_what_the_model_computes() -> None:
     assert chosen.pair == (1, 2, 1)
     with pytest.raises(ValueError, match="head: expected 0 to 3, got 4"):
         trace(model, tokens, 4, Pair(head=4))
+
+
+@pytest.mark.parametrize("name", [name for name in dr.ENCODINGS if not name.endswith("values")])
+def test_maps_are_the_attention_of_every_encoding(name: str) -> None:
+    """What a layer gives is its values by these weights; and the key with the greatest is where a head looks most."""
+    torch.manual_seed(0)
+    config = dr.DeadReckonConfig(
+        encoding=name, vocab_size=13, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    model, tokens = dr.DeadReckonForCausalLM(config), torch.randint(0, 13, (1, 9))
+    heard: list[Tensor] = []
+    for part in model.model.layers:
+        attention = part.get_submodule("self_attn")
+        attention.v_proj.register_forward_hook(lambda _, x, v: heard.append(v))
+        attention.o_proj.register_forward_pre_hook(lambda _, given: heard.append(given[0]))
+    state = torch.get_rng_state()
+    maps = maps_of(model, tokens)
+    for layer in range(2):
+        v, output = (x[0].unflatten(-1, (-1, 8)).transpose(0, 1) for x in heard[2 * layer : 2 * layer + 2])  # (H, T, E)
+        torch.testing.assert_close(maps[layer] @ v.repeat_interleave(2, 0), output, rtol=0, atol=1e-4)
+    torch.set_rng_state(state)
+    (found,) = read_maps(model, tokens, 4, (1, 2))
+    assert (found.layer, found.head) == (1, 2) and torch.equal(found.weights, maps[1, 2])
+    answering = maps[1, 2, 3:8]  # the last of four that ask, and all that say more
+    assert found.modes.tolist() == answering.argmax(-1).tolist()
+    assert found.sure == pytest.approx(float(answering.amax(-1).mean()))
+    assert [(one.layer, one.head) for one in read_maps(model, tokens, 4, (None, 3))] == [(0, 3), (1, 3)]
+    with pytest.raises(ValueError, match="layer: expected 0 to 1, got 2"):
+        read_maps(model, tokens, 4, (2, None))
+
+
+def test_attention_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = dr.DeadReckonConfig(
+        encoding="randomized", vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    dr.DeadReckonForCausalLM(config).save_pretrained("model")
+    assert run_cli(monkeypatch, "probe", "model", "--attention", "--question", "123") == 0
+    assert capsys.readouterr().out.replace(" ", "").startswith("123=")
+    assert Path("model/probe/attention.png").read_bytes().startswith(b"\x89PNG")
+    assert run_cli(monkeypatch, "probe", "model", "--attention", "--question", "123=321", "--head", "2") == 2
+    assert "head: expected 0 to 1, got 2" in capsys.readouterr().err
 
 
 def test_cursors_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from deadreckon.lab.evaluation.scores import Score, mean_of_best, score, tally
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import Run, Training, make_model, train, train_run
+from deadreckon.lab.training.display import Gap
 from deadreckon.tasks import TASKS, task
 from deadreckon.tasks.copy import Copy
 from deadreckon.tasks.curriculum import PRISM_CURRICULA, Curriculum, prism_curriculum
@@ -77,7 +78,7 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(
     """The first of them, where several are as good."""
     shares = {6: 0.5, 12: 0.2, 18: 0.7, 24: 0.2}
 
-    def validate(run: Run, training: Training) -> Score:
+    def validate(run: Run, training: Training, gap: Gap) -> Score:
         return Score("as trained", 16, shares[training.done], shares[training.done], 1.0, 4)
 
     monkeypatch.setattr(sys.modules["deadreckon.lab.training.trainer"], "validate", validate)

@@ -216,7 +216,7 @@ class Probe:
 
     For each layer and head: how fast the mean of routes fades with their length, the attention that goes to far tokens
     beside the theory's lower bound, what their values add up to; and the range that follows, beside the one measured.
-    With --cursors, how PRISM's cursors move while the model answers a question.
+    While the model answers a question: with --cursors, how PRISM's cursors move; with --attention, what heads look at.
     """
 
     folder: Annotated[Positional[Path], arg(name="run")]  # folder of a run, or of a model as save_pretrained writes it
@@ -227,6 +227,7 @@ class Probe:
     window: int = 0  # tokens after which a token is far; by default each head's own
     queries: int = 32  # looked at in each sequence
     cursors: bool = False  # draw cursors.png instead
+    attention: bool = False  # draw attention.png instead
     # To answer, without its =, or with = and an answer to read; by default one of the task, as long as in training.
     question: str = ""
     layer: int | None = None  # to draw; by default the one that position matters most to, and so on
@@ -235,7 +236,7 @@ class Probe:
     checkpoint: Checkpoint = "last"  # the last weights, or those that did best while training
     seed: int = 0  # of the sequences
     device: str = "cpu"  # cpu, cuda, …
-    # Folder for probe.json and probe.png, or cursors.png; by default `probe` in that of the run.
+    # Folder for probe.json and probe.png, cursors.png or attention.png; by default `probe` in that of the run.
     output: Annotated[Path | None, arg(aliases=["-o"])] = None
 
     def run(self) -> None:
@@ -245,12 +246,21 @@ class Probe:
 
         console, out = Console(), self.output or self.folder / "probe"
         source = Source(self.folder, self.checkpoint, self.device)
-        if self.cursors:
-            from deadreckon.lab.probe.cursors import Pair, show
+        if self.cursors or self.attention:
+            import torch
 
-            question = self.question or source.question(self.data, self.length, self.seed)
-            answer = show(source.model, question, out / "cursors.png", Pair(self.layer, self.head, self.cursor))
-            console.print(answer, highlight=False)
+            from deadreckon.lab.probe import cursors, maps
+
+            if self.cursors:
+                cursors.layers_of(source.model)  # says so if there are no cursors to look at
+            question, said = self.question or source.question(self.data, self.length, self.seed), ""
+            torch.manual_seed(self.seed)  # for encodings that draw
+            if self.attention:
+                said = maps.show(source.model, question, out / "attention.png", (self.layer, self.head))
+            if self.cursors:
+                pair = cursors.Pair(self.layer, self.head, self.cursor)
+                said = cursors.show(source.model, question, out / "cursors.png", pair)
+            console.print(said, highlight=False)
         else:
             tokens, labels, usual = source.rows(self.data, self.rows, self.length, self.seed)
             rows, length = tokens.shape

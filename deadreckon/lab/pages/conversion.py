@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,7 +28,7 @@ from deadreckon.lab.pages.comparison import Comparison, Test, paired_difference
 from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.conversion import STAGES, Conversion
-from deadreckon.lab.training.conversion import convert_run
+from deadreckon.lab.training.conversion import convert_run, score_before
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.runs import Run
 from deadreckon.lab.training.trainer import quiet_transformers
@@ -53,8 +53,7 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
             written[name], speed = continue_greedily(model, prompts)
             report[name] = measure(model, conversion) | {"writing": speed}
             if name == "teacher":  # as students are scored while they are trained
-                alone = replace(conversion.test_recipe(), test_lengths=(conversion.length,))
-                report[name]["at_length"] = next(iter(evaluate(model, alone))).texts
+                report[name]["at_length"] = score_before(conversion, out, device)[name][0].texts
         for folder in conversion.beside:
             model = load_start(folder).to(device).eval()
             speed = continue_greedily(model, prompts)[1]

@@ -4,7 +4,8 @@
 
 `deadreckon probe` does that for the model of a run. `theory` has the paper's closed forms and bounds, `transport`
 estimates means of routes, `attention` looks at a few queries, `layers` makes a head's findings of both, and `reach`
-says how long a context that bears. Apart from these, `cursors` reads what PRISM's cursors do.
+says how long a context that bears. Apart from these, `cursors` reads what PRISM's cursors do, and
+`maps` what heads look at.
 """
 
 from deadreckon.lab.probe.findings import Findings

@@ -5,6 +5,8 @@ Only sampled queries are looked at, (B, H, Q, T) numbers a layer, so that sequen
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -19,6 +21,46 @@ BLOCK = 64  # tokens whose Householder steps are taken at once
 def per_head(x: Tensor, heads: int) -> Tensor:
     """(B, T, 1 | H | Hq, …) to (B, T, Hq, …)."""
     return x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def vectors_of(layer: dr.AttentionLayer, x: Tensor, context: dr.Context) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a layer (B, T, Hq, ·), as attention sees them, from what its encoding was given."""
+    width = layer.sizes.head_dim
+    q, k, v = (norm(project(x).unflatten(-1, (-1, width))) for norm, project in (
+        (layer.q_norm, layer.q_proj), (layer.k_norm, layer.k_proj), (torch.nn.Identity(), layer.v_proj)
+    ))  # fmt: skip
+    q, k = layer.encoding.widen(q, k, x, context)
+    q, k, v = (per_head(t if t.dtype == torch.float64 else t.float(), layer.sizes.n_heads) for t in (q, k, v))
+    return q, k, v
+
+
+@torch.no_grad()
+def maps_of(model: dr.DeadReckonForCausalLM, tokens: Tensor) -> Tensor:
+    """The weights of all heads on tokens (1, T), of any encoding: (layers, Hq, T, T), a row for each query."""
+    model.eval()
+    layers: list[Any] = [part.get_submodule("self_attn") for part in model.model.layers]
+    went_in: dict[Any, Any] = {}
+    hooks = [
+        layer.encoding.register_forward_hook(
+            lambda _, inputs, factors, layer=layer: went_in.update({layer: (*inputs[:2], factors)})
+        )
+        for layer in layers
+    ]
+    try:
+        model.model(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    maps = []
+    for layer in layers:
+        x, context, factors = went_in[layer]
+        q, k, _ = vectors_of(layer, x, context)
+        gates = gates_of(factors.log_gate, x, layer.sizes.n_heads)
+        logits = logits_of(q, k, factors.transport, layer.sizes.head_dim**-0.5, places)
+        sums = None if gates is None else gate_sums(gates, places)
+        maps.append(weights_of(logits, sums, factors.score, places.unsqueeze(-1) - places)[0])
+    return torch.stack(maps)
 
 
 def turn(x: Tensor, phase: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.pages.pictures import COLOURS, drawing
+from deadreckon.lab.probe.attention import maps_of
 from deadreckon.tasks import task
 
 
@@ -44,6 +45,11 @@ def words(tokens: Tensor) -> list[str]:
     return [task.ALPHABET[token] if token < len(task.ALPHABET) else "?" for token in tokens.tolist()]
 
 
+def written(spelt: list[str]) -> str:
+    """Such words in a line."""
+    return (" " if max(map(len, spelt)) > 1 else "").join(spelt)
+
+
 def answer(model: dr.DeadReckonForCausalLM, question: str) -> tuple[Tensor, int]:
     """Tokens (1, T) of a question, = and what the model says to it, and how many of them it was asked.
 
@@ -54,7 +60,10 @@ def answer(model: dr.DeadReckonForCausalLM, question: str) -> tuple[Tensor, int]
     if given.strip():
         return task.encode(question).to(model.device), asked.shape[1]
     room = 4 * asked.shape[1] + 20
-    said = model.generate(asked, max_new_tokens=room, do_sample=False, eos_token_id=task.END, pad_token_id=task.PAD)
+    said = model.generate(
+        asked, max_new_tokens=room, do_sample=False, eos_token_id=task.END, pad_token_id=task.PAD,
+        use_cache=False,  # some encodings have none
+    )  # fmt: skip
     return said, asked.shape[1]
 
 
@@ -68,30 +77,19 @@ def layers_of(model: dr.DeadReckonForCausalLM) -> list[Any]:
 
 @torch.no_grad()
 def trace(model: dr.DeadReckonForCausalLM, tokens: Tensor, asked: int, pair: Pair = ANY) -> Trace:
-    """Runs tokens (1, T) and reads one head; by default that to whose logits position adds most."""
-    model.eval()
+    """Reads one head on tokens (1, T); by default that to whose logits position adds most."""
     layers = layers_of(model)
     layer, head, cursor = _choose(layers, pair)
     attention = layers[layer]
     owner = layers[attention.encoding.source]
-    caught: dict[str, Any] = {}
-    hooks = [
-        owner.encoding.cursors.register_forward_pre_hook(lambda _, inputs: caught.update(before=inputs)),
-        attention.q_proj.register_forward_pre_hook(lambda _, inputs: caught.update(x=inputs[0])),
-        attention.q_norm.register_forward_hook(lambda _, inputs, output: caught.update(q=output)),
-        attention.k_norm.register_forward_hook(lambda _, inputs, output: caught.update(k=output)),
-    ]
+    caught: list[Any] = []
+    hook = owner.encoding.cursors.register_forward_pre_hook(lambda _, inputs: caught.append(inputs))
     try:
-        model(tokens)
+        weights = maps_of(model, tokens)[layer, head]
     finally:
-        for hook in hooks:
-            hook.remove()
-    x, context, _ = caught["before"]
+        hook.remove()
+    x, context, _ = caught[0]
     reading = owner.encoding.cursors.read(x, context)
-    q, k = attention.encoding.widen(caught["q"], caught["k"], caught["x"], context)
-    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    logits = (q[0, :, head] @ k[0, :, head].T) * attention.sizes.head_dim**-0.5
-    weights = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf).softmax(-1)
 
     def of_head(name: str) -> tuple[Tensor, Tensor]:  # (T, C, ·) of queries, of keys
         streams = getattr(reading, name).of_layers()[layer - attention.encoding.source]
@@ -124,8 +122,7 @@ def show(model: dr.DeadReckonForCausalLM, question: str, path: Path, pair: Pair 
     """Lets the model answer, draws what its cursors did, and returns the whole as text."""
     tokens, asked = answer(model, question)
     cursors_picture(trace(model, tokens, asked, pair), path)
-    spelt = words(tokens[0])
-    return (" " if max(map(len, spelt)) > 1 else "").join(spelt)
+    return written(words(tokens[0]))
 
 
 def cursors_picture(trace: Trace, path: Path) -> None:

@@ -49,11 +49,7 @@ def probe_layer(
     if any(getattr(factors, field) is not None for field in beyond):
         raise UndefinedError(f"{name} adds {', '.join(beyond)} to the equation, which the probe does not know")
     heads, width = layer.sizes.n_heads, layer.sizes.head_dim
-    q, k, v = (norm(project(x).unflatten(-1, (-1, width))) for norm, project in (
-        (layer.q_norm, layer.q_proj), (layer.k_norm, layer.k_proj), (torch.nn.Identity(), layer.v_proj)
-    ))  # fmt: skip
-    q, k = layer.encoding.widen(q, k, x, context)
-    q, k, v = (attention.per_head(t if t.dtype == torch.float64 else t.float(), heads) for t in (q, k, v))
+    q, k, v = attention.vectors_of(layer, x, context)
     transport, gates = factors.transport, attention.gates_of(factors.log_gate, x, heads)
     mixing = _mixing(transport, heads, options)
     windows = [_window(one, x.shape[1], options) for one in mixing]

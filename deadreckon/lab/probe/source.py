@@ -11,7 +11,6 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device
-from deadreckon.lab.probe.cursors import layers_of
 from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
 from deadreckon.tasks import TASKS
@@ -63,7 +62,6 @@ class Source:
 
     def question(self, data: str, length: int, seed: int) -> str:
         """That of one row, as long as in training unless a length is given."""
-        layers_of(self.model)  # says so if there are no cursors to look at
         if self.run is not None and not data:
             length = length or self.run.recipe.length
         row = self.rows(data, 1, length, seed).tokens[0]

@@ -1,6 +1,7 @@
 """Carries out a conversion: the start, its stages as runs, and the model that is left, in one folder.
 
     OUT/start                  the model before training
+    OUT/before.json            scores of teacher and start, in the tests that the student meets while it is trained
     OUT/align, OUT/distil, …   runs, as `deadreckon train` makes them
     OUT                        the result for from_pretrained, and its tokenizer
 
@@ -9,7 +10,9 @@ If killed, the same command resumes: finished stages are used as they are.
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +22,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 import deadreckon as dr
 from deadreckon.lab.environment import check_device, check_model
-from deadreckon.lab.files import recover, replacing
+from deadreckon.lab.evaluation import Score, evaluate
+from deadreckon.lab.files import recover, replacing, write_text
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.recipes.texts import fast_tokenizer
+from deadreckon.lab.training.display import Gap
 from deadreckon.lab.training.distillation import load_source, load_start, load_teacher
 from deadreckon.lab.training.ranks import processes
 from deadreckon.lab.training.trainer import quiet_transformers, train_run
@@ -42,9 +47,12 @@ def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", conso
         make_start(conversion, out / "start", console)
         if not conversion.departs and {"align", "distil"} & {stage for stage, _ in recipes}:
             console.print("An exact start has nothing to learn from its teacher: align and distil add noise alone.")
-        latest = out / "start"
+        with console.status(f"scoring {conversion.source} and {out / 'start'}"):
+            before = score_before(conversion, out, device)
+        latest, gap = out / "start", Gap(before["teacher"])
+        gap.note(before["start"])
         for stage, recipe in recipes:
-            train_run(recipe, out / stage, device=device, console=console)
+            train_run(recipe, out / stage, device=device, console=console, gap=gap)
             latest = out / stage / "last"
         model = load_start(str(latest))
         if conversion.drop_rope:
@@ -92,6 +100,18 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
     rows, _ = conversion.test_recipe().make_task("held out").sample(1, 64, torch.Generator().manual_seed(0))
     off = difference(student, load_teacher(conversion.source), rows)
     console.print(f"{folder}: logits {off:.1e} of their range off the source's", highlight=False, soft_wrap=True)
+
+
+def score_before(conversion: Conversion, out: Path, device: str) -> dict[str, list[Score]]:
+    """Scores of "teacher" and "start" at the training length, as stages score the student; computed once."""
+    path, recipe = out / "before.json", replace(conversion.test_recipe(), test_lengths=(conversion.length,))
+    if not path.exists():
+        scores = {}
+        for name, folder, load in (("teacher", conversion.source, load_teacher), ("start", out / "start", load_start)):
+            model = load(str(folder)).to(device).eval()
+            scores[name] = [asdict(one) for one in evaluate(model, recipe)]
+        write_text(path, json.dumps(scores) + "\n")
+    return {name: [Score(**one) for one in found] for name, found in json.loads(path.read_text()).items()}
 
 
 @torch.no_grad()

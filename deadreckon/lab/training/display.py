@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
+from statistics import mean
 from types import TracebackType
 
 from rich.console import Console
@@ -11,7 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from deadreckon.lab.evaluation import Score, format_value
+from deadreckon.lab.evaluation import Place, Score, format_value
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.engine import Step
 
@@ -51,17 +53,38 @@ class Countdown:
         return words
 
 
+class Gap:
+    """What a student's loss is above its teacher's on the same texts, by the last evaluation that tells it.
+
+    Args:
+        teacher: its scores, where the student will be scored; none if there is no teacher.
+    """
+
+    def __init__(self, teacher: Iterable[Score] = ()) -> None:
+        self.expected: dict[Place, Score] = {one.place: one for one in teacher}
+        self.words = ""
+
+    def note(self, scores: Iterable[Score]) -> None:
+        """Takes over what an evaluation of the student tells."""
+        for one in scores:
+            expected = self.expected.get(one.place)
+            if expected is not None and len(one.texts) == len(expected.texts) > 0:
+                nats = mean(one.texts) - mean(expected.texts)
+                self.words = f"gap to the teacher {nats:+.4f} nats at {one.axis} {one.length}"
+
+
 class Display:
     """Shows steps, loss, tokens per second and the time that is left.
 
     Args:
         title: what is being trained.
+        gap: to the teacher, which is shown as soon as it is known.
         done: steps that were taken before.
     """
 
-    def __init__(self, console: Console, title: str, recipe: Recipe, done: int = 0) -> None:
+    def __init__(self, console: Console, title: str, recipe: Recipe, gap: Gap, done: int = 0) -> None:
         self.console, self.title, self.recipe = console, title, recipe
-        self.done = done
+        self.gap, self.done = gap, done
         self.loss: float | None = None
         self.score: Score | None = None
         self.printed = time.perf_counter()
@@ -108,6 +131,8 @@ class Display:
         if self.score is not None:
             metric = self.recipe.metric
             words.append(f"{metric} {format_value(metric, self.score.value(metric))}")
+        if self.gap.words:
+            words.append(self.gap.words)
         words.append(f"{self.speed:,.0f} tokens/s")
         if taken := len(self.recent) - 1:
             pace = (self.recent[-1][0] - self.recent[0][0]) / taken

@@ -3,7 +3,7 @@
     recipe.json         everything that decides the result
     environment.json    each time it was started: date, command, machine, versions, commit
     metrics.jsonl       a line for each logged step
-    evaluations.jsonl   scores while training, where the recipe reports the best three of them
+    evaluations.jsonl   scores while training, where the recipe reports more than the last of them
     last/, best/        checkpoints: models for from_pretrained; the last one with the optimizer's state
     scores.json         by test and length
 
@@ -203,6 +203,10 @@ class Run:
     def add_evaluation(self, step: int, scores: Iterable[Score]) -> None:
         """Keeps scores while training."""
         add_lines(self.path / "evaluations.jsonl", [{"step": step, "scores": [asdict(score) for score in scores]}])
+
+    def evaluated(self) -> list[Score]:
+        """The scores of the last evaluation while training; none before there was one."""
+        return [Score(**one) for line in self.lines("evaluations")[-1:] for one in line["scores"]]
 
     def cut_lines(self, step: int) -> None:
         """Removes what was logged after a step: those steps are taken again."""

@@ -21,7 +21,7 @@ from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_val
 from deadreckon.lab.files import format_line
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.checkpoints import Writer
-from deadreckon.lab.training.display import Countdown, Display, format_seconds
+from deadreckon.lab.training.display import Countdown, Display, Gap, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
 from deadreckon.lab.training.ranks import Ranks
 from deadreckon.lab.training.runs import Progress, Run, load_for_tests
@@ -40,6 +40,7 @@ def train_run(
     console: Console | None = None,
     tensorboard: bool = False,
     ranks: Ranks | None = None,
+    gap: Gap | None = None,
 ) -> Run:
     """Trains and scores a run, resuming from its last checkpoint. A finished run is only scored where it was not.
 
@@ -47,8 +48,9 @@ def train_run(
         out: the run's folder.
         tensorboard: also write metrics for TensorBoard, there.
         ranks: the processes that train it together, which all must call this; the first writes.
+        gap: to the teacher, as far as it is known: it is shown, and learns from evaluations.
     """
-    ranks = ranks or Ranks()
+    ranks, gap = ranks or Ranks(), gap or Gap()
     console = ranks.console(console)
     check_device(device)
     recipe.make_task(), places_to_test(recipe)  # so that a bad recipe fails before anything is written
@@ -56,20 +58,21 @@ def train_run(
     ranks.same(None)  # others wait until it is there
     run = run or Run.create(out, recipe)
     with run.locked() if ranks.first else nullcontext(), quiet_transformers():
+        gap.note(run.evaluated())
         if not ranks.same(run.finished):
-            _train(run, device, console, tensorboard, ranks)
+            _train(run, device, console, tensorboard, ranks, gap)
         score_run(run, device=device, console=console, ranks=ranks)
         ranks.same(None)  # others wait until it is written
     return run
 
 
-def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ranks) -> None:
+def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ranks, gap: Gap) -> None:
     recipe = run.recipe
     training, progress = run.restore(device, ranks)
     if ranks.first:
         _note_start(run, progress, device, console)
     began = saved = time.perf_counter()
-    display = Display(console, str(run.path), recipe, training.done)
+    display = Display(console, str(run.path), recipe, gap, training.done)
     logging_to = metrics_log(run, tensorboard) if ranks.first else nullcontext(_unlogged)
     with display, logging_to as log, noticing_signals() as came, Writer(ranks) as writer:
         while training.done < recipe.steps and not progress.ended:
@@ -77,7 +80,7 @@ def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ra
             due = step.number % recipe.evaluate_every == 0 or step.number == recipe.steps
             logged = due or step.number % recipe.log_every == 0
             display.step(step, logged)
-            validation = validate(run, training) if due else None
+            validation = validate(run, training, gap) if due else None
             if logged:
                 log(step.number, _line(recipe, step, validation, display.speed))
             progress = replace(progress, step=step.number, tokens=progress.tokens + step.tokens)
@@ -142,8 +145,8 @@ def _note_start(run: Run, progress: Progress, device: str, console: Console) -> 
     run.note_start(device)
 
 
-def validate(run: Run, training: Training) -> Score:
-    """A score on fresh sequences of the training length; and all tests, where the best of them are reported.
+def validate(run: Run, training: Training, gap: Gap) -> Score:
+    """A score on fresh sequences of the training length; and all tests, where more than the last are kept.
 
     All ranks must ask; they share the rows.
     """
@@ -151,6 +154,7 @@ def validate(run: Run, training: Training) -> Score:
     if recipe.reporting != "last":
         tested, metrics = model_for_tests(model, recipe), ranks.same(run.metrics() if ranks.first else [])
         found = list(evaluate(tested, recipe, metrics, share=ranks.share))
+        gap.note(found)
         if ranks.first:
             run.add_evaluation(training.done, found)
     condition = next(iter(recipe.conditions))
