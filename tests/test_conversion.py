@@ -320,6 +320,7 @@ def mean_loss(plan: Conversion, model: dr.DeadReckonForCausalLM) -> float:
 def test_bad_conversions(changes: dict[str, Any], message: str, teacher: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         convert_run(conversion(teacher, **changes), tmp_path, console=quiet())
+    assert not (tmp_path / "before.json").exists()  # before anything that takes time
 
 
 def test_pages_are_of_conversions(tmp_path: Path) -> None:

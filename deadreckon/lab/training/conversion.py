@@ -27,7 +27,7 @@ from deadreckon.lab.files import recover, replacing, write_text
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.recipes.texts import fast_tokenizer
 from deadreckon.lab.training.display import Gap
-from deadreckon.lab.training.distillation import load_source, load_start, load_teacher
+from deadreckon.lab.training.distillation import freeze, load_source, load_start, load_teacher
 from deadreckon.lab.training.ranks import processes
 from deadreckon.lab.training.trainer import quiet_transformers, train_run
 from deadreckon.tasks.language import Language
@@ -90,6 +90,7 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
     torch.manual_seed(conversion.seed)
     source = load_source(conversion.source)
     student = dr.convert_model(source, conversion.begun, exact=not conversion.departs)
+    freeze(student, conversion.freeze)  # bad ones fail before anything is written or scored
     if conversion.drop_rope:
         for name, factor in student.named_buffers():
             if name.endswith(".new_factor"):
