@@ -37,6 +37,8 @@ from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 from deadreckon.ops.triton import pointwise, token
 from deadreckon.ops.triton.attend import attend_fused
 from deadreckon.ops.triton.directions import directions_forward
+from deadreckon.ops.triton.loss import cross_entropy_
+from deadreckon.ops.triton.norm import ResidualNorm
 from deadreckon.ops.triton.power.operator import attend_power
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -185,6 +187,15 @@ def call_pointwise(dtype: torch.dtype) -> None:
     pointwise.strength(gate.detach())
 
 
+def call_around(dtype: torch.dtype, width: int) -> None:
+    """What lies around attention and MLPs: residuals with their norms, and the loss."""
+    x, y = torch.randn(40, width, requires_grad=True), torch.randn(40, width).to(dtype).requires_grad_()
+    total, normed = ResidualNorm.apply(x, y, torch.ones(width), 1e-6, dtype)
+    (total.sum() + normed.sum()).backward()
+    ResidualNorm.apply(x, None, torch.ones(width), 1e-6, dtype)[1].sum().backward()
+    cross_entropy_(torch.randn(40, 4 * width).to(dtype), torch.zeros(40, 1).long(), True)
+
+
 JITFunction.run = compile_only  # type: ignore[method-assign]
 deadreckon.ops.triton.householder.levels.backend_for = lambda x: None  # type: ignore[attr-defined]
 deadreckon.ops.triton.tiles.shared_memory = lambda x: SHARED >> 10
@@ -197,6 +208,7 @@ decode(torch.bfloat16, 64, gated=False, routes=True, turns=True)
 call_directions(torch.bfloat16, 64)
 call_token(torch.bfloat16, 64)
 call_pointwise(torch.bfloat16)
+call_around(torch.bfloat16, 512)
 call_filter(torch.bfloat16, 20, 512, copy=True)
 call_power(torch.bfloat16, 1100, 2, 64, 2, True)
 if not QUICK:

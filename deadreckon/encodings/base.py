@@ -124,9 +124,11 @@ class Encoding(SelfInitialised, nn.Module, ABC):
     Attributes:
         saved_without: options whose default has changed since models were saved without them, and what these models
             have. Saved configurations spell them out.
+        precise: whether `widen` reads the layer's input itself: not rounded, under autocast, to what linear maps read.
     """
 
     saved_without: ClassVar[dict[str, Any]] = {}
+    precise: ClassVar[bool] = False
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
         """Called once on the embeddings, before the first layer, for encodings that are added there."""

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from deadreckon.ops.modules import is_plain
 from deadreckon.ops.pointwise import at_least_single, has_kernels, log_gate, strength
 from deadreckon.ops.token import maps_of_token
 
@@ -101,10 +102,8 @@ def in_step(x: Tensor, *parts: nn.Module) -> bool:
         and not torch.is_grad_enabled()
         and all(
             isinstance(part, Projection)  # not an adapter in its place, such as LoRA's
-            and type(part.weight) is nn.Parameter
+            and is_plain(part)
             and part.weight.is_contiguous()
-            and not (part._forward_hooks or part._forward_pre_hooks)
-            and "forward" not in vars(part)  # as accelerate brings weights from where they are offloaded to
             for part in parts
         )
     )

@@ -52,6 +52,8 @@ class Prism(Encoding):
             input is that of the layer's attention.
     """
 
+    precise = True  # its recurrent network carries what it reads from token to token
+
     def __init__(
         self,
         sizes: Sizes,

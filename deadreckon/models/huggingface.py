@@ -25,6 +25,7 @@ from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first,
 from deadreckon.models.state import LayerState
 from deadreckon.models.tools import offer_lora_targets, refuse_unknown
 from deadreckon.ops.attention import check_documents
+from deadreckon.ops.norm import residual_norm
 from deadreckon.ops.pointwise import swiglu
 from deadreckon.ops.tracing import cast_once, traced
 
@@ -68,8 +69,10 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
-        x = x + self.self_attn.attend(self.input_layernorm(x), context, state)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attention = self.self_attn
+        x, normed = residual_norm(self.input_layernorm, x, cast=not attention.encoding.precise)
+        x, normed = residual_norm(self.post_attention_layernorm, x, attention.attend(normed, context, state))
+        return x + self.mlp(normed)
 
 
 class DeadReckonPreTrainedModel(PreTrainedModel):

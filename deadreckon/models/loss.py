@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deadreckon.ops.pointwise import has_kernels
+
 IGNORED = -100  # labels without loss
 CHUNK = 1 << 13  # tokens
 
@@ -26,6 +28,20 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     """
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels)
     return loss
+
+
+def _cross_entropy_(logits: Tensor, targets: Tensor, learn: bool) -> Tensor:
+    """The losses (N, 1) of logits (N, V) and targets (N, 1); with `learn` gradients take the logits' place."""
+    if has_kernels(logits):
+        from deadreckon.ops.triton.loss import cross_entropy_
+
+        return cross_entropy_(logits, targets, learn).unsqueeze(1)
+    logp = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    losses = -logp.gather(1, targets)
+    if learn:
+        torch.exp(logp, out=logits)  # softmax, less one at the target
+        logits.scatter_add_(1, targets, logits.new_full((), -1.0).expand_as(targets))
+    return losses
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -45,12 +61,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss = torch.zeros((), dtype=exact, device=hidden.device)
             for start in range(0, len(inputs), CHUNK):
                 part = slice(start, start + CHUNK)
-                logits = inputs[part] @ head.T  # (chunk, V)
-                logp = logits.log_softmax(-1, dtype=exact)
-                loss -= (logp.gather(1, targets[part]) * scored[part]).sum()
+                grad = inputs[part] @ head.T  # (chunk, V), as yet the logits
+                loss += _cross_entropy_(grad, targets[part], learning).masked_fill(~scored[part], 0).sum()
                 if grad_hidden is not None and grad_weight is not None:
-                    grad = torch.exp(logp, out=logits)  # in place of the logits: softmax, less one at the target
-                    grad.scatter_add_(1, targets[part], grad.new_full((), -1.0).expand_as(targets[part]))
                     torch.mm(grad, head, out=grad_hidden[part])
                     grad_weight += grad.T @ inputs[part]
             if grad_hidden is not None and grad_weight is not None:

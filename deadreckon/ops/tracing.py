@@ -56,8 +56,13 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The type in which a linear map reads x."""
+    if x.dtype != torch.float32 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def cast_once(x: Tensor) -> Tensor:
     """x as autocast hands it to a linear map: each map that reads x would cast it anew, and keep its own copy."""
-    if x.dtype != torch.float32 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    return x.to(autocast_dtype(x))

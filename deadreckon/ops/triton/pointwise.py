@@ -3,6 +3,9 @@
 swiglu     y = silu(g) · u;  backward from g and u alone, where PyTorch keeps silu(g), too
 strength   β = 2σ(a), in float32
 log gate   log f = scale · log σ(a), in float32
+
+COUNT is one of the arguments that Triton looks at: of a multiple of 16 numbers each thread loads and stores eight at a
+time, of which it could not know otherwise whether all are there.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ def log_sigmoid(b_x):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["COUNT"])
+@triton.jit
 def _swiglu(p_gate, p_up, p_y, COUNT, BLOCK: tl.constexpr):
     at, mask = _place(COUNT, BLOCK)
     b_gate = tl.load(p_gate + at, mask=mask, other=0.0).to(tl.float32)
@@ -53,7 +56,7 @@ def _swiglu(p_gate, p_up, p_y, COUNT, BLOCK: tl.constexpr):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["COUNT"])
+@triton.jit
 def _swiglu_backward(p_grad, p_gate, p_up, p_dgate, p_dup, COUNT, BLOCK: tl.constexpr):
     at, mask = _place(COUNT, BLOCK)
     b_grad = tl.load(p_grad + at, mask=mask, other=0.0).to(tl.float32)
@@ -65,14 +68,14 @@ def _swiglu_backward(p_grad, p_gate, p_up, p_dgate, p_dup, COUNT, BLOCK: tl.cons
 
 
 @Kernel
-@triton.jit(do_not_specialize=["COUNT"])
+@triton.jit
 def _strength(p_logit, p_y, COUNT, BLOCK: tl.constexpr):
     at, mask = _place(COUNT, BLOCK)
     tl.store(p_y + at, 2 * sigmoid(tl.load(p_logit + at, mask=mask, other=0.0).to(tl.float32)), mask=mask)
 
 
 @Kernel
-@triton.jit(do_not_specialize=["COUNT"])
+@triton.jit
 def _log_gate(p_logit, p_y, scale, COUNT, BLOCK: tl.constexpr):
     at, mask = _place(COUNT, BLOCK)
     b_logit = tl.load(p_logit + at, mask=mask, other=0.0).to(tl.float32)

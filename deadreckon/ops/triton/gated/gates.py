@@ -94,11 +94,30 @@ def longest(x: Tensor) -> Tensor:
     return squares.amax(2).sqrt()
 
 
+@Kernel
+@triton.jit(do_not_specialize=["T", "TILES", "HEADS"])
+def _growth(p_w, p_beta, p_out, s_w, s_beta, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
+    pid = tl.program_id(0)
+    i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
+    row = i_tile * 64 + tl.arange(0, 64)
+    b_w = load_rows(p_w + i_b * s_w[0] + i_h * s_w[2], row, s_w[1], tl.arange(0, BW), row < T, W, BW).to(tl.float32)
+    p_beta += i_b * s_beta[0] + i_h * s_beta[2]
+    b_beta = tl.load(p_beta + row.to(tl.int64) * s_beta[1], mask=row < T, other=0.0).to(tl.float32)
+    # Of what lies along w; all else stays as it is.
+    b_norm = tl.abs(1 - b_beta * tl.sum(b_w * b_w, 1))
+    b_log = tl.where(b_norm > 1, tl.log(b_norm), b_norm * 0)  # what is no number stays none
+    tl.store(p_out + (i_b * HEADS + i_h) * TILES + i_tile, tl.sum(b_log, 0))
+
+
 def growth_of(w: Tensor, beta: Tensor) -> Tensor:
     """How many times as long steps I − β w wᵀ may make a vector: (B·H, 1), 1 where β is in 0..2 and ‖w‖ is 1."""
-    square = torch.linalg.vector_norm(w, dim=-1, dtype=torch.float32).square()
-    norm = (1 - beta * square).abs()  # (B, T, H): of what lies along w; all else stays as it is
-    return norm.clamp(min=1).log().sum(1).clamp(max=60).exp().view(-1, 1)  # more than 60 prunes no less
+    batch, length, heads, width = w.shape
+    tiles = ceil_div(length, 64)
+    logs = w.new_empty(batch * heads, tiles, dtype=torch.float32)
+    _growth[(batch * heads * tiles,)](
+        w, beta, logs, *strides(w), beta.stride(), length, tiles, heads, W=width, BW=padded(width), num_warps=4
+    )
+    return logs.sum(1, keepdim=True).clamp(max=60).exp()  # more than 60 prunes no less
 
 
 def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float, growth: Tensor | float = 1.0) -> Reach:

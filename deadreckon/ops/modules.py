@@ -1,0 +1,14 @@
+"""Modules whose work a kernel may do in their place."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def is_plain(part: nn.Module) -> bool:
+    """Whether a module does what its class says with its own parameters and no more, so that it need not be called."""
+    return (
+        all(type(x) is nn.Parameter for x in part._parameters.values() if x is not None)  # no shards
+        and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+        and "forward" not in vars(part)  # as accelerate brings weights from where they are offloaded to
+    )
