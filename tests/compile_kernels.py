@@ -178,6 +178,9 @@ def call_token(dtype: torch.dtype, width: int) -> None:
     token.maps(x, [*parts, (weight, None, "log gate", 1.0)])
     up, recent = torch.randn(8 * width, 32).to(dtype), torch.randn(1, 66, 8 * width).to(dtype)
     token.directions(x[..., :32], up, recent, torch.randn(3, 8 * width), torch.zeros(1, 1).long(), 8, "none", 0.0)
+    token.directions(
+        x[..., :32], up, recent, torch.randn(4, 8 * width), torch.zeros(1, 1).long(), 8, "none", 0.0, False
+    )
 
 
 def call_pointwise(dtype: torch.dtype) -> None:

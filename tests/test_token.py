@@ -15,6 +15,7 @@ from torch.nn.functional import linear, logsigmoid
 from transformers import DynamicCache
 
 from deadreckon.encodings import base, maps
+from deadreckon.ops.directions import convolve
 from deadreckon.ops.token import directions_of_token, maps_of_token
 
 __all__ = ["as_on_a_gpu"]  # a fixture
@@ -66,6 +67,11 @@ def test_directions_of_one_token(
     torch.testing.assert_close(w.cpu(), expected, **limit)
     torch.testing.assert_close(kept.cpu(), x[:, 1:], **limit)
     assert torch.equal(kept[:, :-1].cpu(), inputs[2][:, 1:].cpu())
+    filters = torch.randn(4, channels).double()  # of another width, and no unit vectors
+    plain, _ = directions_of_token(
+        *inputs[:3], filters.float().to(DEVICE), places.to(DEVICE), heads, "none", 0.0, False
+    )
+    torch.testing.assert_close(plain.flatten(2).cpu(), convolve(x, filters, places), **limit)
     inputs[3] = inputs[3].mT.contiguous().mT  # strides that a file of weights may have
     again, _ = directions_of_token(*inputs, places.to(DEVICE), heads, activation, epsilon)
     assert torch.equal(again, w)
@@ -87,7 +93,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(
     ("encoding", "expected"),
-    [("path-fox", ["maps", "directions"]), ("rope-path-fox", ["maps", "directions"]), ("conformal-sympow", ["maps"])],
+    [
+        ("path-fox", ["maps", "directions"]),
+        ("rope-path-fox", ["maps", "directions"]),
+        ("conformal-sympow", ["maps"]),
+        ("selective-rope", ["directions"]),
+    ],
 )
 @torch.no_grad()
 def test_steps_of_models_give_what_one_pass_gives(encoding: str, expected: list[str], launches: list[str]) -> None:

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from deadreckon.encodings.maps import PLAIN, Ending, Map, Projection, SelfInitialised, in_step, maps
 from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
+from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.saving import Formula
 from deadreckon.ops.token import directions_of_token
 
@@ -270,7 +271,9 @@ class ShortConvolution(SelfInitialised, nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        return context.from_rows(convolve(*self.inputs(x, context)))
+        """y (B, T, C), in float32 or more."""
+        rows, filters, places = self.inputs(x, context)
+        return context.from_rows(convolve(at_least_single(rows), filters, places))
 
     def inputs(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) with the tokens before it, the filters and places: what :func:`convolve` takes."""
@@ -289,6 +292,25 @@ class ShortConvolution(SelfInitialised, nn.Module):
                 kept = pad(kept, (0, 0, reach + CROPPABLE - kept.shape[1], 0))
             context.recent["convolution"] = kept
         return x, self.weight, context.positions
+
+    def of_token(
+        self,
+        low: Tensor,
+        up: Projection,
+        context: Context,
+        heads: int,
+        activation: str = "none",
+        epsilon: float = 0.0,
+        unit: bool = True,
+    ) -> Tensor | None:
+        """Of one more token, where a kernel can: the directions (B, 1, H, D) of `up` of low, or their convolution."""
+        recent = None if context.recent is None else context.recent.get("convolution")
+        if context.recent is None or recent is None or not in_step(low, up):
+            return None
+        y, context.recent["convolution"] = directions_of_token(
+            low, up.weight, recent, self.weight, context.positions, heads, activation, epsilon, unit
+        )
+        return y
 
 
 class HouseholderSteps(nn.Module):
@@ -349,15 +371,10 @@ class HouseholderSteps(nn.Module):
 
     def from_maps(self, low: Tensor, beta: Tensor, context: Context) -> Householder:
         """The steps from what `maps` make of an input."""
-        unit = partial(directions, heads=self.heads, activation=self.activation, epsilon=self.norm_eps)
-        recent = None if context.recent is None else context.recent.get("convolution")
-        if recent is not None and in_step(low, self.up):
-            assert context.recent is not None
-            w, context.recent["convolution"] = directions_of_token(
-                low, self.up.weight, recent, self.convolution.weight, context.positions, self.heads, self.activation,
-                self.norm_eps,
-            )  # fmt: skip
+        options: dict[str, Any] = {"heads": self.heads, "activation": self.activation, "epsilon": self.norm_eps}
+        if (w := self.convolution.of_token(low, self.up, context, **options)) is not None:
             return Householder(w, beta, self.recompute)
+        unit: Callable[..., Tensor] = partial(directions, **options)
         inputs = self.convolution.inputs(self.up(low), context)
         w = unit(*inputs)
         formula, w = Formula(w, unit, inputs), context.from_rows(w)

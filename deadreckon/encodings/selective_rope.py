@@ -16,7 +16,6 @@ from torch.nn.functional import normalize
 from deadreckon.encodings.base import Context, Encoding, ShortConvolution, Sizes
 from deadreckon.encodings.maps import Projection
 from deadreckon.ops.factors import Factors, Rotation
-from deadreckon.ops.pointwise import at_least_single
 
 
 class SelectiveRoPE(Encoding):
@@ -37,6 +36,7 @@ class SelectiveRoPE(Encoding):
     def forward(self, x: Tensor, context: Context) -> Factors:
         heads = self.sizes.n_heads if self.sizes.d_model % self.sizes.n_heads == 0 else 1
         share = normalize(x.unflatten(-1, (heads, -1)), dim=-1).flatten(-2)
-        chosen = self.convolution(self.up(self.down(share)), context)
-        chosen = at_least_single(chosen.unflatten(-1, (self.sizes.n_kv_heads, -1)))
+        low, heads = self.down(share), self.sizes.n_kv_heads
+        if (chosen := self.convolution.of_token(low, self.up, context, heads, unit=False)) is None:
+            chosen = self.convolution(self.up(low), context).unflatten(-1, (heads, -1))
         return Factors(Rotation(chosen * context.rope_angles(self.sizes.head_dim, self.base)))

@@ -1,4 +1,4 @@
-"""What PaTH and its kin compute from one more token by kernels: see `deadreckon/ops/triton/token.py`."""
+"""What encodings compute from one more token by kernels: see `deadreckon/ops/triton/token.py`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def maps_of_token(x: Tensor, parts: Sequence[tuple[Tensor, Tensor | None, str, f
 
 def directions_of_token(
     low: Tensor, up: Tensor, recent: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str,
-    epsilon: float,
+    epsilon: float, unit: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Directions (B, 1, H, D) of one more token from its low-rank map (B, 1, rank), and recent inputs with it."""
     from deadreckon.ops.triton.token import directions
 
-    return directions(low, up, recent, filters, places, heads, activation, epsilon)
+    return directions(low, up, recent, filters, places, heads, activation, epsilon, unit)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.directions import SMALLEST, WIDTH, silu
+from deadreckon.ops.triton.directions import SMALLEST, silu
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.pointwise import log_sigmoid, sigmoid
 from deadreckon.ops.triton.tiles import ceil_div, power_of_two
@@ -106,8 +106,8 @@ def maps(x: Tensor, parts: Sequence[tuple[Tensor, Tensor | None, str, float]]) -
 @triton.jit(do_not_specialize=["s_place"])
 def _directions(
     p_low, p_up, p_recent, p_filter, p_place, p_w, p_kept, s_place, R, S, C, D, epsilon,
-    BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, SMALLEST: tl.constexpr,
-    WIDTH: tl.constexpr,
+    BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr, SILU: tl.constexpr,
+    SMALLEST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane, rank, token = tl.arange(0, BD), tl.arange(0, BR), tl.arange(0, BS)
@@ -131,8 +131,9 @@ def _directions(
         b_a += b_x * tl.load(p_filter + lag * C + channel, mask=m_channel, other=0.0).to(tl.float32)
     if SILU:
         b_a = silu(b_a)
-    length = tl.sqrt(tl.maximum(tl.sum(b_a * b_a, 0) + epsilon, SMALLEST))
-    tl.store(p_w + i_b * C + channel, b_a / length, mask=m_channel)
+    if UNIT:
+        b_a /= tl.sqrt(tl.maximum(tl.sum(b_a * b_a, 0) + epsilon, SMALLEST))
+    tl.store(p_w + i_b * C + channel, b_a, mask=m_channel)
 
 
 def directions(
@@ -144,14 +145,17 @@ def directions(
     heads: int,
     activation: str,
     epsilon: float,
+    unit: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The direction w (B, 1, H, D) float32 of one more token, and recent inputs (B, S, C) that end with it.
+
+    Without `unit` it is the convolution itself, behind its activation.
 
     Args:
         low: (B, 1, rank).
         up: (C, rank) weights of the map from it.
-        recent: (B, S, C), the last S inputs of the convolution, two or more.
-        filters: (3, C).
+        recent: (B, S, C), the last S inputs of the convolution, as many as it looks back or more.
+        filters: (width, C).
         places: (B or 1, 1), how many tokens of its document come before.
     """
     low, recent, filters = low.contiguous(), recent.contiguous(), filters.contiguous()
@@ -162,6 +166,7 @@ def directions(
         _directions[(heads, batch)](
             low, up, recent, filters, places, w, kept, places.stride(0) if places.shape[0] > 1 else 0,
             low.shape[2], size, channels, width, epsilon, BR=power_of_two(low.shape[2]), BS=power_of_two(size),
-            BD=max(16, power_of_two(width)), SILU=activation == "silu", SMALLEST=SMALLEST, WIDTH=WIDTH, num_warps=4,
+            BD=max(16, power_of_two(width)), UNIT=unit, SILU=activation == "silu",
+            SMALLEST=SMALLEST, WIDTH=filters.shape[0], num_warps=4,
         )  # fmt: skip
     return w, kept
