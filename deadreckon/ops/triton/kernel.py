@@ -18,6 +18,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
 STAGES = 3  # Triton's own number of them
+NUMBERS = frozenset({int, float, bool, type(None)})  # arguments that are their own kind
 MOST = 4096  # kinds of calls that are remembered of a kernel: lengths may all be different
 
 
@@ -25,9 +26,12 @@ def _kind(argument: Any) -> Any:
     """What Triton may compile a kernel for, or more: numbers count with their values, tensors by type and alignment."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() & 15
-    if isinstance(argument, tuple):
-        return tuple([_kind(part) for part in argument])
-    return argument
+    return _kinds(argument) if isinstance(argument, tuple) else argument
+
+
+def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of all arguments: most are numbers, which take no call."""
+    return tuple([x if type(x) in NUMBERS else _kind(x) for x in arguments])
 
 
 class Kernel:
@@ -45,7 +49,7 @@ class Kernel:
 
     def launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Runs the kernel that is compiled for such arguments; compiles it, if there is none yet."""
-        key = arguments[0].get_device(), _kind(arguments), tuple(constants.items())
+        key = arguments[0].get_device(), _kinds(arguments), tuple(constants.items())
         known = self.compiled.get(key)
         if known is not None:
             kernel, rest = known
