@@ -7,7 +7,8 @@ In PyTorch these are a dozen passes forward and two dozen back. Backward, with d
     da = (dw − w (w · dw)) / √(‖a‖² + ε)      dx_t = Σ_i f_i ⊙ dy_{t+i}      df_i = Σ_t dy_t ⊙ x_{t−i}
 
 x (B, R + T, C) has R tokens of the piece before at its beginning; places (B or 1, T) say how many tokens of its
-document come before each. Sums over tokens are taken tile by tile, then over tiles: the same bits every time.
+document come before each. dy is written and read once more, since tokens need that of the two behind them. Sums over
+tokens are taken tile by tile, then over tiles: the same bits every time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from deadreckon.ops.triton.tiles import ceil_div, power_of_two
 
 WIDTH = 3  # tokens of the convolution
 TILE = 32  # tokens of a tile
-TILE_BACK = 16  # with more, threads have too few registers
 TILES = 16  # of one program on its way back: so many rows of a filter's gradient it adds up
+CHANNELS = 64  # of such a program
 SMALLEST = 1e-24  # of ‖a‖²: a direction of nothing but zeros stays that
 
 
@@ -69,64 +70,87 @@ def _forward(
     )
 
 
-@triton.jit
-def _arriving(
-    p_x, p_filter, p_place, p_grad, token, channel, m_channel, RECENT, T, C, epsilon,
-    SILU: tl.constexpr, SMALLEST: tl.constexpr, WIDTH: tl.constexpr,
+@Kernel
+@triton.jit(do_not_specialize=["RECENT", "T", "s_place"])
+def _arrive(
+    p_x, p_filter, p_place, p_grad, p_dy, s_place, RECENT, T, C, D, epsilon,
+    BD: tl.constexpr, TILE: tl.constexpr, SILU: tl.constexpr, SMALLEST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dy of these tokens (tokens, channels)."""
-    b_y = _convolved(p_x, p_filter, p_place, token, channel, m_channel, RECENT, T, C, WIDTH)
+    """dy of a tile of tokens."""
+    i_tile, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    token, lane = i_tile * TILE + tl.arange(0, TILE), tl.arange(0, BD)
+    channel, m_channel = i_h * D + lane, lane < D
+    b_y = _convolved(
+        p_x + i_b * (RECENT + T) * C, p_filter, p_place + i_b * s_place, token, channel, m_channel, RECENT, T, C, WIDTH
+    )
     b_a = b_y
     if SILU:
         b_a = silu(b_y)
     b_square = tl.sum(b_a * b_a, 1) + epsilon
     b_inverse = 1 / tl.sqrt(tl.maximum(b_square, SMALLEST))
-    mask = ((token >= 0) & (token < T))[:, None] & m_channel[None, :]
-    b_grad = tl.load(p_grad + token.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    mask = (token < T)[:, None] & m_channel[None, :]
+    offsets = i_b * T * C + token.to(tl.int64)[:, None] * C + channel[None, :]
+    b_grad = tl.load(p_grad + offsets, mask=mask, other=0.0).to(tl.float32)
     b_along = tl.sum(b_a * b_grad, 1) * tl.where(b_square > SMALLEST, b_inverse * b_inverse, 0.0)
     b_da = (b_grad - b_a * b_along[:, None]) * b_inverse[:, None]
     if SILU:
         b_gate = 1 / (1 + tl.exp(-b_y))
         b_da *= b_gate * (1 + b_y * (1 - b_gate))
-    return b_da
+    tl.store(p_dy + offsets, b_da, mask=mask)
+
+
+@triton.jit
+def _behind(p_dy, p_place, token, lag, channel, m_channel, T, C):
+    """dy of the tokens behind these by a lag, zeros where there is none or it is of another document."""
+    later = token + lag
+    there = (later >= 0) & (later < T)
+    there = there & (tl.load(p_place + later, mask=there, other=-1) >= lag)
+    mask = there[:, None] & m_channel[None, :]
+    return tl.load(p_dy + later.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _filter(p_filter, lag, channel, m_channel, C):
+    return tl.load(p_filter + lag * C + channel, mask=m_channel, other=0.0).to(tl.float32)[None, :]
 
 
 @Kernel
 @triton.jit(do_not_specialize=["RECENT", "T", "s_place"])
 def _backward(
-    p_x, p_filter, p_place, p_grad, p_dx, p_dfilter, s_place, RECENT, T, C, D, epsilon,
-    BD: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SILU: tl.constexpr, SMALLEST: tl.constexpr,
-    WIDTH: tl.constexpr,
+    p_x, p_filter, p_place, p_dy, p_dx, p_dfilter, s_place, RECENT, T, C,
+    BC: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """dx of TILES tiles of rows of x, and this program's part of df (programs, WIDTH, C)."""
-    i_part, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    lane = tl.arange(0, BD)
-    channel, m_channel = i_h * D + lane, lane < D
+    """dx of TILES tiles of rows of x, and this program's part of df (programs, 3, C)."""
+    i_part, i_b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    m_channel = channel < C
     p_x += i_b * (RECENT + T) * C
     p_dx += i_b * (RECENT + T) * C
-    p_grad += i_b * T * C
+    p_dy += i_b * T * C
     p_place += i_b * s_place
-    p_dfilter += (i_b * tl.num_programs(0) + i_part) * WIDTH * C
-    for lag in tl.static_range(WIDTH):
-        tl.store(p_dfilter + lag * C + channel, tl.zeros([BD], tl.float32), mask=m_channel)
+    b_f0 = _filter(p_filter, 0, channel, m_channel, C)
+    b_f1 = _filter(p_filter, 1, channel, m_channel, C)
+    b_f2 = _filter(p_filter, 2, channel, m_channel, C)
+    b_df0 = tl.zeros([BC], tl.float32)
+    b_df1 = tl.zeros([BC], tl.float32)
+    b_df2 = tl.zeros([BC], tl.float32)
     for tile in range(TILES):
         token = (i_part * TILES + tile) * TILE + tl.arange(0, TILE) - RECENT  # of the piece; before it below zero
         m_row = (token < T)[:, None] & m_channel[None, :]
         offsets = (token + RECENT).to(tl.int64)[:, None] * C + channel[None, :]
         b_x = tl.load(p_x + offsets, mask=m_row, other=0.0).to(tl.float32)
-        b_dx = tl.zeros([TILE, BD], tl.float32)
-        for lag in tl.static_range(WIDTH):  # what x does for the token after it, and the one after that
-            later = token + lag
-            b_dy = _arriving(
-                p_x, p_filter, p_place, p_grad, later, channel, m_channel, RECENT, T, C, epsilon, SILU, SMALLEST, WIDTH
-            )
-            b_place = tl.load(p_place + later, mask=(later >= 0) & (later < T), other=-1)
-            b_dy = tl.where((b_place >= lag)[:, None], b_dy, 0.0)
-            b_dx += b_dy * tl.load(p_filter + lag * C + channel, mask=m_channel, other=0.0).to(tl.float32)[None, :]
-            p_to = p_dfilter + lag * C + channel
-            b_before = tl.load(p_to, mask=m_channel, other=0.0)
-            tl.store(p_to, b_before + tl.sum(b_dy * b_x, 0), mask=m_channel)
-        tl.store(p_dx + offsets, b_dx.to(p_dx.dtype.element_ty), mask=m_row)
+        # What x does for its own token, the one after it, and the one after that.
+        b_0 = _behind(p_dy, p_place, token, 0, channel, m_channel, T, C)
+        b_1 = _behind(p_dy, p_place, token, 1, channel, m_channel, T, C)
+        b_2 = _behind(p_dy, p_place, token, 2, channel, m_channel, T, C)
+        tl.store(p_dx + offsets, (b_0 * b_f0 + b_1 * b_f1 + b_2 * b_f2).to(p_dx.dtype.element_ty), mask=m_row)
+        b_df0 += tl.sum(b_0 * b_x, 0)
+        b_df1 += tl.sum(b_1 * b_x, 0)
+        b_df2 += tl.sum(b_2 * b_x, 0)
+    p_dfilter += (i_b * tl.num_programs(0) + i_part) * 3 * C + channel
+    tl.store(p_dfilter, b_df0, mask=m_channel)
+    tl.store(p_dfilter + C, b_df1, mask=m_channel)
+    tl.store(p_dfilter + 2 * C, b_df2, mask=m_channel)
 
 
 def _options(filters: Tensor, heads: int, silu: bool) -> dict[str, Any]:
@@ -164,14 +188,26 @@ def directions_backward(
     x, filters, places, grad = (y.contiguous() for y in (x, filters, places, grad))
     batch, rows, channels = x.shape
     length = places.shape[1]
-    parts = ceil_div(rows, TILE_BACK * TILES)
-    dx = torch.empty_like(x)
+    parts, block = ceil_div(rows, TILE * TILES), min(CHANNELS, power_of_two(channels))
+    dx, dy = torch.empty_like(x), x.new_empty(batch, length, channels, dtype=torch.float32)
     partial = x.new_empty(batch * parts, WIDTH, channels, dtype=torch.float32)
+    sizes = places.stride(0) if places.shape[0] > 1 else 0, rows - length, length, channels
     with torch.cuda.device_of(x):
-        _backward[(parts, heads, batch)](
-            x, filters, places, grad, dx, partial, places.stride(0) if places.shape[0] > 1 else 0, rows - length,
-            length, channels, channels // heads, epsilon, TILE=TILE_BACK, TILES=TILES, **_options(filters, heads, silu),
-        )  # fmt: skip
+        _arrive[(ceil_div(length, TILE), heads, batch)](
+            x,
+            filters,
+            places,
+            grad,
+            dy,
+            *sizes,
+            channels // heads,
+            epsilon,
+            TILE=TILE,
+            **_options(filters, heads, silu),
+        )
+        _backward[(parts, ceil_div(channels, block), batch)](
+            x, filters, places, dy, dx, partial, *sizes, BC=block, TILE=TILE, TILES=TILES, num_warps=8
+        )
     return dx, partial.sum(0).to(filters.dtype)
 
 
