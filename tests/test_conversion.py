@@ -234,6 +234,26 @@ def test_divergences_are_those_of_the_definition(teacher: Path) -> None:
     assert all(p.grad is None for p in expected.parameters())
 
 
+@pytest.mark.parametrize("scored", [1, 0])
+def test_parts_of_a_batch_without_scored_tokens(scored: int, teacher: Path, tmp_path: Path) -> None:
+    """They add nothing, and a batch of them alone changes nothing but what AdamW keeps and decays."""
+    cold = conversion(teacher, encoding="path-fox", cold=True, stages=(), changes=(*SMALL, "steps=4", "accumulate=2"))
+    convert_run(cold, tmp_path, console=quiet())
+    ((_, recipe),) = replace(cold, stages=("distil",)).recipes(tmp_path)
+    training, _ = Run.create(tmp_path / "run", recipe).restore("cpu")
+    assert isinstance(training, Training) and training.teacher is not None
+    tokens = torch.randint(0, 260, (2, 20), generator=torch.Generator().manual_seed(0))
+    silent = torch.full_like(tokens, -100)
+    some = Batch(tokens, tokens if scored else silent)
+    expected = OBJECTIVES["distil"](training.model, training.teacher, some).detach()
+    assert (expected > 0.01) == bool(scored)
+    loss, _ = training._step(some, Batch(tokens, silent))
+    torch.testing.assert_close(loss, expected)
+    gradients = [parameter.grad for parameter in training.model.parameters()]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+    assert all(parameter.isfinite().all() for parameter in training.model.parameters())
+
+
 def expected_source(teacher: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(teacher / "llama")
 
