@@ -24,7 +24,7 @@ from deadreckon.lab.evaluation import evaluate, format_value
 from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.card import card, licence_of
 from deadreckon.lab.pages.compare import draw_comparison, short_commit
-from deadreckon.lab.pages.comparison import Comparison, Test, paired_difference
+from deadreckon.lab.pages.comparison import Comparison, Test, difference_unit, format_difference, paired_difference
 from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.conversion import STAGES, Conversion
@@ -230,6 +230,7 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
     if any(list(one.texts("teacher")) != list(teacher) for one in conversions):
         raise ValueError("runs: expected conversions that were tested at the same lengths, got different ones")
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    texts = len(next(iter(teacher.values())))
     seeds = dict.fromkeys(str(one.report["conversion"]["seed"]) for one in conversions)
     starts = [start for one in conversions for run in one.trainings().values() for start in run.starts()]
     starts += [one.report["environment"] for one in conversions]
@@ -240,9 +241,9 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
         f"{first['date'][:10]}: {first['device']}; Python {first['python']}, {versions}; commit "
         f"{short_commit(first['commit'])}. Seed {', '.join(seeds)}.",
         "\n".join(dict.fromkeys(f"    {start['command']}" for start in starts)),
-        f"Loss by length on the same {len(next(iter(teacher.values())))} held-out texts, nats:",
+        f"Loss by length on {f'the same {texts} held-out texts' if texts > 1 else 'one held-out text'}, nats:",
         loss_table(conversions, teacher),
-        "Loss at the end less the teacher's on the same tokens, nats ± standard error between texts:",
+        f"Loss at the end less the teacher's on the same tokens, {difference_unit(texts)}:",
         difference_table(conversions, teacher),
         *course_table(conversions),
         "Training:", cost_table(conversions),
@@ -288,7 +289,7 @@ def difference_table(conversions: Sequence[Converted], teacher: Texts) -> str:
     rows: dict[str, dict[int, str]] = {}
     for name, texts in ends.items():
         pairs = {n: paired_difference([losses], [teacher[n]]) for n, losses in texts.items()}
-        rows[name] = {n: f"{mean:+.4f} ± {error:.4f}" for n, (mean, error) in pairs.items()}
+        rows[name] = {n: format_difference(*pair) for n, pair in pairs.items()}
     return markdown(*by_length(rows))
 
 
@@ -303,7 +304,7 @@ def course_table(conversions: Sequence[Converted]) -> list[str]:
         quarters = [course[round(part * (len(course) - 1) / 4)] for part in range(5)]
         tokens, most, error = max(course, key=lambda each: each[1])
         rows.append([
-            *names, len(course), f"{most:+.4f} ± {error:.4f} at {tokens:,}",
+            *names, len(course), f"{format_difference(most, error)} at {tokens:,}",
             *(f"{mean:+.4f} at {tokens:,}" for tokens, mean, _ in quarters),
         ])  # fmt: skip
     if not rows:
