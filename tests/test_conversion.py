@@ -29,9 +29,10 @@ from transformers import (
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import evaluate
-from deadreckon.lab.pages.conversion import Converted, write_conversions
+from deadreckon.lab.pages.conversion import Converted, convert, write_conversions
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.conversion import Conversion
+from deadreckon.lab.recipes.texts import fast_tokenizer
 from deadreckon.lab.training import Run, Training
 from deadreckon.lab.training.conversion import convert_run
 from deadreckon.lab.training.distillation import OBJECTIVES, load_start, load_teacher
@@ -39,7 +40,7 @@ from deadreckon.lab.training.engine import Step
 from deadreckon.tasks.language import make_corpora
 from deadreckon.tasks.task import Batch
 from deadreckon.tasks.text import read_documents
-from deadreckon.tasks.tokens import for_transformers, train_tokenizer
+from deadreckon.tasks.tokens import for_transformers, train_tokenizer, write_ids
 
 WORDS = "every where a bell rang and nobody came to see what it had to say"
 SIZES: dict[str, Any] = {
@@ -101,7 +102,7 @@ def test_the_whole_command(
     )
     assert AutoTokenizer.from_pretrained(out)("a bell rang").input_ids
     report = json.loads((out / "report.json").read_text())
-    assert list(report["student"]["perplexity"]) == ["32", "64", "128", "256", "512"]
+    assert list(report["student"]["perplexity"]["held out"]) == ["32", "64", "128", "256", "512"]
     assert 0 <= report["same_tokens"] <= 1
     card = (out / "README.md").read_text()
     assert "| align | 30 |" in card and "base_model:" in card
@@ -112,17 +113,18 @@ def test_the_whole_command(
     page = tmp_path / "page.md"
     assert run_cli(monkeypatch, "report", str(out), "-o", str(page)) == 0
     capsys.readouterr()
-    loss = {name: mean(report[name]["texts"]["512"]) for name in ("teacher", "start", "student")}
+    loss = {name: mean(report[name]["texts"]["held out"]["512"]) for name in ("teacher", "start", "student")}
     assert loss["start"] == pytest.approx(loss["teacher"], abs=1e-4)
-    assert loss["student"] == pytest.approx(math.log(report["student"]["perplexity"]["512"]))
+    assert loss["student"] == pytest.approx(math.log(report["student"]["perplexity"]["held out"]["512"]))
     rows = dict(row[2:].split(" | ", 1) for row in page.read_text().splitlines() if row.startswith("| converted"))
     assert rows["converted, end"].endswith(f"{loss['student']:.4f} |")
-    assert f"{loss['student'] - loss['teacher']:+.4f} ±" in page.read_text()
-    assert f"| `{other}` | 1,234,568 | {mean(report['teacher']['texts']['32']):.4f} |" in page.read_text()
+    assert f"| {loss['student'] - loss['teacher']:+.4f} |" in page.read_text()  # one text has no standard error
+    assert "Loss by length on one held-out text, nats:" in page.read_text() and "nan" not in page.read_text()
+    assert f"| `{other}` | 1,234,568 | {mean(report['teacher']['texts']['held out']['32']):.4f} |" in page.read_text()
     assert page.with_suffix(".png").exists()
     course = next(row for row in page.read_text().splitlines() if row.startswith("| converted | align | 2 |"))
     at_last = [one["texts"] for one in Run(out / "align").lines("evaluations")[-1]["scores"]]
-    assert course.endswith(f" {mean(at_last[0]) - mean(report['teacher']['at_length']):+.4f} at 3,840 |")
+    assert course.endswith(f" {mean(at_last[0]) - mean(report['teacher']['at_length']['held out']):+.4f} at 3,840 |")
     check_courses_beside(monkeypatch, out, other, page)
     capsys.readouterr()
     assert run_cli(monkeypatch, *words) == 0  # nothing is trained again
@@ -133,9 +135,10 @@ def test_the_whole_command(
 
 def check_courses_beside(monkeypatch: pytest.MonkeyPatch, out: Path, other: Path, page: Path) -> None:
     """The training of a model beside a conversion is on its page, if the model was tested alike."""
-    expected = json.loads((out / "report.json").read_text())["teacher"]["at_length"]
+    expected = json.loads((out / "report.json").read_text())["teacher"]["at_length"]["held out"]
     recipe = json.loads((out / "align" / "recipe.json").read_text())
-    line = {"step": 2, "scores": [{"length": 32, "texts": [loss + 0.5 for loss in expected]}]}
+    scores = [{"condition": "held out", "length": 32, "texts": [loss + 0.5 for loss in expected]}]
+    line = {"step": 2, "scores": scores}
     (other.parent / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
     for tokens, shown in ((recipe["test_tokens"], True), (2 * recipe["test_tokens"], False)):
         (other.parent / "recipe.json").write_text(json.dumps(recipe | {"test_tokens": tokens}))
@@ -144,17 +147,61 @@ def check_courses_beside(monkeypatch: pytest.MonkeyPatch, out: Path, other: Path
         assert (row in page.read_text()) == shown
 
 
+def test_several_kinds_of_held_out_text(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a folder of tokens: progress shows the gap on each, the page has its tables, the card its columns."""
+    monkeypatch.setattr("deadreckon.lab.pages.conversion.NEW", 4)
+    monkeypatch.setattr("deadreckon.lab.training.display.QUIET", 0.0)
+    tokenizer, chance, tokens = fast_tokenizer(str(teacher / "llama")), random.Random(1), tmp_path / "tokens"
+    for name, words in (("bells", WORDS), ("letters", "q w x z k j v f g h")):
+        documents = [" ".join(chance.choices(words.split(), k=400)) for _ in range(3)]
+        write_ids(tokens / f"{name}.npy", documents, tokenizer, name)
+    write_ids(tokens / "train.npy", read_documents(teacher / "train.jsonl"), tokenizer, "train")
+    tokenizer.save(str(tokens / "tokenizer.json"))
+    conditions = {name: {"part": name} for name in ("bells", "letters")}
+    changes = (*SMALL, "test_tokens=1024", "evaluate_every=2", "steps=4", "learning_rate=0.01", "extend.batch_size=1")
+    plan = conversion(
+        teacher, data=str(tokens), held_out="", changes=(*changes, f"conditions={json.dumps(conditions)}")
+    )
+    console, out, page = quiet(), tmp_path / "converted", tmp_path / "page.md"
+    convert(plan, out, "cpu", console)
+    write_conversions(page, [out], quiet())
+    assert isinstance(console.file, io.StringIO)
+    gap = r"[+-]\d\.\d{4} nats at length 32 \((bells|letters)\)"
+    shown = re.findall(rf"step 4/4.* gap to the teacher {gap}, {gap}", console.file.getvalue())
+    assert shown == [("bells", "letters")]
+    text, card = page.read_text(), (out / "README.md").read_text()
+    report, recipe = json.loads((out / "report.json").read_text()), plan.test_recipe()
+    models = {"teacher": load_teacher(plan.source), "converted, end": load_start(str(out))}
+    for name, model in models.items():
+        scores = {one.place: one for one in evaluate(model.eval(), recipe)}
+        for condition in conditions:
+            place, about = (condition, 512), f"Loss by length on the same 2 held-out texts ({condition}), nats:"
+            rows = text.partition(about)[2].split("\n\n")[1].splitlines()
+            assert next(row for row in rows if name in row).endswith(f"| {scores[place].loss:.4f} |")
+        assert scores["bells", 512].loss != pytest.approx(scores["letters", 512].loss, abs=0.01)
+    assert "perplexity (bells) at 32 |" in card and "perplexity (letters) at 512 |" in card and "16 × 4" in card
+    at_last = {one["condition"]: one["texts"] for one in Run(out / "extend").lines("evaluations")[-1]["scores"]}
+    for condition in conditions:
+        _, _, below = text.partition(f"Loss at 32 less the teacher's on the same tokens ({condition}), nats, by tokens")
+        expected = mean(at_last[condition]) - mean(report["teacher"]["at_length"][condition])
+        row = next(row for row in below.splitlines() if row.startswith("| converted | extend | 2 |"))
+        assert row.endswith(f"{expected:+.4f} at 512 |")
+    with pytest.raises(ValueError, match="part: expected one of bells, letters, train; got 'valid'"):
+        convert_run(conversion(teacher, data=str(tokens)), tmp_path / "other", console=quiet())
+
+
 def test_a_run_without_its_last_checkpoint_has_no_course(tmp_path: Path) -> None:
     """As of a teacher of which the best checkpoint alone was kept."""
-    report = {"teacher": {"at_length": [1.0, 2.0]}, "conversion": {"source": str(tmp_path / "best"), "length": 32}}
+    conversion = {"source": str(tmp_path / "best"), "length": 32}
+    report = {"teacher": {"at_length": {"as trained": [1.0, 2.0]}}, "conversion": conversion}
     (tmp_path / "recipe.json").write_text(json.dumps(Recipe(task="language").to_dict()))
-    line = {"step": 2, "scores": [{"length": 32, "texts": [1.5, 2.5]}]}
+    line = {"step": 2, "scores": [{"condition": "as trained", "length": 32, "texts": [1.5, 2.5]}]}
     (tmp_path / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
-    conversion = Converted("converted", report, [Run(tmp_path)])
-    assert conversion.courses() == {("converted", tmp_path.name): []}
+    converted = Converted("converted", report, [Run(tmp_path)])
+    assert converted.courses("as trained") == {("converted", tmp_path.name): []}
     (tmp_path / "last").mkdir()
     (tmp_path / "last" / "progress.json").write_text('{"step": 4, "tokens": 100}')
-    assert conversion.courses_beside() == {("teacher", "training"): [(50, 0.5, 0.0)]}
+    assert converted.courses_beside("as trained") == {("teacher", "training"): [(50, 0.5, 0.0)]}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -190,7 +237,8 @@ def test_checkpoints_of_transformers_through_all_stages(
     prompt = AutoTokenizer.from_pretrained(out)("a bell rang", return_tensors="pt")
     assert end.generate(**prompt, max_new_tokens=2, min_new_tokens=2).shape[1] == prompt["input_ids"].shape[1] + 2
     report = json.loads((out / "report.json").read_text())
-    assert report["start"]["texts"]["512"] == pytest.approx(report["teacher"]["texts"]["512"], abs=1e-4)
+    found, expected = (report[name]["texts"]["held out"]["512"] for name in ("start", "teacher"))
+    assert found == pytest.approx(expected, abs=1e-4)
     stages = [row.split(" | ")[1] for row in page.read_text().splitlines() if row.startswith("| converted | ")]
     assert {"align", "distil", "extend"} <= set(stages)
 
@@ -232,6 +280,26 @@ def test_divergences_are_those_of_the_definition(teacher: Path) -> None:
     found.backward()
     assert all(p.grad is not None for p in student.parameters())
     assert all(p.grad is None for p in expected.parameters())
+
+
+@pytest.mark.parametrize("scored", [1, 0])
+def test_parts_of_a_batch_without_scored_tokens(scored: int, teacher: Path, tmp_path: Path) -> None:
+    """They add nothing, and a batch of them alone changes nothing but what AdamW keeps and decays."""
+    cold = conversion(teacher, encoding="path-fox", cold=True, stages=(), changes=(*SMALL, "steps=4", "accumulate=2"))
+    convert_run(cold, tmp_path, console=quiet())
+    ((_, recipe),) = replace(cold, stages=("distil",)).recipes(tmp_path)
+    training, _ = Run.create(tmp_path / "run", recipe).restore("cpu")
+    assert isinstance(training, Training) and training.teacher is not None
+    tokens = torch.randint(0, 260, (2, 20), generator=torch.Generator().manual_seed(0))
+    silent = torch.full_like(tokens, -100)
+    some = Batch(tokens, tokens if scored else silent)
+    expected = OBJECTIVES["distil"](training.model, training.teacher, some).detach()
+    assert (expected > 0.01) == bool(scored)
+    loss, _ = training._step(some, Batch(tokens, silent))
+    torch.testing.assert_close(loss, expected)
+    gradients = [parameter.grad for parameter in training.model.parameters()]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+    assert all(parameter.isfinite().all() for parameter in training.model.parameters())
 
 
 def expected_source(teacher: Path) -> LlamaForCausalLM:

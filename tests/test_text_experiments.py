@@ -108,6 +108,15 @@ def test_code_is_compared_on_the_same_tokens(changes: tuple[str, ...], corpus: C
     assert "| PaTH |" not in text and re.search(r"\| FoX \| 192 \| [\d,]+ \| \d+\.\d \|", text)
 
 
+def test_one_text_has_no_standard_error(changes: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
+    changes = (*changes, "test_lengths=[64]", "test_tokens=64", "steps=1")
+    page = tmp_path / "page.md"
+    compare("rotations", ("alibi", "rope"), changes=changes, runs=tmp_path, page=page, console=quiet())
+    text = page.read_text()
+    assert "Loss less that of RoPE on the same tokens, held out, nats, on one text:" in text and "nan" not in text
+    assert re.search(r"\n\| 64 \| [+-]\d\.\d{4} \|\n", text)
+
+
 def test_powers_sweep_training_lengths_and_powers(changes: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     changes = (*changes, "options.packed=true", "test_lengths=[64]")

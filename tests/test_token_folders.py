@@ -7,6 +7,7 @@ import io
 import sys
 import tarfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -125,3 +126,33 @@ def test_the_script_makes_folders(
     assert np.array_equal(open_corpus(tmp_path / "text", "train").ids, open_corpus(tmp_path / "text", "valid").ids)
     with pytest.raises(ValueError, match=r"parts: expected names and data, such as .*, got"):
         script.Text(tmp_path / "text", ("train",)).run()
+
+
+def documents_in(folder: Path, part: str) -> list[str]:
+    corpus = open_corpus(folder, part)
+    return [corpus.tokenizer.decode(corpus.ids[start : stop - 1].tolist()) for start, stop in corpus.documents]
+
+
+def test_the_script_mixes_folders(script: ModuleType, tmp_path: Path) -> None:
+    """To the letter, whatever tokens these have; of one kind no more than is asked for."""
+    tales = [f"a tale {END} — “№ {number}”\n\t" * 4 for number in range(12)]
+    for name, texts, vocabulary in (("sea", STORIES, 280), ("land", tales, 265)):
+        parts = {"train": texts[2:], "valid": texts[1:2], "test": texts[:1]}
+        make_corpora(tmp_path / name, {part: partial(iter, some) for part, some in parts.items()}, vocabulary)
+    count = sum(len(open_corpus(tmp_path / "sea", "train").tokenizer.encode(story).ids) + 1 for story in STORIES[2:])
+    kinds = f"sea={tmp_path / 'sea'}:{count // 2}", f"land={tmp_path / 'land'}"
+    for name in ("once", "again"):
+        script.Mix(tmp_path / name, kinds, vocabulary=290).run()
+    found = documents_in(tmp_path / "once", "train")
+    sea = [text for text in found if text in STORIES]
+    assert sorted(set(found) - set(sea)) == sorted(tales[2:]) and set(sea) < set(STORIES[2:]) and len(found) < 17
+    lengths = [len(open_corpus(tmp_path / "sea", "train").tokenizer.encode(text).ids) + 1 for text in sea]
+    assert count // 2 <= sum(lengths) <= count // 2 + max(lengths)
+    assert found not in (sea + tales[2:], tales[2:] + sea)
+    assert sorted(documents_in(tmp_path / "once", "valid")) == sorted([STORIES[1], tales[1]])
+    assert documents_in(tmp_path / "once", "sea") == STORIES[:1]
+    assert documents_in(tmp_path / "once", "land") == tales[:1]
+    assert found == documents_in(tmp_path / "again", "train")
+    for bad in ("sea", "train=tokens", f"sea={tmp_path / 'sea'}:all"):
+        with pytest.raises(ValueError, match=rf"kinds: expected names, folders and tokens, such as .*, got {bad}"):
+            script.Mix(tmp_path / "bad", (bad,)).run()

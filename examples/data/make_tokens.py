@@ -3,6 +3,7 @@
     apt-get download linux-source-6.12 && dpkg-deb -x linux-source-6.12_*.deb .
     python examples/data/make_tokens.py linux usr/src/linux-source-6.12.tar.xz tokens/code
     python examples/data/make_tokens.py text tokens/books train=train.jsonl.xz valid=valid.jsonl.xz test=test.jsonl.xz
+    python examples/data/make_tokens.py mix tokens/mixture code=tokens/code:56000000 books=tokens/books
 
 A part of `text` is whatever `deadreckon.tasks.text.read_documents` reads: a file or a folder of .jsonl and .txt,
 compressed or not, or hf:NAME, a Hugging Face dataset, which is streamed. Everything is streamed: memory does not grow
@@ -22,9 +23,10 @@ from zlib import crc32
 
 import numpy as np
 import tyro
+from numpy.typing import NDArray
 from tyro.conf import Positional
 
-from deadreckon.tasks.language import make_corpora, open_corpus
+from deadreckon.tasks.language import Corpus, make_corpora, open_corpus
 from deadreckon.tasks.text import read_documents
 
 VOCABULARY = 16_384
@@ -81,6 +83,52 @@ class Text:
         describe(self.out, list(sources))
 
 
+@dataclass(frozen=True)
+class Mix:
+    """Documents of several folders of tokens, with one tokenizer for all: train and valid have them in a drawn order,
+    and each test part is there under its kind's name."""
+
+    out: Positional[Path]  # the folder to write
+    # Such as code=tokens/code:56000000 books=tokens/books: of code about so many tokens of its own, of books all.
+    kinds: Positional[tuple[str, ...]]
+    vocabulary: int = VOCABULARY  # tokens of the tokenizer, which is trained on what is mixed
+    one_in: int = 1  # train the tokenizer on one document in so many
+    seed: int = 0  # of which documents are taken, and of their order
+
+    def run(self) -> None:
+        """Makes the folder."""
+        folders, tokens = dict[str, Path](), dict[str, int]()
+        for kind in self.kinds:
+            name, _, place = kind.partition("=")
+            folder, _, count = place.partition(":")
+            if not (name and folder) or (count and not count.isdecimal()) or name in ("train", "valid"):
+                raise ValueError(
+                    f"kinds: expected names, folders and tokens, such as code=tokens/code:9000, got {kind}"
+                )
+            folders[name], tokens[name] = Path(folder), int(count or 0)
+        sources = {
+            "train": partial(self._mixed, "train", folders, tokens),
+            "valid": partial(self._mixed, "valid", folders),
+        }
+        sources |= {name: partial(self._mixed, "test", {name: folder}) for name, folder in folders.items()}
+        make_corpora(self.out, sources, self.vocabulary, one_in=self.one_in)
+        describe(self.out, list(sources))
+
+    def _mixed(self, part: str, folders: dict[str, Path], tokens: dict[str, int] | None = None) -> Iterator[str]:
+        generator, chosen = np.random.default_rng(self.seed), list[tuple[Corpus, NDArray[np.int64]]]()
+        for name, folder in folders.items():
+            corpus = open_corpus(folder, part)
+            spans = generator.permutation(corpus.documents)
+            lengths = spans[:, 1] - spans[:, 0]
+            limit = (tokens or {}).get(name) or len(corpus.ids)
+            chosen += [(corpus, span) for span in spans[np.cumsum(lengths) - lengths < limit]]
+        for number in generator.permutation(len(chosen)):
+            corpus, (start, stop) = chosen[number]
+            ids = corpus.ids[start:stop]
+            # Tokens are bytes, so that a whole document is the very text that they were made of.
+            yield corpus.tokenizer.decode(ids[ids != corpus.end].tolist())
+
+
 def part_of(path: str) -> str:
     """Which part a directory of the kernel belongs to."""
     for part, subsystems in HELD_OUT.items():
@@ -132,4 +180,4 @@ def describe(folder: Path, parts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"linux": Linux, "text": Text}).run()
+    tyro.extras.subcommand_cli_from_dict({"linux": Linux, "text": Text, "mix": Mix}).run()

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from math import sqrt
+from math import isnan, sqrt
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
@@ -165,6 +165,16 @@ def paired_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[f
     return mean(differences), stdev(differences) / sqrt(len(differences)) if len(differences) > 1 else float("nan")
 
 
+def format_difference(mean: float, error: float) -> str:
+    """Without the standard error where one text has none."""
+    return f"{mean:+.4f}" if isnan(error) else f"{mean:+.4f} ± {error:.4f}"
+
+
+def difference_unit(texts: int) -> str:
+    """What a table of paired differences on so many texts has in its cells."""
+    return f"nats ± standard error between {texts} texts" if texts > 1 else "nats, on one text"
+
+
 def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str], list[list[str]]] | None:
     """What a table of differences shows, its headings and rows by length; None if there is nothing to pair."""
     tested = [label for label, places in comparison.texts.items() if any(name == condition for name, _ in places)]
@@ -181,12 +191,9 @@ def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str]
                 row.append("")
                 continue
             count = len(texts[0])
-            row.append("{:+.4f} ± {:.4f}".format(*paired_difference(texts, reference)))
+            row.append(format_difference(*paired_difference(texts, reference)))
         rows.append(row)
-    about = (
-        f"Loss less that of {title_of(baseline)} on the same tokens, {condition}, nats ± standard error between "
-        f"{count} texts"
-    )
+    about = f"Loss less that of {title_of(baseline)} on the same tokens, {condition}, {difference_unit(count)}"
     return about, [comparison.test(condition).axis, *map(title_of, others)], rows
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -20,11 +20,11 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.environment import describe_environment
-from deadreckon.lab.evaluation import evaluate, format_value
+from deadreckon.lab.evaluation import Place, evaluate, format_value
 from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.card import card, licence_of
 from deadreckon.lab.pages.compare import draw_comparison, short_commit
-from deadreckon.lab.pages.comparison import Comparison, Test, paired_difference
+from deadreckon.lab.pages.comparison import Comparison, Test, difference_unit, format_difference, paired_difference
 from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.conversion import STAGES, Conversion
@@ -33,7 +33,6 @@ from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.runs import Run
 from deadreckon.lab.training.trainer import quiet_transformers
 
-HELD_OUT = "held out"
 Texts = dict[int, Sequence[float]]  # losses by length, of the same texts
 Course = list[tuple[int, float, float]]  # tokens, and after these the loss less the teacher's, with a standard error
 PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt, tokens that are added
@@ -42,10 +41,9 @@ PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt
 def convert(conversion: Conversion, out: Path, device: str, console: Console) -> None:
     """Converts, measures teacher, start and student, and writes report.json and README.md beside the model."""
     convert_run(conversion, out, device=device, console=console)
-    report, written, beside = dict[str, Any](), {}, dict[str, Any]()
+    report, written, beside = dict[str, Any](), dict[str, Tensor](), dict[str, Any]()
     with quiet_transformers(), console.status(f"measuring {out} and its teacher"):
-        task = conversion.test_recipe().make_task(HELD_OUT)
-        prompts = task.sample(PROMPTS, PROMPT, torch.Generator().manual_seed(0))[0].to(device)
+        prompts = conversion.sample_tests(PROMPTS, PROMPT).to(device)
         for name, folder in {"teacher": conversion.source, "start": out / "start", "student": out}.items():
             if folder == out / "start" and not conversion.planned:
                 continue  # it is the student
@@ -53,7 +51,8 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
             written[name], speed = continue_greedily(model, prompts)
             report[name] = measure(model, conversion) | {"writing": speed}
             if name == "teacher":  # as students are scored while they are trained
-                report[name]["at_length"] = score_before(conversion, out, device)[name][0].texts
+                before = score_before(conversion, out, device)[name]
+                report[name]["at_length"] = {one.condition: one.texts for one in before}
         for folder in conversion.beside:
             model = load_start(folder).to(device).eval()
             speed = continue_greedily(model, prompts)[1]
@@ -92,29 +91,36 @@ def match(expected: Tensor, chosen: Tensor) -> float:
 
 
 def measure(model: dr.DeadReckonForCausalLM, conversion: Conversion) -> dict[str, Any]:
-    """Perplexity by length, losses on texts that are the same for all models and lengths, tokens per second read."""
+    """Perplexity by test and length, losses likewise, on texts that are the same for all models and lengths; and tokens
+    per second read."""
     recipe = conversion.test_recipe()
-    scores = {one.length: one for one in evaluate(model, recipe)}
-    rows, _ = recipe.make_task(HELD_OUT).sample(1, recipe.length, torch.Generator().manual_seed(0))
-    rows = rows.to(next(model.parameters()).device)
+    rows = conversion.sample_tests(1, recipe.length).to(next(model.parameters()).device)
+    perplexity, texts = ({name: dict[int, Any]() for name in recipe.conditions} for _ in range(2))
+    for one in evaluate(model, recipe):
+        perplexity[one.condition][one.length], texts[one.condition][one.length] = one.perplexity, one.texts
     with torch.no_grad():
         model(rows)  # kernels are compiled
         began = time.perf_counter()
         float(model(rows).logits[0, -1, 0])
-    reading = rows.numel() / (time.perf_counter() - began)
-    perplexity, texts = ({n: getattr(one, name) for n, one in scores.items()} for name in ("perplexity", "texts"))
-    return {"perplexity": perplexity, "texts": texts, "reading": reading}
+    return {"perplexity": perplexity, "texts": texts, "reading": rows.numel() / (time.perf_counter() - began)}
 
 
 def tabulate(measured: dict[str, dict[str, Any]]) -> str:
     """In Markdown: a row for each model."""
-    lengths = list(measured["teacher"]["perplexity"])
+    tested = measured["teacher"]["perplexity"]
+    places = [(condition, length) for condition, by_length in tested.items() for length in by_length]
     rows = [
-        [name, *(format_value("perplexity", one["perplexity"][length]) for length in lengths),
+        [name, *(format_value("perplexity", one["perplexity"][condition][length]) for condition, length in places),
          f"{one['reading']:,.0f}", f"{one['writing']:,.0f}"]
         for name, one in measured.items()
     ]  # fmt: skip
-    return markdown(["", *(f"perplexity at {n}" for n in lengths), "tokens/s reading", "tokens/s writing"], rows)
+    headings = [f"perplexity{named(condition, tested)} at {length}" for condition, length in places]
+    return markdown(["", *headings, "tokens/s reading", "tokens/s writing"], rows)
+
+
+def named(condition: str, conditions: Collection[str]) -> str:
+    """Which test it is, in words to add, where there are several."""
+    return f" ({condition})" if len(conditions) > 1 else ""
 
 
 def model_card(conversion: Conversion, out: Path, table: str, agreement: float, device: str) -> str:
@@ -124,13 +130,14 @@ def model_card(conversion: Conversion, out: Path, table: str, agreement: float, 
         [run.path.name, run.recipe.steps, f"{run.progress().tokens:,}", f"{run.recipe.learning_rate:g}"] for run in runs
     ]
     start = "a cold swap" if conversion.cold else "an exact start"
+    prompts = PROMPTS * len(conversion.test_recipe().conditions)
     faded = ", while the angles of RoPE faded to nothing" if conversion.drop_rope else ""
     sections = {
         "": f"Converted from `{conversion.source}` to the position encoding `{conversion.ended}` with deadreckon, from "
         f"{start}{faded}.",
         "Stages": markdown(["stage", "steps", "tokens", "learning rate"], stages) if stages else "No training.",
         "Scores": f"Trained at {conversion.length} tokens; the same held-out text at every length:\n\n{table}\n\n"
-        f"{agreement:.0%} of {PROMPTS} × {NEW} greedily chosen tokens are the teacher's, each row up to the first that "
+        f"{agreement:.0%} of {prompts} × {NEW} greedily chosen tokens are the teacher's, each row up to the first that "
         "differs.",
     }
     held_out = f"; scored on `{conversion.held_out}`" if conversion.held_out else ""
@@ -156,23 +163,23 @@ class Converted:
         stages = [folder / stage for stage in STAGES if (folder / stage / "recipe.json").exists()]
         return cls(folder.name, json.loads(path.read_text()), [Run(stage) for stage in stages])
 
-    def texts(self, model: str) -> Texts:
-        """Of "teacher", "start" or "student"; a conversion without stages ends as it starts."""
-        return _by_length(self.report.get(model, self.report["student"]))
+    def texts(self, model: str, condition: str) -> Texts:
+        """Of "teacher", "start" or "student" in a test; a conversion without stages ends as it starts."""
+        return _by_length(self.report.get(model, self.report["student"]), condition)
 
-    def courses(self) -> dict[tuple[str, str], Course]:
-        """Of the stages of training, by name and stage."""
+    def courses(self, condition: str) -> dict[tuple[str, str], Course]:
+        """Of the stages of training, in a test, by name and stage."""
         spent, courses = 0, {}
         for run in self.runs:
-            courses[self.name, run.path.name] = self._course(run, spent)
+            courses[self.name, run.path.name] = self._course(run, condition, spent)
             spent += run.progress().tokens
         return courses
 
-    def courses_beside(self) -> dict[tuple[str, str], Course]:
+    def courses_beside(self, condition: str) -> dict[tuple[str, str], Course]:
         """Of the trainings of other models, if they were tested alike."""
         tests = {tests_of(run.recipe) for run in self.runs}
         alike = {name: run for name, run in self.trainings().items() if tests_of(run.recipe) in tests}
-        return {(name, "training"): self._course(run) for name, run in alike.items()}
+        return {(name, "training"): self._course(run, condition) for name, run in alike.items()}
 
     def trainings(self) -> dict[str, Run]:
         """The runs that its teacher and the models beside it are checkpoints of, where they are."""
@@ -180,16 +187,21 @@ class Converted:
         runs = {name: Path(folder).parent for name, folder in folders.items()}
         return {name: Run(path) for name, path in runs.items() if (path / "recipe.json").exists()}
 
-    def _course(self, run: Run, spent: int = 0) -> Course:
+    def _course(self, run: Run, condition: str, spent: int = 0) -> Course:
         """Without a last checkpoint, which knows how many tokens a step has, there is none."""
-        expected, progress = self.report["teacher"].get("at_length", []), run.progress()
-        course = []
+        expected, progress = self.report["teacher"]["at_length"].get(condition, []), run.progress()
+        course, place = [], (condition, self.length)
         for line in run.lines("evaluations") if progress.step else ():
-            found = [one["texts"] for one in line["scores"] if one["length"] == self.length]
+            found = [one["texts"] for one in line["scores"] if (one["condition"], one["length"]) == place]
             if found and len(found[0]) == len(expected):
                 tokens = spent + progress.tokens * line["step"] // progress.step
                 course.append((tokens, *paired_difference(found, [expected])))
         return course
+
+    @property
+    def lengths(self) -> dict[str, list[int]]:
+        """That models were tested at in the end, by test."""
+        return {condition: list(self.texts("teacher", condition)) for condition in self.report["teacher"]["texts"]}
 
     @property
     def beside(self) -> dict[str, Any]:
@@ -207,14 +219,14 @@ class Converted:
         return int(self.report["conversion"]["length"])
 
 
-def _by_length(measured: dict[str, Any]) -> Texts:
-    return {int(length): losses for length, losses in measured["texts"].items()}
+def _by_length(measured: dict[str, Any], condition: str) -> Texts:
+    return {int(length): losses for length, losses in measured["texts"][condition].items()}
 
 
 def tests_of(recipe: Recipe) -> tuple[object, ...]:
     """What decides which texts a model is tested on while it is trained."""
-    options = recipe.options | recipe.conditions.get(HELD_OUT, {})
-    texts = options.get("data"), options.get("held_out", ""), options.get("part")
+    options = {name: recipe.options | changed for name, changed in recipe.conditions.items()}
+    texts = [(name, one.get("data"), one.get("held_out", ""), one.get("part")) for name, one in options.items()]
     return *texts, recipe.test_lengths, recipe.test_tokens
 
 
@@ -226,9 +238,9 @@ def all_beside(conversions: Sequence[Converted]) -> dict[str, Any]:
 def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> None:
     """Writes a page of Markdown, and its picture beside it."""
     conversions = [Converted.read(folder) for folder in folders]
-    teacher, first = conversions[0].texts("teacher"), conversions[0].report["environment"]
-    if any(list(one.texts("teacher")) != list(teacher) for one in conversions):
-        raise ValueError("runs: expected conversions that were tested at the same lengths, got different ones")
+    lengths, first = conversions[0].lengths, conversions[0].report["environment"]
+    if any(one.lengths != lengths for one in conversions):
+        raise ValueError("runs: expected conversions with the same tests at the same lengths, got different ones")
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     seeds = dict.fromkeys(str(one.report["conversion"]["seed"]) for one in conversions)
     starts = [start for one in conversions for run in one.trainings().values() for start in run.starts()]
@@ -240,11 +252,7 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
         f"{first['date'][:10]}: {first['device']}; Python {first['python']}, {versions}; commit "
         f"{short_commit(first['commit'])}. Seed {', '.join(seeds)}.",
         "\n".join(dict.fromkeys(f"    {start['command']}" for start in starts)),
-        f"Loss by length on the same {len(next(iter(teacher.values())))} held-out texts, nats:",
-        loss_table(conversions, teacher),
-        "Loss at the end less the teacher's on the same tokens, nats ± standard error between texts:",
-        difference_table(conversions, teacher),
-        *course_table(conversions),
+        *(part for condition in lengths for part in tables_of_test(conversions, condition)),
         "Training:", cost_table(conversions),
     ]  # fmt: skip
     save_markdown(path, [*parts, image("Loss by length", picture, path)] if picture is not None else parts)
@@ -253,19 +261,40 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
 
 def compared(conversions: Sequence[Converted]) -> Comparison:
     """What the picture shows: the teacher, every end, and other models."""
-    rows = {"teacher": conversions[0].texts("teacher")} | {one.name: one.texts("student") for one in conversions}
-    rows |= {"/".join(Path(name).parts[-2:]): _by_length(one) for name, one in all_beside(conversions).items()}
-    values = {
-        name: {(HELD_OUT, length): [mean(losses)] for length, losses in texts.items()} for name, texts in rows.items()
-    }
-    recipe = Recipe(length=conversions[0].length, conditions={HELD_OUT: {}})
-    return Comparison("Conversions", recipe, values, {HELD_OUT: Test("loss", "length", conversions[0].length)})
+    values: dict[str, dict[Place, list[float]]] = {}
+    for condition in conversions[0].lengths:
+        rows = {"teacher": conversions[0].texts("teacher", condition)}
+        rows |= {one.name: one.texts("student", condition) for one in conversions}
+        for name, other in all_beside(conversions).items():
+            rows["/".join(Path(name).parts[-2:])] = _by_length(other, condition)
+        for name, texts in rows.items():
+            values.setdefault(name, {}).update({(condition, n): [mean(losses)] for n, losses in texts.items()})
+    recipe = Recipe(length=conversions[0].length, conditions={condition: {} for condition in conversions[0].lengths})
+    tests = dict.fromkeys(conversions[0].lengths, Test("loss", "length", conversions[0].length))
+    return Comparison("Conversions", recipe, values, tests)
 
 
-def loss_table(conversions: Sequence[Converted], teacher: Texts) -> str:
+def tables_of_test(conversions: Sequence[Converted], condition: str) -> list[str]:
+    """What a page shows of a test: losses in the end, how far they are off the teacher's, and how these came about."""
+    teacher = conversions[0].texts("teacher", condition)
+    texts, which = len(next(iter(teacher.values()))), named(condition, conversions[0].lengths)
+    on = f"the same {texts} held-out texts" if texts > 1 else "one held-out text"
+    parts = [
+        f"Loss by length on {on}{which}, nats:", loss_table(conversions, condition),
+        f"Loss at the end less the teacher's on the same tokens{which}, {difference_unit(texts)}:",
+        difference_table(conversions, condition),
+    ]  # fmt: skip
+    if rows := course_rows(conversions, condition):
+        about = f"Loss at {conversions[0].length} less the teacher's on the same tokens{which}, nats, by tokens spent:"
+        headings = ["", "stage", "evaluations", "the most", "first", "a quarter", "half", "three quarters", "last"]
+        parts += [about, markdown(headings, rows, left=2)]
+    return parts
+
+
+def loss_table(conversions: Sequence[Converted], condition: str) -> str:
     """A row for the teacher, two for each conversion, its start and its end, and one for each model beside them."""
 
-    rows: list[list[object]] = []
+    teacher, rows = conversions[0].texts("teacher", condition), list[list[object]]()
 
     def add(name: str, tokens: int | None, texts: Texts) -> None:
         losses = (format_value("loss", mean(texts[length])) for length in teacher)
@@ -273,44 +302,40 @@ def loss_table(conversions: Sequence[Converted], teacher: Texts) -> str:
 
     add("teacher", tokens_of(conversions[0].report["conversion"]["source"]), teacher)
     for one in conversions:
-        add(f"{one.name}, start", 0, one.texts("start"))
+        add(f"{one.name}, start", 0, one.texts("start", condition))
         if one.runs:
-            add(f"{one.name}, end", one.tokens, one.texts("student"))
+            add(f"{one.name}, end", one.tokens, one.texts("student", condition))
     for name, other in all_beside(conversions).items():
-        add(f"`{name}`", other["tokens"], _by_length(other))
+        add(f"`{name}`", other["tokens"], _by_length(other, condition))
     return markdown(["", "tokens", *teacher], rows)
 
 
-def difference_table(conversions: Sequence[Converted], teacher: Texts) -> str:
+def difference_table(conversions: Sequence[Converted], condition: str) -> str:
     """A row for each conversion, and for each model beside them."""
-    ends = {one.name: one.texts("student") for one in conversions}
-    ends |= {f"`{name}`": _by_length(measured) for name, measured in all_beside(conversions).items()}
-    rows: dict[str, dict[int, str]] = {}
+    ends = {one.name: one.texts("student", condition) for one in conversions}
+    ends |= {f"`{name}`": _by_length(measured, condition) for name, measured in all_beside(conversions).items()}
+    teacher, rows = conversions[0].texts("teacher", condition), dict[str, dict[int, str]]()
     for name, texts in ends.items():
         pairs = {n: paired_difference([losses], [teacher[n]]) for n, losses in texts.items()}
-        rows[name] = {n: f"{mean:+.4f} ± {error:.4f}" for n, (mean, error) in pairs.items()}
+        rows[name] = {n: format_difference(*pair) for n, pair in pairs.items()}
     return markdown(*by_length(rows))
 
 
-def course_table(conversions: Sequence[Converted]) -> list[str]:
-    """How far a student was off its teacher while it was trained, if that is known: what it says, and the table."""
-    courses = {names: course for one in conversions for names, course in one.courses_beside().items()}
-    courses |= {names: course for one in conversions for names, course in one.courses().items()}
-    rows = []
+def course_rows(conversions: Sequence[Converted], condition: str) -> list[list[object]]:
+    """How far a student was off its teacher while it was trained, if that is known."""
+    courses = {names: course for one in conversions for names, course in one.courses_beside(condition).items()}
+    courses |= {names: course for one in conversions for names, course in one.courses(condition).items()}
+    rows: list[list[object]] = []
     for names, course in courses.items():
         if not course:
             continue
         quarters = [course[round(part * (len(course) - 1) / 4)] for part in range(5)]
         tokens, most, error = max(course, key=lambda each: each[1])
         rows.append([
-            *names, len(course), f"{most:+.4f} ± {error:.4f} at {tokens:,}",
+            *names, len(course), f"{format_difference(most, error)} at {tokens:,}",
             *(f"{mean:+.4f} at {tokens:,}" for tokens, mean, _ in quarters),
         ])  # fmt: skip
-    if not rows:
-        return []
-    about = f"Loss at {conversions[0].length} less the teacher's on the same tokens, nats, by tokens spent:"
-    headings = ["", "stage", "evaluations", "the most", "first", "a quarter", "half", "three quarters", "last"]
-    return [about, markdown(headings, rows, left=2)]
+    return rows
 
 
 def cost_table(conversions: Sequence[Converted]) -> str:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from deadreckon.lab.recipes.experiment import check_encodings
 from deadreckon.lab.recipes.recipe import SCHEDULABLE, Recipe
 
@@ -128,3 +131,9 @@ class Conversion:
         """The tests of the report, in the form of a recipe."""
         _, recipe = next(replace(self, stages=("distil",), drop_rope=False, freeze=()).recipes(Path()))
         return replace(recipe, test_lengths=self.test_lengths())
+
+    def sample_tests(self, count: int, length: int) -> Tensor:
+        """So many rows of each test, the same at every call."""
+        recipe = self.test_recipe()
+        tasks = map(recipe.make_task, recipe.conditions)
+        return torch.cat([task.sample(count, length, torch.Generator().manual_seed(0))[0] for task in tasks])

@@ -17,7 +17,7 @@ from deadreckon.tasks.mixture import Mixture
 from deadreckon.tasks.task import Task
 from deadreckon.tasks.tokens import for_transformers
 
-PARTS = ("train", "valid", "test")
+PARTS = ("train", "valid", "test")  # of text that is not in a folder of tokens; the last two are the same
 _make_long_tasks = lru_cache(maxsize=4)(make_long_tasks)
 
 
@@ -39,7 +39,7 @@ def read_language(
         data: the text to learn from: a file, a folder or a dataset, see `deadreckon.tasks.text.read_documents`. Or a
             folder of tokens, as `deadreckon.tasks.language.make_corpora` writes it, with all parts in it.
         held_out: the text to test on.
-        part: "train", "valid", or "test", of a folder of tokens.
+        part: "train", "valid", "test", or any other that a folder of tokens has.
         vocabulary: tokens of the tokenizer, which is trained on `data`.
         packed: whether documents are kept from seeing each other.
         questions: the share of rows that begin with one.
@@ -48,12 +48,13 @@ def read_language(
         books: likewise.
         tokenizer: folder of a tokenizer, as save_pretrained writes it, to use in place of one that is trained.
     """
-    if part not in PARTS:
-        raise ValueError(f"part: expected one of {', '.join(PARTS)}; got {part!r}")
     if not data:
         raise ValueError(
             "options.data: expected a text to learn from; --change options.data=FILE options.held_out=FILE"
         )
+    tokens = sorted(path.stem for path in Path(data).glob("*.npy")) if _has_tokens(data) else PARTS
+    if part not in tokens:
+        raise ValueError(f"part: expected one of {', '.join(tokens)}; got {part!r}")
     text = Language(_read(data, held_out, part, vocabulary, tokenizer), packed)
     if not questions:
         return text
@@ -68,9 +69,13 @@ def read_long_tasks(
     return _make_long_tasks(tuple(tasks), babi=babi, books=books, part=part)
 
 
+def _has_tokens(data: str) -> bool:
+    return (Path(data) / TOKENIZER_FILE).exists()
+
+
 @lru_cache(maxsize=4)
 def _read(data: str, held_out: str, part: str, vocabulary: int, tokenizer: str) -> Corpus:
-    if (Path(data) / TOKENIZER_FILE).exists():
+    if _has_tokens(data):
         return open_corpus(data, part)
     if not held_out:
         raise ValueError("options.held_out: expected a text to test on, got none")

@@ -71,7 +71,8 @@ def check_vocabulary(conversion: Conversion) -> None:
         known = AutoConfig.from_pretrained(folder).vocab_size
         if (tokens := tokenizer.get_vocab_size()) > known:
             raise ValueError(f"tokenizer: expected at most {known} tokens, the vocabulary of {folder}, got {tokens}")
-    for task in (conversion.test_recipe().make_task(), conversion.test_recipe().make_task("held out")):
+    recipe = conversion.test_recipe()
+    for task in (recipe.make_task(), *map(recipe.make_task, recipe.conditions)):
         assert isinstance(task, Language)
         if task.corpus.tokenizer.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
@@ -98,7 +99,7 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
     with replacing(folder) as new:
         student.save_pretrained(new)
         AutoTokenizer.from_pretrained(conversion.source).save_pretrained(new)
-    rows, _ = conversion.test_recipe().make_task("held out").sample(1, 64, torch.Generator().manual_seed(0))
+    rows = conversion.sample_tests(1, 64)
     off = difference(student, load_teacher(conversion.source), rows)
     console.print(f"{folder}: logits {off:.1e} of their range off the source's", highlight=False, soft_wrap=True)
 

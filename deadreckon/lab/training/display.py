@@ -62,7 +62,7 @@ class Gap:
 
     def __init__(self, teacher: Iterable[Score] = ()) -> None:
         self.expected: dict[Place, Score] = {one.place: one for one in teacher}
-        self.words = ""
+        self.known: dict[Place, str] = {}  # in words
 
     def note(self, scores: Iterable[Score]) -> None:
         """Takes over what an evaluation of the student tells."""
@@ -70,7 +70,14 @@ class Gap:
             expected = self.expected.get(one.place)
             if expected is not None and len(one.texts) == len(expected.texts) > 0:
                 nats = mean(one.texts) - mean(expected.texts)
-                self.words = f"gap to the teacher {nats:+.4f} nats at {one.axis} {one.length}"
+                self.known[one.place] = f"{nats:+.4f} nats at {one.axis} {one.length}"
+
+    @property
+    def words(self) -> str:
+        """Nothing if it is not known; in several tests, which of them."""
+        several = len({condition for condition, _ in self.expected}) > 1
+        gaps = [f"{gap}{f' ({condition})' * several}" for (condition, _), gap in self.known.items()]
+        return f"gap to the teacher {', '.join(gaps)}" if gaps else ""
 
 
 class Display:

@@ -85,7 +85,7 @@ def align(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, 
 
 
 def distil(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, batch: Batch) -> Tensor:
-    """KL(teacher ‖ student) of the next token, mean over the tokens that are scored."""
+    """KL(teacher ‖ student) of the next token, mean over the tokens that are scored; 0 where none are."""
     with torch.no_grad():
         target = teacher.model(batch.tokens, cu_seqlens=batch.cu_seqlens).last_hidden_state[:, :-1]
     hidden = student.model(batch.tokens, cu_seqlens=batch.cu_seqlens).last_hidden_state[:, :-1]
@@ -100,7 +100,7 @@ def distil(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM,
     parts = zip(*(x.split(HEAD_TOKENS) for x in (hidden.flatten(0, 1), target.flatten(0, 1), scored)), strict=True)
     # Logits are computed again in the backward pass: those of a batch would be the greatest tensors there are.
     sums = [checkpoint(divergence, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    return torch.stack(sums).sum() / scored.sum()
+    return torch.stack(sums).sum() / scored.sum().clamp(min=1)
 
 
 OBJECTIVES: dict[str, Objective] = {"align": align, "distil": distil}

@@ -208,7 +208,7 @@ class Training:
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accumulates the gradients of a part of a batch: its share of the loss, and its errors."""
         if self.teacher is not None:
-            share = (part.labels[:, 1:] != NOT_SCORED).sum() / scored
+            share = (part.labels[:, 1:] != NOT_SCORED).sum() / scored.clamp(min=1)
             with autocast(part.tokens.device):
                 gap = OBJECTIVES[self.recipe.objective](self.model, self.teacher, part) * share
             gap.backward()
