@@ -340,6 +340,17 @@ def test_a_cache_goes_on_where_it_was() -> None:
     assert cache.get_seq_length() == 0
 
 
+@torch.no_grad()
+def test_a_cache_leaves_inference_mode() -> None:
+    model, ids = make_model("path-fox"), prompts(1, 12)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for start, end in ((0, 6), (6, 7), (7, 8)):
+            model(ids[:, start:end], past_key_values=cache)
+    found = torch.cat([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(8, 12)], dim=1)
+    torch.testing.assert_close(found, model(ids).logits[:, 8:], rtol=1e-4, atol=1e-4)
+
+
 def test_caches_are_checked() -> None:
     model, ids = make_model("rope"), prompts(1, 6)
     with pytest.raises(ValueError, match="past_key_values: expected DynamicCache"):

@@ -30,7 +30,7 @@ from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count
 from deadreckon.models.huggingface import DeadReckonForCausalLM
 from deadreckon.models.state import LayerState
 from deadreckon.ops.streaming.decode import close_tail, closes
-from deadreckon.ops.streaming.past import Past, StaticDecoder
+from deadreckon.ops.streaming.past import Past, StaticDecoder, lasting
 
 
 def fork(cache: Cache) -> Cache:
@@ -98,7 +98,7 @@ class Streams:
         """Rows without a sequence."""
         return [number for number, row in enumerate(self.rows) if row is None]
 
-    @torch.no_grad()
+    @lasting()
     def read(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
         """Gives prompts of any lengths rows: these, and the logits (prompts, vocabulary) of what comes next."""
         if not prompts or not all(prompts):
@@ -112,7 +112,7 @@ class Streams:
         logits = self.model(ids.to(device), mask, past_key_values=cache, logits_to_keep=1).logits[:, -1]
         return self._admit(cache, masked), logits
 
-    @torch.no_grad()
+    @lasting()
     def admit(self, cache: Cache) -> list[int]:
         """Gives the sequences of a KV cache rows. It belongs to them from now on."""
         held = [layer.state for layer in cache.layers if isinstance(layer, StateLayer)]
@@ -149,6 +149,7 @@ class Streams:
             self._unload([number], self.step_of_all)
         self.rows[number] = None
 
+    @lasting()
     def take(self, number: int) -> Cache:
         """Frees a row, and returns its KV cache, with which the sequence may go on."""
         row = self._at(number)
@@ -169,7 +170,7 @@ class Streams:
             raise ValueError(f"row: expected one that is taken, got {number!r}")
         return row
 
-    @torch.no_grad()
+    @lasting()
     def step(self, ids: Tensor) -> Tensor:
         """Logits (rows, vocabulary) after the next token of each row, ids (rows,); of free rows they mean nothing."""
         if ids.shape != (len(self.rows),):
