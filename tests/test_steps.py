@@ -189,6 +189,18 @@ def test_generate(arguments: dict[str, int]) -> None:
     assert Rerun.replayed or "prompt_lookup_num_tokens" in arguments
 
 
+def test_compiled_models_are_decoded_by_graphs() -> None:
+    """A compiler, which the host's counts would make anew at every token, leaves cached steps alone."""
+    model, ids = kernel_model("rope"), prompts(1, 12)
+    plain = make_model("rope").generate(ids, max_new_tokens=6, do_sample=False)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), plain)
+    assert Rerun.replayed == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # the head: of a prompt, and of a token
+
+
 def test_an_assistant_is_decoded_by_a_graph() -> None:
     """Its cache is cropped round by round, and it goes on in the graph; the model's answers are its own."""
     model, assistant, ids = make_model("path-fox"), kernel_model("path-fox"), prompts(1, 12)

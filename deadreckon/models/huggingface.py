@@ -203,6 +203,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = encoding.embed(x, context)
         return x
 
+    @torch.compiler.disable  # the host counts tokens: a compiler would begin anew with each
     def _continue(self, ids: Tensor | None, x: Tensor | None, mask: Tensor | None, cache: Cache) -> Tensor:
         """Prefill or decode: new tokens of sequences whose past is in the KV cache."""
         caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
