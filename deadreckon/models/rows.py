@@ -28,6 +28,15 @@ def masked_first(real: Tensor) -> Tensor:
     return real.int().argsort(dim=1, stable=True)
 
 
+def carried(x: Tensor, real: Tensor) -> Tensor:
+    """Hidden states (B, T, D) that are zero where tokens are masked: there, those of the row's last real token before.
+
+    So what `generate()` adds to a prompt that ends with masked tokens follows the last real one.
+    """
+    places = torch.arange(real.shape[1], device=real.device).masked_fill(~real, 0).cummax(1).values
+    return x.gather(1, places.unsqueeze(-1).expand_as(x))
+
+
 @dataclass
 class Rows:
     """One layer's states of sequences of different lengths; what `cache.StateLayer` needs of a `LayerState`.
