@@ -355,6 +355,10 @@ def test_caches_are_checked() -> None:
     model, ids = make_model("rope"), prompts(1, 6)
     with pytest.raises(ValueError, match="past_key_values: expected DynamicCache"):
         model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="cache_implementation: expected None, 'dynamic' or 'offloaded', got 'static'"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static")
+    offloaded = model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="offloaded")
+    assert torch.equal(offloaded, model.generate(ids, max_new_tokens=2, do_sample=False))
     with pytest.raises(
         ValueError, match=r"attention_mask: expected \(B, past and new tokens\) = \(1, 6\), got \(1, 5\)"
     ):

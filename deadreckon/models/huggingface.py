@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -405,6 +405,13 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         if items is not None:  # once for all parts of an accumulated batch
             penalty = penalty * ((labels[:, 1:] != IGNORED).sum() / items)
         return loss + penalty
+
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which does not say what it has no static layers of."""
+        kind = generation_config.cache_implementation
+        if kind in ("static", "offloaded_static", "sliding_window"):
+            raise ValueError(f"cache_implementation: expected None, 'dynamic' or 'offloaded', got {kind!r}")
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
