@@ -288,13 +288,18 @@ def hooked(model: nn.Module) -> bool:
     return any(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook") for part in model.modules())
 
 
+def switched_on() -> bool:
+    """Whether the environment allows graphs."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
 def wanted(ids: Tensor, model: nn.Module) -> bool:
     """Whether a step with these tokens is to be a graph."""
     return (
         ids.is_cuda
         and not torch.is_grad_enabled()
         and not model.training
-        and os.environ.get(SWITCH, "1") != "0"
+        and switched_on()
         and not traced(ids)
         and not torch.cuda.is_current_stream_capturing()
     )

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from deadreckon.encodings.base import ALWAYS_AS_MANY
 from deadreckon.models.cache import StateLayer
-from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count
+from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count, switched_on
 from deadreckon.models.huggingface import DeadReckonForCausalLM
 from deadreckon.models.state import LayerState
 from deadreckon.ops.streaming.decode import close_tail, closes
@@ -83,14 +83,15 @@ class Streams:
         model: in evaluation mode. Where steps are no kernels (stick-breaking, PRISM, higher powers; sizes and dtypes
             that kernels do not take) it is decoded row by row.
         rows: how many sequences at a time.
-        graph: what captures a step; by default CUDA's graphs on a GPU, and elsewhere nothing: row by row.
+        graph: what captures a step; by default CUDA's graphs on a GPU, and elsewhere, or with ``DEADRECKON_GRAPHS=0``,
+            nothing: row by row.
     """
 
     def __init__(self, model: DeadReckonForCausalLM, rows: int, graph: type[Graph] | None = None) -> None:
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
             raise ValueError(f"rows: expected an integer of 1 or more, got {rows!r}")
         self.model, self.rows = model, list[_Row | None]([None] * rows)
-        self.graph = CudaGraph if graph is None and model.device.type == "cuda" else graph
+        self.graph = CudaGraph if graph is None and model.device.type == "cuda" and switched_on() else graph
         self.step_of_all: CapturedStep | None = None
 
     @property
