@@ -114,8 +114,12 @@ def real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, lengt
     real = mask.bool()
     if seen and isinstance(state, LayerState):
         masked = (~real[:, :seen]).sum(1)
-        if not torch.equal(masked, torch.zeros_like(masked) if left_out is None else left_out):
-            raise ValueError("attention_mask: expected as many masked tokens as in past_key_values, got others")
+        before = torch.zeros_like(masked) if left_out is None else left_out
+        if not torch.equal(masked, before):  # a finished row's padding, say, which `generate()` gives it as real tokens
+            raise ValueError(
+                "attention_mask: expected as many masked tokens a row as past_key_values has left out, "
+                f"{before.tolist()}; what it has read stays, got {masked.tolist()}"
+            )
     return None if bool(real[:, seen:].all()) else real[:, seen:]
 
 
