@@ -4,6 +4,7 @@
     curl -N localhost:8000 -d '{"prompt": "Once upon a time", "tokens": 100}'
 
     python examples/serve.py 16x2048:path-fox --load 1 8 32 64     # a load test, of random weights and tokens
+    python examples/serve.py 16x2048:llama --load 1 8 32 64        # what `transformers serve` makes of a Llama
 
 MODEL is a folder with a model and its tokenizer, or LAYERSxWIDTH:ENCODING. One thread owns the model: it admits
 requests to free rows, decodes all rows together, and hands each stream its tokens. A row is free again when its stream
@@ -26,7 +27,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import deadreckon as dr
 from deadreckon.models.streams import Streams, fork
@@ -172,6 +182,48 @@ class Server:
         request.answers.put(END)
 
 
+class Rival:
+    """Continuous batching of `transformers`, which `transformers serve` runs inside, for models that are not ours.
+
+    Args:
+        model: in evaluation mode.
+        tokens: that its KV cache has room for.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
+        sizes = ContinuousBatchingConfig(max_batch_tokens=min(tokens, READ // 2))
+        sizes.num_blocks = -(-tokens // sizes.page_size)
+        self.manager = model.init_continuous_batching(GenerationConfig(do_sample=False, eos_token_id=-1), sizes)
+        self.requests: dict[str, Request] = {}
+        self.manager.start()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, prompt: list[int], tokens: int) -> Request:
+        """Queues a request for so many tokens."""
+        if not self.manager.is_running():
+            raise RuntimeError("the thread that decodes has failed")
+        request = Request(prompt, tokens, left=tokens)
+        name = str(id(request))
+        self.requests[name] = request
+        self.manager.add_request(prompt, name, max_new_tokens=tokens, streaming=True)
+        return request
+
+    def close(self) -> None:
+        """Ends the thread that decodes."""
+        self.manager.stop(block=False)
+
+    def _run(self) -> None:
+        for result in self.manager:
+            request = self.requests[result.request_id]
+            for token in result.generated_tokens[request.tokens - request.left :]:
+                request.answers.put(token)
+                request.left -= 1
+            if result.is_finished() or result.error is not None:
+                request.answers.put(END)
+        for request in list(self.requests.values()):  # nobody waits for ever
+            request.answers.put(END)
+
+
 def text_of(request: Request, tokenizer: Any) -> Iterator[str]:
     """The text of a stream, as it comes: characters of several tokens when they are whole."""
     tokens, sent = list[int](), ""
@@ -208,10 +260,12 @@ def serve(server: Server, tokenizer: Any, port: int) -> None:
     ThreadingHTTPServer(("localhost", port), Handler).serve_forever()
 
 
-def load_test(model: dr.DeadReckonForCausalLM, clients: list[int], prompt: int, tokens: int) -> None:
+def load_test(model: PreTrainedModel, clients: list[int], prompt: int, tokens: int) -> None:
     """Tokens a second and time to first token, of clients that each ask twice, beside `generate()` one by one."""
     torch.manual_seed(0)
-    asked = torch.randint(1, model.config.vocab_size, (max(clients) * 2, prompt)).tolist()
+
+    def draw(count: int) -> list[list[int]]:
+        return torch.randint(1, model.config.vocab_size, (count, prompt)).tolist()
 
     def generated(ids: list[int]) -> float:
         began = time.perf_counter()
@@ -222,16 +276,17 @@ def load_test(model: dr.DeadReckonForCausalLM, clients: list[int], prompt: int, 
         found.tolist()
         return time.perf_counter() - began
 
-    generated(asked[0])
-    alone = min(generated(ids) for ids in asked[:2])
+    alone = min(generated(ids) for ids in draw(3))  # the first compiles
     print(f"generate() one by one: {tokens / alone:,.0f} tokens/s", flush=True)
     print("| clients | tokens/s | × | time to first token, median | worst |\n|---:|---:|---:|---:|---:|", flush=True)
+    ours = isinstance(model, dr.DeadReckonForCausalLM)
+    rival = None if ours else Rival(model, max(clients) * (prompt + tokens + 256))  # and what pages leave empty
     for count in clients:
-        server = Server(model, count)
-        list(server.submit(asked[0], 3))  # compiles and captures
-        waits = list[float]()
+        server = rival or Server(model, count)
+        list(server.submit(*draw(1), 3))  # compiles and captures
+        waits, asked = list[float](), draw(2 * count)  # new ones, for servers that remember prompts
 
-        def client(number: int, server: Server = server, waits: list[float] = waits) -> None:
+        def client(number: int, server: Any = server, waits: list[float] = waits, asked: Any = asked) -> None:
             for ids in asked[2 * number : 2 * number + 2]:
                 began = time.perf_counter()
                 answers = iter(server.submit(ids, tokens))
@@ -246,25 +301,35 @@ def load_test(model: dr.DeadReckonForCausalLM, clients: list[int], prompt: int, 
         for thread in threads:
             thread.join()
         speed = 2 * count * tokens / (time.perf_counter() - began)
-        server.close()
+        if server is not rival:
+            server.close()
         median, worst = 1e3 * statistics.median(waits), 1e3 * max(waits)
         print(
             f"| {count} | {speed:,.0f} | {speed * alone / tokens:.2f} | {median:.0f} ms | {worst:.0f} ms |", flush=True
         )
+    if rival is not None:
+        rival.close()
 
 
-def random_model(text: str, device: str) -> dr.DeadReckonForCausalLM:
-    """Of LAYERSxWIDTH:ENCODING, with heads of 64 channels, four query heads for one of keys."""
+def random_model(text: str, device: str) -> PreTrainedModel:
+    """Of LAYERSxWIDTH:ENCODING, or a Llama, with heads of 64 channels, four query heads for one of keys."""
     size, _, encoding = text.partition(":")
     layers, width = map(int, size.split("x"))
     heads = max(1, width // 64)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads // 4 or 1}
     config = dr.DeadReckonConfig(
-        encoding=encoding, num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads,
-        num_key_value_heads=heads // 4 or 1,
-    )  # fmt: skip
+        encoding=encoding if encoding != "llama" else "rope", num_hidden_layers=layers, hidden_size=width, **sizes
+    )
     torch.manual_seed(0)
     with torch.device(device):
-        return dr.DeadReckonForCausalLM(config).eval()
+        if encoding != "llama":
+            return dr.DeadReckonForCausalLM(config).eval()
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab_size, hidden_size=width, intermediate_size=config.intermediate_size,
+                num_hidden_layers=layers, attn_implementation="sdpa", **sizes,
+            )
+        ).eval()  # fmt: skip
 
 
 def main() -> None:

@@ -24,14 +24,15 @@ def drawn(length: int, masked: float) -> tuple[Tensor, Tensor]:
 
 
 def check_rows(model: dr.DeadReckonForCausalLM, logits: Tensor, ids: Tensor, mask: Tensor, start: int = 0) -> None:
-    """Logits of tokens from `start` on are those of each row without its masked tokens."""
+    """Logits of tokens from `start` on are those of each row without its masked tokens, which have the last one's."""
     for row, real in enumerate(mask.bool()):
-        assert not logits[row, ~real[start:]].any()
+        seen = real[start:].cumsum(0)  # how many there are up to each
+        assert not logits[row, seen == 0].any()
         if not real[start:].any():
             continue
         alone = model(ids[row : row + 1, real]).logits[0]
-        expected = alone[len(alone) - int(real[start:].sum()) :]
-        torch.testing.assert_close(logits[row, real[start:]], expected, **CLOSE)
+        expected = alone[len(alone) - int(seen[-1]) :]
+        torch.testing.assert_close(logits[row, seen > 0], expected[seen[seen > 0] - 1], **CLOSE)
 
 
 @pytest.mark.parametrize("encoding", STEADY)
@@ -84,13 +85,22 @@ def test_rows_that_parted_are_chosen_moved_and_cropped() -> None:
     assert isinstance(cache.layers[0].state, dr.LayerState)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"prefill_chunk_size": 20}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}, {"prefill_chunk_size": 20}, {"use_cache": False}], ids=str)
 def test_prompts_that_contain_the_padding_token(arguments: dict[str, int]) -> None:
-    """From which `generate()` makes a mask with holes."""
+    """From which `generate()` makes a mask with holes; one of them ends with it."""
     model, (ids, mask) = make_model("path-fox"), drawn(50, 0.2)
-    mask[0, -2:] = 1
     ids = ids * mask  # the padding token is 0
     found = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, **arguments)
     for row, real in enumerate(mask.bool()):
         alone = model.generate(ids[row : row + 1, real], max_new_tokens=6, do_sample=False, pad_token_id=0, **arguments)
         assert torch.equal(found[row, 50:], alone[0, int(real.sum()) :])
+
+
+def test_the_loss_is_that_of_real_tokens() -> None:
+    """What follows a hole is predicted from what comes before it."""
+    model, (ids, mask) = make_model("path-fox"), drawn(40, 0.2)
+    ids, mask = ids[1:2], mask[1:2]
+    mask[0, -5:] = 0
+    found = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+    alone = ids[mask.bool()].unsqueeze(0)
+    torch.testing.assert_close(found, model(alone, labels=alone).loss)

@@ -107,6 +107,21 @@ def test_steps_give_what_one_pass_gives(encoding: str) -> None:
     assert (Rerun.captured, Rerun.replayed) == (1, 15)
 
 
+@torch.no_grad()
+def test_steps_that_inference_mode_captured_serve_outside_too() -> None:
+    """A sequence that began there, and another one in the same graph."""
+    model, ids = kernel_model("selective-rope"), prompts(1, 12)
+    expected = model(ids).logits
+    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(ids[:, :5], past_key_values=cache)
+        decode(model, ids[:, :8], cache, 5)
+    torch.testing.assert_close(decode(model, ids, cache, 8), expected[:, 8:], **CLOSE)  # across a closing
+    model(ids[:, :6], past_key_values=other)
+    torch.testing.assert_close(decode(model, ids[:, :8], other, 6), expected[:, 6:8], **CLOSE)
+    assert Rerun.captured == 1
+
+
 @pytest.mark.parametrize("encoding", ["path-fox", "selective-rope"])
 @torch.no_grad()
 def test_states_of_a_graph_are_forked_cropped_chosen_and_copied(encoding: str) -> None:
@@ -172,6 +187,18 @@ def test_generate(arguments: dict[str, int]) -> None:
     plain = make_model("path-fox").generate(ids, max_new_tokens=6, do_sample=False, **arguments)
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False, **arguments), plain)
     assert Rerun.replayed or "prompt_lookup_num_tokens" in arguments
+
+
+def test_compiled_models_are_decoded_by_graphs() -> None:
+    """A compiler, which the host's counts would make anew at every token, leaves cached steps alone."""
+    model, ids = kernel_model("rope"), prompts(1, 12)
+    plain = make_model("rope").generate(ids, max_new_tokens=6, do_sample=False)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), plain)
+    assert Rerun.replayed == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # the head: of a prompt, and of a token
 
 
 def test_an_assistant_is_decoded_by_a_graph() -> None:

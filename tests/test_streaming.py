@@ -340,10 +340,25 @@ def test_a_cache_goes_on_where_it_was() -> None:
     assert cache.get_seq_length() == 0
 
 
+@torch.no_grad()
+def test_a_cache_leaves_inference_mode() -> None:
+    model, ids = make_model("path-fox"), prompts(1, 12)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for start, end in ((0, 6), (6, 7), (7, 8)):
+            model(ids[:, start:end], past_key_values=cache)
+    found = torch.cat([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(8, 12)], dim=1)
+    torch.testing.assert_close(found, model(ids).logits[:, 8:], rtol=1e-4, atol=1e-4)
+
+
 def test_caches_are_checked() -> None:
     model, ids = make_model("rope"), prompts(1, 6)
     with pytest.raises(ValueError, match="past_key_values: expected DynamicCache"):
         model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="cache_implementation: expected None, 'dynamic' or 'offloaded', got 'static'"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static")
+    offloaded = model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="offloaded")
+    assert torch.equal(offloaded, model.generate(ids, max_new_tokens=2, do_sample=False))
     with pytest.raises(
         ValueError, match=r"attention_mask: expected \(B, past and new tokens\) = \(1, 6\), got \(1, 5\)"
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import deadreckon as dr
+from deadreckon.models.graphs import CudaGraph
 from deadreckon.models.layer import RESET
 from deadreckon.models.streams import Streams, fork
 from deadreckon.ops.streaming.fused import KernelDecoder
@@ -290,6 +292,13 @@ def test_steps_that_are_no_kernels(encoding: str, monkeypatch: pytest.MonkeyPatc
         for number, place in enumerate(places):
             torch.testing.assert_close(logits[number], expected[number, place], **CLOSE)
     assert Rerun.captured == 0
+
+
+def test_streams_heed_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = SimpleNamespace(device=torch.device("cuda"))
+    for value, graph in (("1", CudaGraph), ("0", None)):
+        monkeypatch.setenv("DEADRECKON_GRAPHS", value)
+        assert Streams(model, 1).graph is graph
 
 
 def test_bad_rows() -> None:

@@ -26,7 +26,7 @@ from deadreckon.encodings.base import CROPPABLE
 from deadreckon.models.cache import StateLayer
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.streaming.decode import renew
-from deadreckon.ops.streaming.past import Past, StaticDecoder
+from deadreckon.ops.streaming.past import Past, StaticDecoder, lasting
 from deadreckon.ops.streaming.segments import Segment
 from deadreckon.ops.streaming.signature import Signature
 from deadreckon.ops.tracing import traced
@@ -226,6 +226,7 @@ class Steps:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()  # copies of a model, and what is pickled, begin without
 
+    @lasting()
     def __call__(self, ids: Tensor, layers: list[StateLayer]) -> Tensor | None:
         """Hidden states of the next token of each row, ids (B, 1); None where that takes an eager step."""
         step = self.latest
@@ -287,13 +288,18 @@ def hooked(model: nn.Module) -> bool:
     return any(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook") for part in model.modules())
 
 
+def switched_on() -> bool:
+    """Whether the environment allows graphs."""
+    return os.environ.get(SWITCH, "1") != "0"
+
+
 def wanted(ids: Tensor, model: nn.Module) -> bool:
     """Whether a step with these tokens is to be a graph."""
     return (
         ids.is_cuda
         and not torch.is_grad_enabled()
         and not model.training
-        and os.environ.get(SWITCH, "1") != "0"
+        and switched_on()
         and not traced(ids)
         and not torch.cuda.is_current_stream_capturing()
     )

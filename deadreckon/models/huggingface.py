@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,7 +21,7 @@ from deadreckon.models.configuration import NORMS, DeadReckonConfig
 from deadreckon.models.graphs import Steps, wanted
 from deadreckon.models.layer import AttentionLayer
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
-from deadreckon.models.rows import Rows, begins_later, mark_grown, masked_first, real_tokens
+from deadreckon.models.rows import Rows, begins_later, carried, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
 from deadreckon.models.tools import offer_lora_targets, refuse_unknown
 from deadreckon.ops.attention import check_documents
@@ -159,7 +159,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
         elif real is not None:
             x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
-        return BaseModelOutputWithPast(last_hidden_state=x)
+        return BaseModelOutputWithPast(last_hidden_state=x if real is None else carried(x, real))
 
     def _through_layers(self, x: Tensor, context: Context) -> Tensor:
         x = self._embed(x, context)
@@ -206,6 +206,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = encoding.embed(x, context)
         return x
 
+    @torch.compiler.disable  # the host counts tokens: a compiler would begin anew with each
     def _continue(self, ids: Tensor | None, x: Tensor | None, mask: Tensor | None, cache: Cache) -> Tensor:
         """Prefill or decode: new tokens of sequences whose past is in the KV cache."""
         caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
@@ -232,6 +233,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = x.gather(1, order.unsqueeze(-1).expand_as(x))
             x = self._advance(x, None if ids is None else ids.gather(1, order), drafts)
             x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
+            x = carried(x, real)
         for layer_cache, draft in zip(caches, drafts, strict=True):
             layer_cache.state = draft
         return x
@@ -269,7 +271,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         for layer_cache, draft in zip(caches, drafts, strict=True):
             draft.advance(real)
             layer_cache.state = draft
-        return out
+        return carried(out, real)
 
 
 def _cache_layer(cache: Cache, number: int) -> StateLayer:
@@ -345,8 +347,9 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B, T) tokens.
-            attention_mask: (B, T), 0 for tokens that are left out, wherever they are: their hidden states are zero, and
-                all others are as if they were not there. With a cache, (B, past and new tokens).
+            attention_mask: (B, T), 0 for tokens that are left out, wherever they are: others are as if they were not
+                there. Logits in their places are those of the last token before, in this call, that is not left out;
+                zeros if there is none. With a cache, (B, past and new tokens).
             past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
             inputs_embeds: (B, T, hidden_size), in place of input_ids.
             labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
@@ -405,6 +408,13 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         if items is not None:  # once for all parts of an accumulated batch
             penalty = penalty * ((labels[:, 1:] != IGNORED).sum() / items)
         return loss + penalty
+
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which does not say what it has no static layers of."""
+        kind = generation_config.cache_implementation
+        if kind in ("static", "offloaded_static", "sliding_window"):
+            raise ValueError(f"cache_implementation: expected None, 'dynamic' or 'offloaded', got {kind!r}")
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

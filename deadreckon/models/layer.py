@@ -11,6 +11,7 @@ from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import CROPPABLE, Context, Encoding, Sizes
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
+from deadreckon.ops.streaming.past import lasting
 from deadreckon.ops.tracing import cast_once
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class AttentionLayer(nn.Module):
         origin = Origin.of(x, type(self.encoding).__name__, self.sizes)
         state.check(origin)
         draft = state.draft()
-        with torch.no_grad():
+        with lasting():
             output = self._attend(x, context.remembering(draft.recent), draft)
         draft.origin, draft.kept = origin, min(draft.kept + x.shape[1], CROPPABLE)
         state.become(draft)

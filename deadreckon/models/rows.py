@@ -28,6 +28,15 @@ def masked_first(real: Tensor) -> Tensor:
     return real.int().argsort(dim=1, stable=True)
 
 
+def carried(x: Tensor, real: Tensor) -> Tensor:
+    """Hidden states (B, T, D) that are zero where tokens are masked: there, those of the row's last real token before.
+
+    So what `generate()` adds to a prompt that ends with masked tokens follows the last real one.
+    """
+    places = torch.arange(real.shape[1], device=real.device).masked_fill(~real, 0).cummax(1).values
+    return x.gather(1, places.unsqueeze(-1).expand_as(x))
+
+
 @dataclass
 class Rows:
     """One layer's states of sequences of different lengths; what `cache.StateLayer` needs of a `LayerState`.
@@ -105,8 +114,12 @@ def real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, lengt
     real = mask.bool()
     if seen and isinstance(state, LayerState):
         masked = (~real[:, :seen]).sum(1)
-        if not torch.equal(masked, torch.zeros_like(masked) if left_out is None else left_out):
-            raise ValueError("attention_mask: expected as many masked tokens as in past_key_values, got others")
+        before = torch.zeros_like(masked) if left_out is None else left_out
+        if not torch.equal(masked, before):  # a finished row's padding, say, which `generate()` gives it as real tokens
+            raise ValueError(
+                "attention_mask: expected as many masked tokens a row as past_key_values has left out, "
+                f"{before.tolist()}; what it has read stays, got {masked.tolist()}"
+            )
     return None if bool(real[:, seen:].all()) else real[:, seen:]
 
 

@@ -26,11 +26,11 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from deadreckon.encodings.base import ALWAYS_AS_MANY
 from deadreckon.models.cache import StateLayer
-from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count
+from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count, switched_on
 from deadreckon.models.huggingface import DeadReckonForCausalLM
 from deadreckon.models.state import LayerState
 from deadreckon.ops.streaming.decode import close_tail, closes
-from deadreckon.ops.streaming.past import Past, StaticDecoder
+from deadreckon.ops.streaming.past import Past, StaticDecoder, lasting
 
 
 def fork(cache: Cache) -> Cache:
@@ -83,14 +83,15 @@ class Streams:
         model: in evaluation mode. Where steps are no kernels (stick-breaking, PRISM, higher powers; sizes and dtypes
             that kernels do not take) it is decoded row by row.
         rows: how many sequences at a time.
-        graph: what captures a step; by default CUDA's graphs on a GPU, and elsewhere nothing: row by row.
+        graph: what captures a step; by default CUDA's graphs on a GPU, and elsewhere, or with ``DEADRECKON_GRAPHS=0``,
+            nothing: row by row.
     """
 
     def __init__(self, model: DeadReckonForCausalLM, rows: int, graph: type[Graph] | None = None) -> None:
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
             raise ValueError(f"rows: expected an integer of 1 or more, got {rows!r}")
         self.model, self.rows = model, list[_Row | None]([None] * rows)
-        self.graph = CudaGraph if graph is None and model.device.type == "cuda" else graph
+        self.graph = CudaGraph if graph is None and model.device.type == "cuda" and switched_on() else graph
         self.step_of_all: CapturedStep | None = None
 
     @property
@@ -98,7 +99,7 @@ class Streams:
         """Rows without a sequence."""
         return [number for number, row in enumerate(self.rows) if row is None]
 
-    @torch.no_grad()
+    @lasting()
     def read(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
         """Gives prompts of any lengths rows: these, and the logits (prompts, vocabulary) of what comes next."""
         if not prompts or not all(prompts):
@@ -112,7 +113,7 @@ class Streams:
         logits = self.model(ids.to(device), mask, past_key_values=cache, logits_to_keep=1).logits[:, -1]
         return self._admit(cache, masked), logits
 
-    @torch.no_grad()
+    @lasting()
     def admit(self, cache: Cache) -> list[int]:
         """Gives the sequences of a KV cache rows. It belongs to them from now on."""
         held = [layer.state for layer in cache.layers if isinstance(layer, StateLayer)]
@@ -149,6 +150,7 @@ class Streams:
             self._unload([number], self.step_of_all)
         self.rows[number] = None
 
+    @lasting()
     def take(self, number: int) -> Cache:
         """Frees a row, and returns its KV cache, with which the sequence may go on."""
         row = self._at(number)
@@ -169,7 +171,7 @@ class Streams:
             raise ValueError(f"row: expected one that is taken, got {number!r}")
         return row
 
-    @torch.no_grad()
+    @lasting()
     def step(self, ids: Tensor) -> Tensor:
         """Logits (rows, vocabulary) after the next token of each row, ids (rows,); of free rows they mean nothing."""
         if ids.shape != (len(self.rows),):

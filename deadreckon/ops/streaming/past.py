@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -47,6 +48,13 @@ class Decoder(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """Everything held, but for the tokens that wait."""
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """No gradients, and tensors that can be written to from anywhere: `torch.inference_mode` makes others."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @runtime_checkable

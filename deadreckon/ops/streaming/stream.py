@@ -35,7 +35,7 @@ from deadreckon.ops.factors import Factors, Power, Score
 from deadreckon.ops.layout import dense
 from deadreckon.ops.streaming.decode import TokenDecoder, close_tail, decode_token
 from deadreckon.ops.streaming.fold import unit_of
-from deadreckon.ops.streaming.past import Decoder, Past
+from deadreckon.ops.streaming.past import Decoder, Past, lasting
 from deadreckon.ops.streaming.pieces import attend_piece, fields_by_head, from_heads, in_units, queries_by_head
 from deadreckon.ops.streaming.routes import Ascend, attend_routes, attend_routes_fused
 from deadreckon.ops.streaming.segments import Fields, Segment
@@ -54,7 +54,7 @@ class Kernels(NamedTuple):
 PYTORCH = Kernels(attend_blockwise, turned, None, TokenDecoder)
 
 
-@torch.no_grad()
+@lasting()
 def attend_stream(
     q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels = PYTORCH
 ) -> Tensor:
