@@ -62,3 +62,20 @@ def test_generate(arguments: dict[str, int], monkeypatch: pytest.MonkeyPatch) ->
         found.append(model.generate(ids, attention_mask=mask, max_new_tokens=40, pad_token_id=0, **arguments))
         assert graphs == "1" or model.model.steps is None
     assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_the_host_does_not_wait_for_steps() -> None:
+    """Nor where a tail closes, at 320 tokens."""
+    model, ids = make_model("path-fox"), torch.randint(1, 512, (2, 340), device="cuda")
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :300], past_key_values=cache)
+    for t in range(300, 304):
+        model(ids[:, t : t + 1], past_key_values=cache)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for t in range(304, 340):
+            model(ids[:, t : t + 1], past_key_values=cache)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
