@@ -20,6 +20,13 @@ PRELOADED = [
 ]  # fmt: skip
 
 
+def prepared() -> Any:
+    """Processes that begin with all imported. (A fork of the test runner itself might inherit locks.)"""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def run_world(
     size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60, backend: str = "gloo", lost: int = -1,
     cuda: bool = False,
@@ -29,9 +36,7 @@ def run_world(
     The rank that is `lost` may be killed, and returns nothing. Ranks that use CUDA are no forks: once any library has
     looked for devices, CUDA does not start in a fork.
     """
-    context = get_context("spawn" if cuda else "forkserver")  # a fork of the test runner itself might inherit locks
-    if not cuda:
-        context.set_forkserver_preload(PRELOADED)
+    context: Any = get_context("spawn") if cuda else prepared()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(
