@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = [
-    "torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils", "deadreckon.lab.training",
+    "pytest", "torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils",
+    "deadreckon.lab.training", "deadreckon.lab.cli",
 ]  # fmt: skip
 
 
