@@ -109,11 +109,14 @@ def test_cursors_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert run_cli(monkeypatch, "probe", "prism", "--cursors", "--question", "123", "--head", "1") == 0
     assert capsys.readouterr().out.replace(" ", "").startswith("123=")
     assert Path("prism/probe/cursors.png").read_bytes().startswith(b"\x89PNG")
+    drawn: list[Path] = []
+    monkeypatch.setattr("deadreckon.lab.probe.cursors.cursors_picture", lambda _, path: drawn.append(path))
     assert run_cli(monkeypatch, "probe", "prism", "--cursors", "--question", "123=321") == 0
     assert capsys.readouterr().out.splitlines()[0].replace(" ", "") == "123=321"  # read, not answered
     assert run_cli(monkeypatch, "probe", "prism", "--cursors", "--data", "copy", "--length", "7", "-o", "out") == 0
     said = capsys.readouterr().out.replace(" ", "")
-    assert said[:7].isdecimal() and said[7] == "=" and Path("out/cursors.png").exists()
+    assert said[:7].isdecimal() and said[7] == "="
+    assert drawn == [Path("prism/probe/cursors.png"), Path("out/cursors.png")]
     for words, message in (
         (["nope", "--cursors"], "model: expected one with the encoding prism, got"),
         (["nope", "--cursors", "--question", "1"], "model: expected one with the encoding prism, got"),
