@@ -10,8 +10,9 @@ TRITON ?= triton==3.7.1; sys_platform == "linux"
 demo: .venv/ready
 	$(BIN)/deadreckon demo
 
+# Byte code is written whatever the shell says: processes that tests start would compile the package again, each of them.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not integration"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not integration"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 
@@ -16,6 +17,12 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     from interpreter import hurry  # which imports triton
 
     hurry()
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay: the garbage collector need not look through all of them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

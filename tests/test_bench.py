@@ -15,6 +15,7 @@ import torch
 from small_runs import run_cli
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from worlds import prepared
 
 import deadreckon as dr
 from deadreckon.lab.arguments import sizes_in
@@ -221,7 +222,8 @@ def test_bench_shows_where_the_time_goes(tmp_path: Path) -> None:
     assert all(int(count) > 0 for *_, count in rows[:-1])
 
 
-def test_bench_checks_in_several_processes() -> None:
+def test_bench_checks_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "get_context", lambda _: prepared())  # new processes, but for seconds of imports
     methods = {"PaTH": attention.line_up("cpu", packed=False)["PaTH"], "wrong": Method(sdpa, "FoX")}
     what = (16, False)
     alone, together = (attention.check_all({False: methods}, [what], "cpu", workers) for workers in (1, 2))

@@ -25,7 +25,7 @@ from deadreckon.lab.training import Ranks, Run, Training, checkpoints, train_run
 from deadreckon.lab.training.checkpoints import divide, export
 
 trainer = sys.modules["deadreckon.lab.training.trainer"]
-TIMEOUT = 5.0  # seconds
+TIMEOUT = 3.0  # seconds
 KILLED = {"in a step": 1, "in half of a file": 1, "when its files are written": 1, "between renamings": 0}
 
 

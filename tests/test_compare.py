@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from small_runs import SMALL, quiet, run_cli, small
+from worlds import prepared
 
 from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
@@ -26,7 +27,8 @@ from deadreckon.lab.recipes import Recipe, find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, parallel, score_run, train_run
 
 
-def test_compare_by_several_processes(tmp_path: Path) -> None:
+def test_compare_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "get_context", lambda _: prepared())  # new processes, but for seconds of imports
     changes, console = (*SMALL, "steps=4"), quiet()
     some = compare("flipflop", ("rope", "path"), changes=changes, runs=tmp_path / "2", jobs=2, console=console)
     assert "2 of 2" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -29,7 +29,8 @@ STEPS = "steps=4"
 
 
 def recipe(encoding: str = "path-fox", *changes: str) -> Any:
-    return small(encoding, 0, STEPS, "batch_size=8", "accumulate=2", "evaluate_every=2", "learning_rate=1e-3", *changes)
+    sizes = ("batch_size=8", "accumulate=2", "evaluate_every=2", "test_lengths=[16]", "learning_rate=1e-3")
+    return small(encoding, 0, STEPS, *sizes, *changes)
 
 
 def stopped_after(steps: int) -> Any:

@@ -83,10 +83,10 @@ def divided(
     return found
 
 
-def all_cases(layout: Any) -> dict[str, dict[str, Tensor]]:
-    """Every case on this rank, in float64 and in float32."""
+def all_cases(layout: Any, single: bool) -> dict[str, dict[str, Tensor]]:
+    """Every case on this rank, in float64, and in float32 too."""
     cp, found = dr.ContextParallel(layout=layout), dict[str, dict[str, Tensor]]()
-    for prefix, dtype in (("", torch.float64), (SINGLE, torch.float32)):
+    for prefix, dtype in (("", torch.float64), (SINGLE, torch.float32))[: 1 + single]:
         for name, case in CASES.items():
             found[prefix + name] = divided(case, cp, dtype)
         for name, case in PACKED.items():
@@ -118,9 +118,10 @@ def expected(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("size", "layout"), WORLDS)
 def test_ranks_equal_one_process(size: int, layout: str) -> None:
-    """Every case in one test: two runners would each start the ranks."""
-    for found in run_world(size, all_cases, layout):
-        assert len(found) == 2 * (len(CASES) + len(PACKED)) + 1
+    """Every case in one test: two runners would each start the ranks. What float32 costs, one world shows."""
+    single = size == 3
+    for found in run_world(size, all_cases, layout, single):
+        assert len(found) == (1 + single) * (len(CASES) + len(PACKED)) + 1
         for name, results in found.items():
             case = "householder, gated" if name == AUTOCAST else name.removeprefix(SINGLE)
             errors = relative_errors(results, expected(case))

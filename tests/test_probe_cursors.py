@@ -99,7 +99,7 @@ def test_attention_is_drawn(
 
 def test_cursors_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    small = {"positions": 64, "width": 6, "cursors": 3, "hidden": 5}
+    small = {"positions": 20, "width": 6, "cursors": 3, "hidden": 5}  # untrained, it answers until there are no more
     for name, options in (("prism", {"prism": small}), ("nope", None)):
         config = dr.DeadReckonConfig(
             encoding=name, vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -109,11 +109,14 @@ def test_cursors_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert run_cli(monkeypatch, "probe", "prism", "--cursors", "--question", "123", "--head", "1") == 0
     assert capsys.readouterr().out.replace(" ", "").startswith("123=")
     assert Path("prism/probe/cursors.png").read_bytes().startswith(b"\x89PNG")
+    drawn: list[Path] = []
+    monkeypatch.setattr("deadreckon.lab.probe.cursors.cursors_picture", lambda _, path: drawn.append(path))
     assert run_cli(monkeypatch, "probe", "prism", "--cursors", "--question", "123=321") == 0
     assert capsys.readouterr().out.splitlines()[0].replace(" ", "") == "123=321"  # read, not answered
     assert run_cli(monkeypatch, "probe", "prism", "--cursors", "--data", "copy", "--length", "7", "-o", "out") == 0
     said = capsys.readouterr().out.replace(" ", "")
-    assert said[:7].isdecimal() and said[7] == "=" and Path("out/cursors.png").exists()
+    assert said[:7].isdecimal() and said[7] == "="
+    assert drawn == [Path("prism/probe/cursors.png"), Path("out/cursors.png")]
     for words, message in (
         (["nope", "--cursors"], "model: expected one with the encoding prism, got"),
         (["nope", "--cursors", "--question", "1"], "model: expected one with the encoding prism, got"),
@@ -122,10 +125,9 @@ def test_cursors_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     ):
         assert run_cli(monkeypatch, "probe", *words) == 2
         assert message in " ".join(capsys.readouterr().err.split())
-    train = ["--encoding", "prism", "--change", "steps=1", "length=3", "width=16", "batch_size=2", "test_rows=2"]
-    assert (
-        run_cli(monkeypatch, "train", "reverse", "--out", "run", *train, "validation_rows=2", "test_lengths=[3]") == 0
-    )
+    train = ["train", "reverse", "--encoding", "prism", "--out", "run", "--change", "steps=1", "length=3", "width=16"]
+    rows = ("batch_size=2", "test_rows=2", "validation_rows=2", "test_lengths=[3]")
+    assert run_cli(monkeypatch, *train, *rows, "train_positions=16", "test_positions=16") == 0
     capsys.readouterr()
     assert run_cli(monkeypatch, "probe", "run", "--cursors") == 0
     said = capsys.readouterr().out.replace(" ", "")

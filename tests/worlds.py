@@ -16,8 +16,16 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = [
-    "torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils", "deadreckon.lab.training",
+    "pytest", "torch.distributed.fsdp", "transformers.modeling_utils", "transformers.cache_utils",
+    "deadreckon.lab.training", "deadreckon.lab.cli",
 ]  # fmt: skip
+
+
+def prepared() -> Any:
+    """Processes that begin with all imported. (A fork of the test runner itself might inherit locks.)"""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def run_world(
@@ -29,9 +37,7 @@ def run_world(
     The rank that is `lost` may be killed, and returns nothing. Ranks that use CUDA are no forks: once any library has
     looked for devices, CUDA does not start in a fork.
     """
-    context = get_context("spawn" if cuda else "forkserver")  # a fork of the test runner itself might inherit locks
-    if not cuda:
-        context.set_forkserver_preload(PRELOADED)
+    context: Any = get_context("spawn") if cuda else prepared()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             context.Process(
