@@ -192,7 +192,8 @@ class Rival:
 
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
         sizes = ContinuousBatchingConfig(max_batch_tokens=min(tokens, READ // 2))
-        sizes.num_blocks = -(-tokens // sizes.page_size)
+        page = getattr(sizes, "page_size", None) or sizes.block_size  # as older versions of transformers call it
+        sizes.num_blocks = -(-tokens // page)
         self.manager = model.init_continuous_batching(GenerationConfig(do_sample=False, eos_token_id=-1), sizes)
         self.requests: dict[str, Request] = {}
         self.manager.start()

@@ -25,7 +25,7 @@ from deadreckon.ops.triton.tiles import ceil_div, power_of_two
 
 WIDTH = 3  # tokens of the convolution
 TILE = 32  # tokens of a tile
-TILES = 16  # of one program on its way back: so many rows of a filter's gradient it adds up
+TILES = 4  # of one program on its way back: so many rows of a filter's gradient it adds up
 CHANNELS = 64  # of such a program
 SMALLEST = 1e-24  # of ‖a‖²: a direction of nothing but zeros stays that
 
@@ -206,7 +206,7 @@ def directions_backward(
             **_options(filters, heads, silu),
         )
         _backward[(parts, ceil_div(channels, block), batch)](
-            x, filters, places, dy, dx, partial, *sizes, BC=block, TILE=TILE, TILES=TILES, num_warps=8
+            x, filters, places, dy, dx, partial, *sizes, BC=block, TILE=TILE, TILES=TILES, num_warps=4
         )
     return dx, partial.sum(0).to(filters.dtype)
 

@@ -23,7 +23,7 @@ from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import ceil_div, power_of_two
 
 NUMBERS = 2048  # of a tile: so many rows of it as there is room for
-PROGRAMS = 1024  # of a backward pass, each of which adds up a gradient of g
+PROGRAMS = 4096  # of a backward pass, each of which adds up a gradient of g
 
 
 @triton.jit
