@@ -141,3 +141,23 @@ def test_cross_entropy_in_place(vocabulary: int, dtype: torch.dtype) -> None:
     # exp of a difference of numbers up to 100 in float32; then one rounding.
     error = (logits.double() - gradient).abs()
     assert bool((error <= (torch.finfo(dtype).eps + 400 * 2.0**-24) * gradient.abs() + 1e-7).all())
+
+
+def test_a_target_that_there_is_not() -> None:
+    """It has no loss, rather than that of what lies behind its row."""
+    losses = cross_entropy_(drawn(2, 100), torch.tensor([[150], [3]], device=DEVICE), False)
+    assert losses.isnan().tolist() == [True, False]
+
+
+def test_norms_of_other_kinds_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a `forward` of its own, and sums that are wider than the residual."""
+    monkeypatch.setattr(norms, "has_kernels", lambda x: True)
+
+    class Doubled(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    x, plain = drawn(2, 3, 32), nn.RMSNorm(32, eps=1e-6).to(DEVICE)
+    doubled = norms.residual_norm(Doubled(32, eps=1e-6).to(DEVICE), x)[1]
+    torch.testing.assert_close(doubled, 2 * norms.residual_norm(plain, x)[1])
+    assert norms.residual_norm(plain, x.bfloat16(), x)[0].dtype == torch.float32

@@ -153,6 +153,9 @@ def test_the_script_mixes_folders(script: ModuleType, tmp_path: Path) -> None:
     assert documents_in(tmp_path / "once", "sea") == STORIES[:1]
     assert documents_in(tmp_path / "once", "land") == tales[:1]
     assert found == documents_in(tmp_path / "again", "train")
-    for bad in ("sea", "train=tokens", f"sea={tmp_path / 'sea'}:all"):
-        with pytest.raises(ValueError, match=rf"kinds: expected names, folders and tokens, such as .*, got {bad}"):
-            script.Mix(tmp_path / "bad", (bad,)).run()
+    for bad in ("sea", "train=tokens", f"sea={tmp_path / 'sea'}:all", f"sea={tmp_path / 'sea'}:0", f"land={tmp_path}"):
+        with pytest.raises(ValueError, match=rf"kinds: expected names, each once, folders and tokens, .*, got {bad}"):
+            script.Mix(tmp_path / "bad", (f"land={tmp_path / 'land'}", bad)).run()
+    with pytest.raises(ValueError, match=r"kinds: expected one or more, such as .*, got none"):
+        script.Mix(tmp_path / "bad", ()).run()
+    assert not (tmp_path / "bad").exists()

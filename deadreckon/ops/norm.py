@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from deadreckon.ops.modules import is_plain
@@ -22,13 +23,15 @@ def residual_norm(norm: nn.Module, x: Tensor, y: Tensor | None = None, cast: boo
     """
     if (
         isinstance(norm, nn.RMSNorm)
+        and type(norm).forward is nn.RMSNorm.forward
         and norm.elementwise_affine
         and norm.eps is not None
         and has_kernels(x)
         and x.shape[-1:] == norm.normalized_shape
         and x.shape[-1] <= WIDEST
         and x.numel()
-        and (y is None or y.shape == x.shape)
+        and (y is None or (y.shape == x.shape and torch.promote_types(x.dtype, y.dtype) == x.dtype))
+        and norm.weight.device == x.device
         and is_plain(norm)
     ):
         from deadreckon.ops.triton.norm import ResidualNorm

@@ -101,11 +101,14 @@ class Mix:
         for kind in self.kinds:
             name, _, place = kind.partition("=")
             folder, _, count = place.partition(":")
-            if not (name and folder) or (count and not count.isdecimal()) or name in ("train", "valid"):
+            known = {"train", "valid", *folders}
+            if not (name and folder) or name in known or (count and not (count.isdecimal() and int(count))):
                 raise ValueError(
-                    f"kinds: expected names, folders and tokens, such as code=tokens/code:9000, got {kind}"
+                    f"kinds: expected names, each once, folders and tokens, such as code=tokens/code:9000, got {kind}"
                 )
             folders[name], tokens[name] = Path(folder), int(count or 0)
+        if not folders:
+            raise ValueError("kinds: expected one or more, such as code=tokens/code:9000, got none")
         sources = {
             "train": partial(self._mixed, "train", folders, tokens),
             "valid": partial(self._mixed, "valid", folders),

@@ -96,7 +96,7 @@ def measure(model: dr.DeadReckonForCausalLM, conversion: Conversion) -> dict[str
     recipe = conversion.test_recipe()
     rows = conversion.sample_tests(1, recipe.length).to(next(model.parameters()).device)
     perplexity, texts = ({name: dict[int, Any]() for name in recipe.conditions} for _ in range(2))
-    for one in evaluate(model, recipe):
+    for one in (score for score in evaluate(model, recipe) if score.condition in recipe.conditions):
         perplexity[one.condition][one.length], texts[one.condition][one.length] = one.perplexity, one.texts
     with torch.no_grad():
         model(rows)  # kernels are compiled
@@ -161,7 +161,12 @@ class Converted:
         if not path.exists():
             raise ValueError(f"runs: expected folders of finished conversions, with report.json, got {str(folder)!r}")
         stages = [folder / stage for stage in STAGES if (folder / stage / "recipe.json").exists()]
-        return cls(folder.name, json.loads(path.read_text()), [Run(stage) for stage in stages])
+        report = json.loads(path.read_text())
+        if not isinstance(report["student"]["texts"], dict):
+            raise ValueError(
+                f"runs: expected losses by test in {str(path)!r}, got those of an older version; convert anew"
+            )
+        return cls(folder.name, report, [Run(stage) for stage in stages])
 
     def texts(self, model: str, condition: str) -> Texts:
         """Of "teacher", "start" or "student" in a test; a conversion without stages ends as it starts."""

@@ -23,6 +23,8 @@ def _cross_entropy(p_logit, p_target, p_loss, s_row, V, BLOCK: tl.constexpr, LEA
     row = tl.program_id(0).to(tl.int64)
     p_logit += row * s_row
     target = tl.load(p_target + row)
+    # Before the gradient may be in its place: other threads write that. A target that there is not has no loss.
+    logit = tl.load(p_logit + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
     b_most = tl.full([BLOCK], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
@@ -34,7 +36,7 @@ def _cross_entropy(p_logit, p_target, p_loss, s_row, V, BLOCK: tl.constexpr, LEA
         b_most = b_new
     most = tl.max(b_most, 0)
     lse = most + tl.log(tl.sum(b_sum * tl.exp(b_most - most), 0))
-    tl.store(p_loss + row, lse - tl.load(p_logit + target).to(tl.float32))
+    tl.store(p_loss + row, lse - logit)
     if LEARN:
         for start in range(0, V, BLOCK):
             at = start + tl.arange(0, BLOCK)
