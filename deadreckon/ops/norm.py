@@ -9,7 +9,7 @@ from deadreckon.ops.modules import is_plain
 from deadreckon.ops.pointwise import has_kernels
 from deadreckon.ops.tracing import autocast_dtype
 
-WIDEST = 1 << 14  # rows that a program can hold
+WIDEST = 1 << 14  # channels of a row that a program can hold
 
 
 def residual_norm(norm: nn.Module, x: Tensor, y: Tensor | None = None, cast: bool = True) -> tuple[Tensor, Tensor]:
