@@ -78,8 +78,9 @@ def test_a_model_with_these_kernels(encoding: str, monkeypatch: pytest.MonkeyPat
     """Logits and gradients are those of PyTorch's norms, under autocast too; hooks on a norm are still called."""
     torch.manual_seed(0)
     config = dr.DeadReckonConfig(
-        vocab_size=30, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, encoding=encoding, norm="rms"
-    )
+        vocab_size=30, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, encoding=encoding, norm="rms",
+        qk_norm=True,
+    )  # fmt: skip
     model = dr.DeadReckonForCausalLM(config).to(DEVICE)
     ids = torch.randint(0, 30, (2, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     calls = list[torch.dtype]()
@@ -98,7 +99,7 @@ def test_a_model_with_these_kernels(encoding: str, monkeypatch: pytest.MonkeyPat
         return value.detach(), {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
     one, other = loss(True, False), loss(False, False)
-    assert len(calls) == 4
+    assert len(calls) == 8  # in each layer the residual's twice, the queries' and the keys'
     torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
     one, other = loss(True, True), loss(False, True)
     torch.testing.assert_close(one[0], other[0], rtol=2**-7, atol=0)

@@ -192,7 +192,7 @@ def test_sweeps_of_options_leave_other_encodings_alone() -> None:
     }
     assert {recipe.initial for recipe in runs.values()} == {0.02}
     options = [recipe.options_in_training() for name, recipe in runs.items() if name.startswith("path")]
-    assert options == [{"initial": value, "activation": "silu"} for value in (0.01, 0.02)]
+    assert options == [{"initial": value, "beta": 0.1, "activation": "silu"} for value in (0.01, 0.02)]
     fields = parse_sweep(("initial=0.01", "qk_norm=true"), ("rope",))
     recipe = EXPERIMENTS["code"].recipes("tiny", ("rope",), 1, (), fields)["rope-initial=0.01-qk_norm=True-0"]
     config = make_model(recipe, 300).config

@@ -11,6 +11,7 @@ from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import CROPPABLE, Context, Encoding, Sizes
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
+from deadreckon.ops.norm import residual_norm
 from deadreckon.ops.streaming.past import lasting
 from deadreckon.ops.tracing import cast_once
 
@@ -167,10 +168,9 @@ class AttentionLayer(nn.Module):
 
     def _attend(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:
         width, mapped = self.sizes.head_dim, cast_once(x)
-        v = self.v_proj(mapped).unflatten(-1, (-1, width))
-        # Norms may answer in float32 under autocast.
-        q = self.q_norm(self.q_proj(mapped).unflatten(-1, (-1, width))).to(v.dtype)
-        k = self.k_norm(self.k_proj(mapped).unflatten(-1, (-1, width))).to(v.dtype)
+        q, k, v = (project(mapped).unflatten(-1, (-1, width)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        # PyTorch's norms may answer in float32 under autocast.
+        q, k = residual_norm(self.q_norm, q)[1].to(v.dtype), residual_norm(self.k_norm, k)[1].to(v.dtype)
         factors, scale = self.encoding(mapped, context), width**-0.5
         q, k = self.encoding.widen(q, k, x, context)
         if state is None:

@@ -1,4 +1,4 @@
-"""The residual of a model and the norms behind it: on a GPU one kernel for both, where PyTorch takes several passes."""
+"""Norms, and the residual before them: on a GPU one kernel for both, where PyTorch takes several passes."""
 
 from __future__ import annotations
 

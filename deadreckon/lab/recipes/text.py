@@ -67,9 +67,11 @@ PATH_RECIPE = Recipe(
     evaluators=("perplexity", "perplexity-window", "loss-by-position"),
     test_lengths=(2048, 4096, 8192, 16_384, 32_768, 65_536),
 )  # fmt: skip
+# Rate and QK-norm are RoPE's best of a sweep, PaTH's first weights and β what was best for PaTH: `results/code.md`.
 PATH_SMALL: dict[str, Any] = {
-    "width": 512, "heads": 8, "length": 2048, "batch_size": 64, "learning_rate": 2e-3, "weight_decay": 0.1,
-    "evaluate_every": 250, "test_tokens": 2**20,
+    "width": 512, "heads": 8, "length": 2048, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.1,
+    "evaluate_every": 250, "test_tokens": 2**20, "qk_norm": True,
+    "encoding_options": {name: {"initial": 0.02, "beta": 0.1} for name in ("path", "path-fox")},
 }  # fmt: skip
 WITH_QUESTIONS: dict[str, Any] = {"vocabulary": 32_000, "packed": True, "questions": 0.2}  # in a fifth of the rows
 
@@ -81,7 +83,7 @@ def path_paper(text_name: str, steps: int) -> Experiment:
         "and what is left of it beyond.",
         "Yang et al. 2025, table 2 and figure 3: 760M parameters, 50B tokens, 2M a step, trained at 4096. There FoX, "
         "PaTH and PaTH-FoX are 0.036, 0.053 and 0.091 nats ahead of RoPE at the training length; beyond it RoPE breaks "
-        "down, FoX and PaTH-FoX stay flat. The text, layers and heads are ours. Small: 8 layers of 512, heads of 64, "
+        "down, FoX and PaTH-FoX stay flat. The text, layers and heads are ours. Small: 8 layers of 512, QK-norm, "
         f"tied embeddings, {steps * 2**17 // 10**6} million tokens, trained at 2048; one learning rate for all.",
         ("rope", "fox", "path", "path-fox"),
         PATH_RECIPE,
@@ -90,8 +92,6 @@ def path_paper(text_name: str, steps: int) -> Experiment:
             # Documents are far longer than rows: one row in forty reaches over an end. So rows are streamed, which is
             # faster than packing them. In two parts, four models fit on one GPU.
             "accumulate": 2,
-            # As its authors' code draws them; PaTH was 0.015 nats better for it on books, PaTH-FoX 0.010.
-            "encoding_options": {"path": {"initial": 0.02}, "path-fox": {"initial": 0.02}},
         },
         held_out={"part": "test"},
     )  # fmt: skip
