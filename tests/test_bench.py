@@ -334,6 +334,18 @@ def test_training_steps_are_timed(
         assert f"head_dim: expected {error}" in capsys.readouterr().err
 
 
+def test_training_steps_are_shown_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "text.md"
+    words = ["bench", "text", "--sizes", "1x64", "--batch", "2x40", "--vocab", "50", "--rounds", "1", "--profile"]
+    assert run_cli(monkeypatch, *words, "--encodings", "nope", "--qk-norm", "--save", str(page)) == 0
+    top, section = page.read_text().split("1x64, nope, eager: a step:")  # ours alone
+    assert "QK-norm in ours" in top
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[4:]]
+    assert [row[0] for row in rows[-2:]] == ["all", "issued by the host in"]
+    assert any(name.startswith("aten::") for name, *_ in rows)
+    assert all(float(time.removesuffix(" ms")) > 0 for _, time, *_ in rows[-2:])
+
+
 def without_fox(make: Any) -> Any:
     def some(name: str, *sizes: Any, **more: Any) -> torch.nn.Module:
         if name == "fox":

@@ -17,12 +17,10 @@ from deadreckon.lab.arguments import names_in, numbers_in, sizes_in
 from deadreckon.lab.bench import cases
 from deadreckon.lab.bench.cases import Inputs, Shape, make_inputs
 from deadreckon.lab.bench.flags import Attention
-from deadreckon.lab.bench.page import Page, Row, explain, mebibytes, milliseconds, ratio
+from deadreckon.lab.bench.page import PARTS, Page, Row, explain, mebibytes, milliseconds, parts_of, ratio
 from deadreckon.lab.bench.rivals import Method, baseline, compiled_rotate, installed, rivals_on
-from deadreckon.lab.bench.timing import empty_cache, peak_bytes, seconds, shares, summary
+from deadreckon.lab.bench.timing import empty_cache, peak_bytes, seconds, summary
 
-PARTS = ["", "time", "share", "calls"]
-MOST = 24  # parts that are shown
 GATED = {"FoX": "log_gate", "forgetful FoX": "strong_gate"}
 GATED |= {"PaTH-FoX": "log_gate", "forgetful PaTH-FoX": "strong_gate"}
 
@@ -106,10 +104,7 @@ def parts(method: Method, shape: Shape, device: str) -> list[Row]:
     """Where the time of a forward and backward pass goes, the longest first."""
     trial = Trial(method, make_inputs(shape, device), device)
     trial.warm_up()
-    taken = shares(trial.both, device)
-    whole = sum(time for time, _, _ in taken)
-    rows = [[name[:70], milliseconds(time), ratio(time, whole), str(count)] for time, count, name in taken[:MOST]]
-    return [*rows, ["all", milliseconds(whole), "", ""]]
+    return parts_of(trial.both, device)
 
 
 def everyone(device: str, packed: bool) -> dict[str, Method]:

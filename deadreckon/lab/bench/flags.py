@@ -125,12 +125,14 @@ class Text(Flags):
 
     encodings: str = "rope,fox,path,path-fox"  # names (see `deadreckon list`), separated by commas
     head_dim: int = 64  # channels of a head
+    qk_norm: bool = False  # ours with normalised queries and keys
     recompute: bool = False  # those with Householder steps with recompute=True, too: less memory, longer backward pass
     sizes: tuple[str, ...] = ()  # layers x width, such as 24x1024 16x2048
     batch: str = ""  # rows x tokens of a step, such as 8x4096
     vocab: int = 32000  # tokens of the vocabulary
     modes: tuple[Mode, ...] = ()  # eager, compiled (by torch.compile) or both; on a CPU eager alone by default
     rounds: int = 5  # steps that are timed
+    profile: bool = False  # also show where the time of ours goes: kernels on a GPU, operators on a CPU
 
 
 @dataclass(frozen=True)

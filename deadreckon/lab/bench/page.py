@@ -10,11 +10,13 @@ from rich.console import Console
 
 from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.bench.flags import Flags
-from deadreckon.lab.bench.timing import SUMMARIES
+from deadreckon.lab.bench.timing import SUMMARIES, Work, shares
 from deadreckon.lab.environment import check_device, processor, version_of
 from deadreckon.lab.pages.tables import markdown, save_markdown
 
 Row = list[str]
+PARTS = ["", "time", "share", "calls"]
+MOST = 24  # parts that are shown
 
 
 class Page:
@@ -96,6 +98,14 @@ def mebibytes(count: float) -> str:
 def ratio(value: float, base: float) -> str:
     """Empty where there is nothing to compare with."""
     return f"{value / base:.2f}" if base else ""
+
+
+def parts_of(work: Work, device: str) -> list[Row]:
+    """Where its time goes, the longest first: rows for a table with the headings PARTS."""
+    taken = shares(work, device)
+    whole = sum(time for time, _, _ in taken)
+    rows = [[name[:70], milliseconds(time), ratio(time, whole), str(count)] for time, count, name in taken[:MOST]]
+    return [*rows, ["all", milliseconds(whole), "", ""]]
 
 
 def explain(error: Exception) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrai
 import deadreckon as dr
 from deadreckon.lab.arguments import check_counts, names_in, sizes_in
 from deadreckon.lab.bench.flags import Decode, Mode, Text
-from deadreckon.lab.bench.page import Page, Row, explain, ratio
-from deadreckon.lab.bench.timing import SUMMARIES, empty_cache, peak_bytes, repeated, seconds, summary
+from deadreckon.lab.bench.page import PARTS, Page, Row, explain, milliseconds, parts_of, ratio
+from deadreckon.lab.bench.timing import SUMMARIES, empty_cache, host_seconds, peak_bytes, repeated, seconds, summary
 from deadreckon.lab.recipes import check_encodings
 
 LLAMA = "Hugging Face Llama"
@@ -38,9 +38,13 @@ HEADINGS = ["layers x width", "", "parameters", "first step", "step", "tokens/s"
 
 
 def make_model(
-    name: str, layers: int, width: int, vocab: int, longest: int, device: str, group: int = 1, head_dim: int = 64
-) -> PreTrainedModel:
-    """Llama, or ours with an encoding: the same sizes; `group` query heads share one of keys, if there are as many."""
+    name: str, layers: int, width: int, vocab: int, longest: int, device: str, group: int = 1, head_dim: int = 64,
+    qk_norm: bool = False,
+) -> PreTrainedModel:  # fmt: skip
+    """Llama, or ours with an encoding: the same sizes; `group` query heads share one of keys, if there are as many.
+
+    Ours alone may have a `qk_norm`.
+    """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers,
@@ -49,7 +53,7 @@ def make_model(
     }  # fmt: skip
     encoding = "rope" if name == LLAMA else name.removesuffix(RECOMPUTE)
     options = {encoding: {"recompute": True}} if name.endswith(RECOMPUTE) else None
-    config = dr.DeadReckonConfig(encoding=encoding, encoding_options=options, **sizes, use_cache=False)
+    config = dr.DeadReckonConfig(encoding=encoding, encoding_options=options, **sizes, qk_norm=qk_norm, use_cache=False)
     with torch.device(device):
         if name != LLAMA:
             return dr.DeadReckonForCausalLM(config)
@@ -76,8 +80,18 @@ def training_step(model: torch.nn.Module, tokens: Tensor, compiled: bool) -> Cal
     return step
 
 
-def measure(make: Callable[[], torch.nn.Module], tokens: Tensor, compiled: bool, rounds: int) -> tuple[Row, float]:
-    """The cells of a row but the ratio, and tokens a second."""
+class Steps(NamedTuple):
+    """What training steps of one model took."""
+
+    cells: Row  # of its row, without the ratio
+    speed: float  # tokens a second
+    parts: list[Row]  # where the time goes, if asked for
+
+
+def measure(
+    make: Callable[[], torch.nn.Module], tokens: Tensor, compiled: bool, rounds: int, profile: bool = False
+) -> Steps:
+    """Times training steps; with `profile`, also by part."""
     device = tokens.device.type
     model = make()
     step = training_step(model, tokens, compiled)
@@ -86,7 +100,11 @@ def measure(make: Callable[[], torch.nn.Module], tokens: Tensor, compiled: bool,
     memory = f"{(torch.cuda.memory_allocated() + peak_bytes(step, device)) / 2**30:.1f} GiB" if device == "cuda" else ""
     count = sum(x.numel() for x in model.parameters())
     speed = tokens.numel() / time
-    return [f"{count / 1e6:.0f} M", f"{first:.1f} s", f"{1e3 * time:.1f} ms", f"{speed:,.0f}", memory], speed
+    cells = [f"{count / 1e6:.0f} M", f"{first:.1f} s", f"{1e3 * time:.1f} ms", f"{speed:,.0f}", memory]
+    parts = parts_of(step, device) if profile else []
+    if profile:
+        parts.append(["issued by the host in", milliseconds(host_seconds(step, device)), "", ""])
+    return Steps(cells, speed, parts)
 
 
 def run(flags: Text) -> None:
@@ -105,26 +123,38 @@ def run(flags: Text) -> None:
     tokens = torch.randint(0, flags.vocab, (batch, length), generator=generator, device=device)
     page.note(
         f"{batch} x {length} tokens a step, heads of {flags.head_dim}, vocabulary of {flags.vocab}",
+        *["QK-norm in ours"] * flags.qk_norm,
         f"× is the speed over {LLAMA}'s, eager",
     )
 
+    profiles = dict[str, list[Row]]()  # by title
+
     def rows() -> Iterator[Row]:
-        bases = dict[str, float]()  # by size
+        bases = dict[str, float]()  # tokens a second, by size
         for (layers, width), mode, name in product(sizes, flags.modes or MODES[device], (LLAMA, *names)):
             size, title = f"{layers}x{width}", f"{name}, {mode}"
             torch.compiler.reset()
-            make = partial(make_model, name, layers, width, flags.vocab, length, device, head_dim=flags.head_dim)
+            make = partial(
+                make_model, name, layers, width, flags.vocab, length, device,
+                head_dim=flags.head_dim, qk_norm=flags.qk_norm,
+            )  # fmt: skip
             try:
-                (*cells, memory), speed = measure(make, tokens, mode == "compiled", flags.rounds)
+                profile = flags.profile and name != LLAMA
+                steps = measure(make, tokens, mode == "compiled", flags.rounds, profile)
             except Exception as error:
                 yield [size, f"{title} ({explain(error)})", *[""] * (len(HEADINGS) - 2)]
             else:
-                bases |= {size: speed} if (name, mode) == (LLAMA, "eager") else {}
-                yield [size, title, *cells, ratio(speed, bases.get(size, 0.0)), memory]
+                bases |= {size: steps.speed} if (name, mode) == (LLAMA, "eager") else {}
+                *cells, memory = steps.cells
+                yield [size, title, *cells, ratio(steps.speed, bases.get(size, 0.0)), memory]
+                if profile:
+                    profiles[f"{size}, {title}: a step"] = steps.parts
             gc.collect()  # a model and its optimizer are in circles
             empty_cache(device)
 
     page.table(HEADINGS, rows(), left=2)
+    for title, parts in profiles.items():
+        page.table(PARTS, parts, title)
 
 
 class FirstToken(LogitsProcessor):

@@ -51,6 +51,15 @@ def seconds(work: Work, device: str, before: Work | None = None) -> float:
     return start.elapsed_time(end) / 1e3
 
 
+def host_seconds(work: Work, device: str) -> float:
+    """How long the host takes to issue it all to a GPU that has nothing else to do; on a CPU, to do it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
 def summary(times: list[float], device: str) -> float:
     """The figure that counts."""
     return SUMMARIES[device][1](times)
