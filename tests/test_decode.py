@@ -11,11 +11,11 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.ops.streaming.decode import renew
-from deadreckon.ops.streaming.fused import STREAM
+from deadreckon.ops.streaming.fused import STREAM, KernelDecoder
 from deadreckon.ops.streaming.kernels import Partial, _combine, look
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.routes import in_newest_frame
-from deadreckon.ops.streaming.stream import attend_stream
+from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 
 TOKENS = 43
 
@@ -58,7 +58,8 @@ class Stream:
             gate = gate.expand(batch, end - start, -1)
         factors = dr.Factors(transport, gate, self.case.score)
         q, k, v = piece["q"], piece["k"], piece["v"]
-        found = attend_stream(q, k, v, factors, self.case.width**-0.5, past, STREAM)
+        by_pytorch = self.case.score == "stick-breaking" and gate is not None and not start
+        found = attend_stream(q, k, v, factors, self.case.width**-0.5, past, PYTORCH if by_pytorch else STREAM)
         torch.testing.assert_close(found.double(), self.expected[:, start:end], rtol=0, atol=1e-5)
         assert past.length == end <= length
 
@@ -71,6 +72,8 @@ class Stream:
         Case("rotation of values", "constant", batch=1, heads=2, group=1),
         Case("rotation", "learned", dr.Power(2), batch=1, heads=1, group=3),
         Case(None, None, dr.Power(2), batch=1, heads=2, group=1),
+        Case("rotation", None, "stick-breaking", batch=2, heads=1, group=3),
+        Case(None, "learned", "stick-breaking", batch=1, heads=2, group=2),
     ],
     ids=lambda case: f"{case.transport}-{case.gate}-{case.score}",
 )
@@ -93,6 +96,23 @@ def test_single_tokens(case: Case) -> None:
     stream.attend(40, 41, other)
     stream.attend(41, 42, past.select(torch.arange(case.batch)))
     stream.attend(41, 43, past)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_sticks_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tail of three chunks, segments of several parts; logits of which one takes all, or that take nothing."""
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 24)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 4)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 12)
+    past, stream = Past(), Stream(Case(None, None, "stick-breaking", length=70, batch=1, heads=1, group=2))
+    stream.leaves["k"][:, 5::9] *= 300
+    leaves = {name: x.double() for name, x in stream.leaves.items()}
+    stream.expected = stream.case.attend(leaves, impl="reference")
+    stream.attend(0, 30, past)
+    for token in range(30, 70):
+        stream.attend(token, token + 1, past)
+    assert isinstance(past.decoder, KernelDecoder)
+    assert past.decoder.parts[0, :, 2].count_nonzero() > len(past.segments)
 
 
 @pytest.mark.usefixtures("small_tail")
@@ -221,8 +241,8 @@ def test_partial_results_of_many_programs_add_up() -> None:
     greatest = 4 * greatest + torch.linspace(0, 6, parts, device=DEVICE)[:, None]
     tokens, y = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.empty(heads, group, width, device=DEVICE)
     _combine[(heads, group, 2)](
-        y, Partial(out, weight, greatest), tokens, heads, parts, parts,
-        G=group, SQUARES=False, E=width, BE=width // 2, BLOCK=32,
+        y, Partial(out, weight, greatest), tokens, heads, parts, parts, 1,
+        G=group, SQUARES=False, STICKS=False, E=width, BE=width // 2, BLOCK=32,
     )  # fmt: skip
     share = torch.exp2(greatest.double()).unsqueeze(-1)
     expected = (share * out).sum(1) / (share * weight.unsqueeze(-1)).sum(1)

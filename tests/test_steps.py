@@ -89,7 +89,7 @@ def decode(model: dr.DeadReckonForCausalLM, ids: Tensor, cache: DynamicCache, st
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values"])
+@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values", "stickbreaking"])
 @torch.no_grad()
 def test_steps_give_what_one_pass_gives(encoding: str) -> None:
     """Across closings of tails; a second sequence in the same graph; then the first goes on."""
@@ -166,9 +166,10 @@ def test_cropped_sequences_stay_in_their_graph(encoding: str) -> None:
     assert (Rerun.captured, Rerun.replayed - before) == (1, 9)
 
 
+@pytest.mark.parametrize("encoding", ["path-fox", "stickbreaking"])
 @torch.no_grad()
-def test_masked_rows_are_decoded_by_graphs() -> None:
-    model, ids = kernel_model("path-fox"), prompts(2, 16)
+def test_masked_rows_are_decoded_by_graphs(encoding: str) -> None:
+    model, ids = kernel_model(encoding), prompts(2, 16)
     mask = torch.ones_like(ids)
     mask[0, :4] = mask[0, 6] = 0
     expected = [model(row[real].unsqueeze(0)).logits[:, -4:] for row, real in zip(ids, mask.bool(), strict=True)]

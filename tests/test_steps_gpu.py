@@ -10,7 +10,10 @@ import deadreckon as dr
 from deadreckon.models.streams import Streams
 
 pytestmark = pytest.mark.gpu
-GRAPHS = ["path-fox", "rope", "fox", "alibi", "nope", "selective-rope", "learned-rotation-values", "conformal-sympow"]
+GRAPHS = [
+    "path-fox", "rope", "fox", "alibi", "nope", "selective-rope", "learned-rotation-values", "conformal-sympow",
+    "stickbreaking",
+]  # fmt: skip
 
 
 def make_model(encoding: str) -> dr.DeadReckonForCausalLM:

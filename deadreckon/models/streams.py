@@ -80,8 +80,8 @@ class Streams:
     """A batch of so many rows for one model.
 
     Args:
-        model: in evaluation mode. Where steps are no kernels (stick-breaking, PRISM, higher powers; sizes and dtypes
-            that kernels do not take) it is decoded row by row.
+        model: in evaluation mode. Where steps are no kernels (PRISM, higher powers; sizes and dtypes that kernels do
+            not take) it is decoded row by row.
         rows: how many sequences at a time.
         graph: what captures a step; by default CUDA's graphs on a GPU, and elsewhere, or with ``DEADRECKON_GRAPHS=0``,
             nothing: row by row.

@@ -183,10 +183,10 @@ def attend_next(
             must be as in the pieces before: sizes, dtype, device, the kind of transport and its heads, gates or none
             and their heads, score and scale.
         past: what the pieces before have left; ``Past()`` for the first.
-        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (not stick-breaking, otherwise as for :func:`attend`: the first
-            piece, single tokens but for higher powers, and along Householder steps long pieces, too; other pieces are
-            read by PyTorch's attention in any case) or ``"auto"``: the kernels on CUDA devices where they serve, else
-            ``"blockwise"``. ``"reference"`` does not stream.
+        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (as for :func:`attend`: the first piece, single tokens but for
+            higher powers, and along Householder steps long pieces, too; other pieces are read by PyTorch's attention in
+            any case) or ``"auto"``: the kernels on CUDA devices where they serve, else ``"blockwise"``.
+            ``"reference"`` does not stream.
 
     Returns:
         (B, T, Hq, E), in the dtype of q.
@@ -203,18 +203,19 @@ def attend_next(
     if not isinstance(past, Past):
         raise ValueError(f"past: expected a Past, got {type(past).__name__}")
     with torch.autocast(q.device.type, enabled=False):
-        return attend_stream(q, k, v, factors, scale, past, _streaming_kernels(q, v, factors, impl))
+        kernels = _streaming_kernels(q, v, factors, impl, first=not past.length)
+        return attend_stream(q, k, v, factors, scale, past, kernels)
 
 
-def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementation) -> Kernels:
-    """The operations that `attend_next` uses."""
+def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementation, first: bool) -> Kernels:
+    """The operations that `attend_next` uses for the first piece, or for a later one."""
     if impl not in ("auto", "blockwise", "triton"):
         raise ValueError(f"impl: expected 'auto', 'blockwise' or 'triton' for a piece of a sequence, got {impl!r}")
     if impl == "blockwise" or (impl == "auto" and not q.is_cuda):
         return PYTORCH
+    if factors.score == "stick-breaking" and not first:  # of which single tokens may have gates, too
+        factors = factors._replace(log_gate=None)
     reason = _reason_against_kernels(q, v, factors, packed=False)
-    if reason is None and impl == "triton" and factors.score == "stick-breaking":
-        reason = f"score 'softmax' or a power for a piece of a sequence, got {factors.score!r}"
     if reason is None:
         from deadreckon.ops.streaming.fused import STREAM
 

@@ -68,7 +68,7 @@ class KernelDecoder:
             room_for(tail.bias), room_for(tail.product, 2), room_for(tail.total, 2),
             torch.zeros(rows, dtype=torch.int32, device=device),
         )  # fmt: skip
-        self.state = None
+        self.state, self.sticks = None, past.signature is not None and past.signature.score == "stick-breaking"
         if past.signature is not None and past.signature.score == 2:
             self.state = _no_state(held, rows, 1 if tail.total is None else tail.total.shape[1])
         state_parts = 0 if self.state is None else STATE_PARTS
@@ -202,7 +202,7 @@ class KernelDecoder:
                 length = segment.length - start
                 size = -(-length // -(-length // share) // CHUNK) * CHUNK
                 ends = (*range(start + size, segment.length, size), segment.length)
-                parts += [(number, first, end) for first, end in pairwise((start, *ends))]
+                parts += [(number, first, end) for first, end in pairwise((start, *ends))][::-1]  # the nearest first
         assert len(parts) <= self.programs
         return entries, parts
 
@@ -248,7 +248,10 @@ class KernelDecoder:
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None, scale: float
     ) -> Tensor:
         with torch.cuda.device_of(q):
-            out = look(q, k, v, w, beta, gate, self.last, self.partial, self.state, self.segments, self.parts, scale)
+            out = look(
+                q, k, v, w, beta, gate, self.last, self.partial, self.state, self.segments, self.parts, scale,
+                self.sticks,
+            )  # fmt: skip
         self.lengthen()
         return out
 

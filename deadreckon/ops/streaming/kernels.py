@@ -1,4 +1,4 @@
-"""One more token of softmax attention, split over the KV cache: two kernels, whatever lies behind.
+"""One more token of attention, split over the KV cache: two kernels, whatever lies behind.
 
 The last tokens, the tail, have room for some more. What lies further back is closed, in segments that do not change.
 With Householder steps the tail's keys are kept in the frame of the newest token, in float32: a new token turns them
@@ -9,7 +9,8 @@ waits for another: `_look` has a program for every 64 tokens of the tail and for
 is the same, as a CUDA graph needs it.
 
 Squares (`Power(2)`) are looked at in the same way, and there are programs for the state of all tokens before the
-segments, each for some of its rows.
+segments, each for some of its rows. Sticks are broken by each program as if they began with the nearest of its keys;
+it also says what it has left of them, and `_combine` goes through the parts from the nearest on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.streaming.sticks import broken, nearer
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, mul_exact, padded, power_of_two, store_matrix
 
@@ -62,7 +64,10 @@ class State(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Of every program: outputs that are not normalised, their weights' sums and greatest logits."""
+    """Of every program: outputs that are not normalised, their weights' sums and greatest logits.
+
+    With sticks `weight` is 1, or 0 where there was nothing to see, and `greatest` the logarithm of what is left.
+    """
 
     out: Tensor  # (N, programs, G, E) float32
     weight: Tensor  # (N, programs, G) float32
@@ -101,8 +106,9 @@ def _queries(p_q, G: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.con
 @triton.jit
 def _look_at_tail(
     p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N, ROOM,
-    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr,
+    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, STICKS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Turns some of the tail, the new token among them perhaps, and attends to it."""
     channel, value, query = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BG)
@@ -155,22 +161,24 @@ def _look_at_tail(
         b_s *= (unit / length_of(b_q.to(tl.float32), 1))[:, None]
         b_weight = tl.where(m_row[None, :], b_s * b_s * tl.exp2(b_bias * 1.4426950408889634), 0.0)
         b_greatest = tl.zeros([BG], tl.float32)
+    elif STICKS:  # a token takes nothing from its own
+        b_weight, b_greatest = broken(b_s * scale, b_bias, tl.zeros([BG], tl.float32), row < tokens)
     else:
         b_s = tl.where(m_row[None, :], (b_s * scale + b_bias) * 1.4426950408889634, float("-inf"))
         b_greatest = tl.maximum(tl.max(b_s, 1), -1e30)  # of no tokens at all, perhaps
         b_weight = tl.exp2(b_s - b_greatest[:, None])
     p_out = partial.out + (partial_at + query)[:, None] * E + value[None, :]
     tl.store(p_out, _weighted(b_weight, b_values, DTYPE), mask=m_query[:, None] & m_value[None, :])
-    tl.store(partial.weight + partial_at + query, tl.sum(b_weight, 1), mask=m_query)
+    tl.store(partial.weight + partial_at + query, 1.0 if STICKS else tl.sum(b_weight, 1), mask=m_query)
     tl.store(partial.greatest + partial_at + query, b_greatest, mask=m_query)
 
 
 @triton.jit
 def _look_at_segment(
     p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, i_h, tokens, scale, unit, N,
-    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
+    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, STICKS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Carries the queries back to a segment, and attends to some of it."""
     channel, value = tl.arange(0, BD), tl.arange(0, BE)
@@ -201,12 +209,14 @@ def _look_at_segment(
         b_shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + gate_of, mask=m_gate, other=0.0)
         b_shift += tl.load(p_total + gate_of, mask=m_gate, other=0.0)
     b_queries = b_queries.to(DTYPE)
-    b_greatest = tl.full([BG], 0.0 if SQUARES else -1e30, tl.float32)
-    b_weight = tl.zeros([BG], tl.float32)
+    b_greatest = tl.full([BG], 0.0 if SQUARES or STICKS else -1e30, tl.float32)
+    b_weight = tl.full([BG], 1.0 if STICKS else 0.0, tl.float32)
     b_out = tl.zeros([BG, BE], tl.float32)
     for first in range(start, stop, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        m_row = row < stop
+        if STICKS:  # from the last on; before the first of them there may be others' tokens
+            row = stop - BLOCK - (first - start) + tl.arange(0, BLOCK)
+        m_row = (row >= start) & (row < stop)
         at = row.to(tl.int64)
         b_k = tl.load(p_keys + at[None, :] * D + channel[:, None], mask=m_row[None, :] & m_channel[:, None], other=0.0)
         b_s = mul(b_queries, b_k, DTYPE) * b_scale[:, None]  # a scaled query would be rounded once more
@@ -217,17 +227,21 @@ def _look_at_segment(
         b_new = b_greatest
         if SQUARES:
             b_e = tl.where(m_row[None, :], b_s * b_s * tl.exp2(b_bias * 1.4426950408889634), 0.0)
+        elif STICKS:
+            b_e, b_new = broken(b_s, b_bias, b_greatest, m_row)
         else:
             b_s = tl.where(m_row[None, :], (b_s + b_bias) * 1.4426950408889634, float("-inf"))
             b_new = tl.maximum(b_greatest, tl.max(b_s, 1))
             b_e = tl.exp2(b_s - b_new[:, None])
-        b_ratio = tl.exp2(b_greatest - b_new)
         b_v = tl.load(p_values + at[:, None] * E + value[None, :], mask=m_row[:, None] & m_value[None, :], other=0.0)
-        if SQUARES:
+        if SQUARES or STICKS:
             b_out += _weighted(b_e, b_v, DTYPE)
         else:
+            b_ratio = tl.exp2(b_greatest - b_new)
             b_out = b_out * b_ratio[:, None] + mul(b_e, b_v, DTYPE)
-        b_weight = b_weight * b_ratio + tl.sum(b_e, 1)
+            b_weight *= b_ratio
+        if not STICKS:
+            b_weight += tl.sum(b_e, 1)
         b_greatest = b_new
     m_query = query < G
     p_out = partial.out + (partial_at + query)[:, None] * E + value[None, :]
@@ -283,9 +297,9 @@ def _look_at_state(
 @triton.jit
 def _look(
     p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, state, p_segments, p_parts, scale, N, HEADS, ROOM, F, SPLIT,
-    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BG: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
-    FIELDS: tl.constexpr, BLOCK: tl.constexpr, STATE_ROWS: tl.constexpr, DTYPE: tl.constexpr,
+    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, STICKS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, STATE_ROWS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     i_n, i_part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     i_row, i_h = i_n // HEADS, i_n % HEADS  # rows have segments of their own, each of so many heads
@@ -304,7 +318,7 @@ def _look(
     if i_part * CHUNK < ROOM:
         _look_at_tail(
             p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N,
-            ROOM, G, GATES, ROUTES, SQUARES, D, E, BG, BD, BE, CHUNK, DTYPE,
+            ROOM, G, GATES, ROUTES, SQUARES, STICKS, D, E, BG, BD, BE, CHUNK, DTYPE,
         )  # fmt: skip
     else:
         p_part = p_parts + (i_row * (parts - ROOM // CHUNK) + i_part - ROOM // CHUNK) * 3
@@ -318,7 +332,7 @@ def _look(
             else:
                 _look_at_segment(
                     p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, i_h,
-                    tokens, scale, unit, N, G, GATES, ROUTES, SQUARES, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
+                    tokens, scale, unit, N, G, GATES, ROUTES, SQUARES, STICKS, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
                 )  # fmt: skip
         else:  # there are more programs than parts
             query = tl.arange(0, BG)
@@ -329,13 +343,14 @@ def _look(
 @Kernel
 @triton.jit
 def _combine(
-    p_out, partial, p_tokens, HEADS, PARTS, SPLIT,
-    G: tl.constexpr, SQUARES: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
+    p_out, partial, p_tokens, HEADS, PARTS, SPLIT, TAIL,
+    G: tl.constexpr, SQUARES: tl.constexpr, STICKS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds up all programs' parts of some channels."""
+    """Adds up all programs' parts of some channels. The first TAIL of them are of the tail, the nearest last."""
     i_n, g, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     value = i_part * BE + tl.arange(0, BE)
-    greatest = tl.full([], -1e30, tl.float32)
+    greatest = tl.full([], 0.0 if STICKS else -1e30, tl.float32)
     weight = tl.zeros([], tl.float32)
     b_out = tl.zeros([BE], tl.float32)
     if SQUARES:  # what is read from the state counts if it is more than rounding errors
@@ -351,22 +366,31 @@ def _combine(
     for first in range(0, PARTS, BLOCK):
         part = first + tl.arange(0, BLOCK)
         m_part = part < PARTS_READ
+        if STICKS:
+            part = tl.where(part < TAIL, TAIL - 1 - part, part)
         at = (i_n * PARTS + part) * G + g
         b_greatest = tl.load(partial.greatest + at, mask=m_part, other=float("-inf"))
         b_weight = tl.load(partial.weight + at, mask=m_part, other=0.0)
         m_out = m_part[:, None] & (value < E)[None, :]
         b_part = tl.load(partial.out + at[:, None] * E + value[None, :], mask=m_out, other=0.0)
         b_part = tl.where((b_weight != 0)[:, None], b_part, 0.0)  # what is there of no weight may be anything
-        new = tl.maximum(greatest, tl.max(b_greatest, 0))
-        b_ratio = tl.exp2(b_greatest - new)
-        ratio = tl.exp2(greatest - new)
-        if SQUARES:
-            new, b_ratio, ratio = greatest, m_part.to(tl.float32), 1.0
+        if STICKS:
+            b_left = tl.where(b_weight != 0, b_greatest, 0.0)
+            new, ratio = greatest + tl.sum(b_left, 0), 1.0
+            b_ratio = tl.exp2(greatest + nearer(b_left, 0, False))
+        else:
+            new = tl.maximum(greatest, tl.max(b_greatest, 0))
+            b_ratio = tl.exp2(b_greatest - new)
+            ratio = tl.exp2(greatest - new)
+            if SQUARES:
+                new, b_ratio, ratio = greatest, m_part.to(tl.float32), 1.0
         b_out = b_out * ratio + tl.sum(b_part * b_ratio[:, None], 0)
         weight = weight * ratio + tl.sum(b_weight * b_ratio, 0)
         greatest = new
     if SQUARES:
         weight = tl.where(weight == 0, 1.0, weight)  # a row without weights attends to nothing
+    if STICKS:
+        weight = 1.0
     tl.store(p_out + (i_n * G + g) * E + value, (b_out / weight).to(p_out.dtype.element_ty), mask=value < E)
     if (i_n % HEADS == 0) & (g == 0) & (i_part == 0):
         p_tokens += i_n // HEADS
@@ -390,13 +414,14 @@ def placed(x: Tensor | None, base: Tensor, alignment: int = 16) -> int:
 def look(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None,
     last: Last, partial: Partial, state: State | None, segments: Tensor, parts: Tensor, scale: float,
+    sticks: bool = False,
 ) -> Tensor:  # fmt: skip
     """The output (N, G, E) of the next token, which joins the last ones.
 
     q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G); w and beta are None without Householder steps.
     Of each row: segments (rows, segments, FIELDS) int64, as `placed` gives them; parts (rows, parts, 3) int32: a
-    segment, and from where to where in it, or nowhere; with squares the last STATE_PARTS say from where to where in the
-    state. All contiguous.
+    segment, and from where to where in it, or nowhere, the nearest first; with squares the last STATE_PARTS say from
+    where to where in the state. All contiguous.
     """
     heads, group, width = q.shape
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
@@ -409,13 +434,14 @@ def look(
     queries, values = power_of_two(group), padded(value_width)
     _look[(programs, heads)](
         q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, of_row, room, rows, split,
-        G=group, GATES=gates, ROUTES=w is not None, SQUARES=state is not None, D=width, E=value_width,
-        BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=block,
-        STATE_ROWS=max(1, min(32, STATE_TILE // (queries * values))), DTYPE=DTYPES[q.dtype], num_warps=4, num_stages=3,
+        G=group, GATES=gates, ROUTES=w is not None, SQUARES=state is not None, STICKS=sticks, D=width,
+        E=value_width, BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=CHUNK, FIELDS=FIELDS,
+        BLOCK=block, STATE_ROWS=max(1, min(32, STATE_TILE // (queries * values))), DTYPE=DTYPES[q.dtype],
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     _combine[(heads, group, values // COMBINED)](
-        out, partial, last.tokens, of_row, programs, split,
-        G=group, SQUARES=state is not None, E=value_width, BE=COMBINED, BLOCK=min(256, power_of_two(programs)),
-        num_warps=4,
+        out, partial, last.tokens, of_row, programs, split, room // CHUNK,
+        G=group, SQUARES=state is not None, STICKS=sticks, E=value_width, BE=COMBINED,
+        BLOCK=min(256, power_of_two(programs)), num_warps=4,
     )  # fmt: skip
     return out

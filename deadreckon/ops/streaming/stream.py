@@ -8,8 +8,8 @@
     none          Power(2)  one token, with kernels        `decode_token`: two kernels
                   Power     later, or no kernels           `attend_powers`: chunks; keys fold to a state
                   any       first                          `attend_first`: `attend`, and the KV cache is kept
-                  softmax   one token, with kernels        `decode_token`: two kernels
-                  other     later                          `attend_cached`: over the KV cache, which grows
+                  others    one token, with kernels        `decode_token`: two kernels
+                  others    later                          `attend_cached`: over the KV cache, which grows
 
 Without Householder steps nothing ever changes its frame, and there is one segment, the KV cache, that grows (or one for
 each continuation that shares what is behind, or some that decoding by kernels has closed). With powers it does not grow
@@ -94,7 +94,7 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
             return attend_powers(q, k, v, log_gate, score, past)
     if not past.length:
         return attend_first(q, k, v, log_gate, score, scale, past, kernels)
-    if score == "softmax" and q.shape[1] == 1 and kernels.decoder.plain:
+    if not isinstance(score, Power) and q.shape[1] == 1 and kernels.decoder.plain:
         return decode_token(q, k, v, None, log_gate, scale, past, kernels.decoder)
     return attend_cached(q, k, v, log_gate, score, scale, past)
 
