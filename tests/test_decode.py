@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from cases import Case
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from deadreckon.ops.streaming.kernels import Partial, _combine, look
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.routes import in_newest_frame
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
+from deadreckon.ops.triton.attend import reason_against
 
 TOKENS = 43
 
@@ -45,7 +47,11 @@ class Stream:
         self.case, self.leaves = case, {name: x.float() for name, x in case.inputs().items()}
         if isinstance(case.score, dr.Power):  # longer and longer keys: the unit of states changes
             self.leaves["k"] = self.leaves["k"] * 2 ** (torch.arange(case.length) / 8)[:, None, None]
-        self.expected = case.attend({name: x.double() for name, x in self.leaves.items()}, impl="reference")
+        self.expect()
+
+    def expect(self) -> None:
+        leaves = {name: x.double() for name, x in self.leaves.items()}
+        self.expected = self.case.attend(leaves, impl="reference")
 
     def attend(self, start: int, end: int, past: Past) -> None:
         batch, length = self.case.batch, self.case.length
@@ -58,8 +64,9 @@ class Stream:
             gate = gate.expand(batch, end - start, -1)
         factors = dr.Factors(transport, gate, self.case.score)
         q, k, v = piece["q"], piece["k"], piece["v"]
-        by_pytorch = self.case.score == "stick-breaking" and gate is not None and not start
-        found = attend_stream(q, k, v, factors, self.case.width**-0.5, past, PYTORCH if by_pytorch else STREAM)
+        first_by_kernels = reason_against(q, v, factors, packed=False) is None
+        kernels = STREAM if start or first_by_kernels else PYTORCH
+        found = attend_stream(q, k, v, factors, self.case.width**-0.5, past, kernels)
         torch.testing.assert_close(found.double(), self.expected[:, start:end], rtol=0, atol=1e-5)
         assert past.length == end <= length
 
@@ -72,6 +79,8 @@ class Stream:
         Case("rotation of values", "constant", batch=1, heads=2, group=1),
         Case("rotation", "learned", dr.Power(2), batch=1, heads=1, group=3),
         Case(None, None, dr.Power(2), batch=1, heads=2, group=1),
+        Case("rotation", "learned", dr.Power(4), batch=2, heads=1, group=2, width=8),
+        Case(None, "learned per key head", dr.Power(6), batch=1, heads=1, group=2, width=8),
         Case("rotation", None, "stick-breaking", batch=2, heads=1, group=3),
         Case(None, "learned", "stick-breaking", batch=1, heads=2, group=2),
     ],
@@ -106,13 +115,23 @@ def test_sticks_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 12)
     past, stream = Past(), Stream(Case(None, None, "stick-breaking", length=70, batch=1, heads=1, group=2))
     stream.leaves["k"][:, 5::9] *= 300
-    leaves = {name: x.double() for name, x in stream.leaves.items()}
-    stream.expected = stream.case.attend(leaves, impl="reference")
+    stream.expect()
     stream.attend(0, 30, past)
     for token in range(30, 70):
         stream.attend(token, token + 1, past)
     assert isinstance(past.decoder, KernelDecoder)
     assert past.decoder.parts[0, :, 2].count_nonzero() > len(past.segments)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_sticks_of_one_long_part() -> None:
+    """More keys than a program sees at a time, each of which takes a hundredth of what is left."""
+    past, stream = Past(), Stream(Case(None, None, "stick-breaking", length=152, batch=1, heads=1, group=2))
+    stream.leaves["q"][..., 0], stream.leaves["k"][..., 0] = 4, -5
+    stream.expect()
+    stream.attend(0, 150, past)
+    for token in (150, 151):
+        stream.attend(token, token + 1, past)
 
 
 @pytest.mark.usefixtures("small_tail")
@@ -242,7 +261,7 @@ def test_partial_results_of_many_programs_add_up() -> None:
     tokens, y = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.empty(heads, group, width, device=DEVICE)
     _combine[(heads, group, 2)](
         y, Partial(out, weight, greatest), tokens, heads, parts, parts, 1,
-        G=group, SQUARES=False, STICKS=False, E=width, BE=width // 2, BLOCK=32,
+        G=group, POWER=0, STICKS=False, E=width, BE=width // 2, BLOCK=32, TYPE=tl.float32,
     )  # fmt: skip
     share = torch.exp2(greatest.double()).unsqueeze(-1)
     expected = (share * out).sum(1) / (share * weight.unsqueeze(-1)).sum(1)

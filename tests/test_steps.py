@@ -60,10 +60,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_model(encoding: str, layers: int = 1) -> dr.DeadReckonForCausalLM:
+    """Of an encoding, "sympow:4" being one with powers of 4."""
     torch.manual_seed(0)
+    name, _, power = encoding.partition(":")
     config = dr.DeadReckonConfig(
-        encoding=encoding, vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.3,
+        encoding=name, vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.3, encoding_options={name: {"p": int(power)}} if power else None,
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config).eval()
 
@@ -89,7 +91,7 @@ def decode(model: dr.DeadReckonForCausalLM, ids: Tensor, cache: DynamicCache, st
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values", "stickbreaking"])
+@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values", "stickbreaking", "sympow:4"])
 @torch.no_grad()
 def test_steps_give_what_one_pass_gives(encoding: str) -> None:
     """Across closings of tails; a second sequence in the same graph; then the first goes on."""

@@ -12,15 +12,17 @@ from deadreckon.models.streams import Streams
 pytestmark = pytest.mark.gpu
 GRAPHS = [
     "path-fox", "rope", "fox", "alibi", "nope", "selective-rope", "learned-rotation-values", "conformal-sympow",
-    "stickbreaking",
+    "stickbreaking", "sympow:4",
 ]  # fmt: skip
 
 
 def make_model(encoding: str) -> dr.DeadReckonForCausalLM:
+    """Of an encoding, "sympow:4" being one with powers of 4."""
     torch.manual_seed(0)
+    name, _, power = encoding.partition(":")
     config = dr.DeadReckonConfig(
-        encoding=encoding, vocab_size=512, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.05,
+        encoding=name, vocab_size=512, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.05, encoding_options={name: {"p": int(power)}} if power else None,
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config).eval().cuda()
 
