@@ -31,7 +31,9 @@ def prefilled(model: dr.DeadReckonForCausalLM, ids: Tensor) -> DynamicCache:
     return cache
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope", "conformal-sympow", "stickbreaking"])
+@pytest.mark.parametrize(
+    "encoding", ["path-fox", "selective-rope", "conformal-sympow", "stickbreaking", "prism:walking"]
+)
 @torch.no_grad()
 def test_rows_come_and_go(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences in two rows: of one the tail is closed on the way, two share a prefix."""
@@ -63,7 +65,8 @@ def test_rows_come_and_go(encoding: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "encoding", ["path-fox", "path", "rope", "alibi", "sympow", "conformal-sympow", "stickbreaking", "sympow:4"]
+    "encoding",
+    ["path-fox", "path", "rope", "alibi", "sympow", "conformal-sympow", "stickbreaking", "sympow:4", "prism:walking"],
 )
 @torch.no_grad()
 def test_prompts_that_are_read_together(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
