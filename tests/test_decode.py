@@ -12,7 +12,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.ops.streaming.decode import renew
-from deadreckon.ops.streaming.fused import STREAM, KernelDecoder
+from deadreckon.ops.streaming.fused import STREAM, KernelDecoder, reason_against_next
 from deadreckon.ops.streaming.kernels import Partial, _combine, look
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.routes import in_newest_frame
@@ -176,6 +176,30 @@ def test_a_decoder_is_not_loaded_with_more_segments_than_it_has_programs_for(mon
     stream.attend(28, 29, past)  # the tail becomes a second one
     assert past.decoder is not decoder
     stream.attend(29, 30, past)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "factors", "reason"),
+    [
+        (480, torch.bfloat16, dr.Factors(), None),
+        (480, torch.float32, dr.Factors(), "D a multiple of 8 up to 256 for a later piece, got 480"),
+        (264, torch.bfloat16, dr.Factors(score=dr.Power(2)), "D a multiple of 8 up to 256 for a later piece, got 264"),
+        (12, torch.float32, dr.Factors(), "D a multiple of 8 up to 256 for a later piece, got 12"),
+        (16, torch.float64, dr.Factors(), "dtype float32, bfloat16 or float16, got torch.float64"),
+        (16, torch.float32, dr.Factors(None, torch.zeros(1, 3, 2, device=DEVICE), "stick-breaking"), None),
+        (16, torch.float32, dr.Factors(score=dr.Power(6)), None),
+    ],
+)
+def test_later_pieces_that_kernels_take(
+    width: int, dtype: torch.dtype, factors: dr.Factors, reason: str | None
+) -> None:
+    q, k, v = (torch.randn(1, 3, 2, channels, device=DEVICE).to(dtype) for channels in (width, width, 16))
+    assert reason_against_next(q, v, factors) == reason
+    past = Past()
+    dr.attend_next(q, k, v, **factors._asdict(), past=past, impl="blockwise")
+    if reason is not None:
+        with pytest.raises(ValueError, match=f"impl: 'triton' needs {reason}"):
+            dr.attend_next(q, k, v, **factors._asdict(), past=past, impl="triton")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

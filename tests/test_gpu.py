@@ -82,6 +82,20 @@ def test_single_tokens_of_other_scores(score: Any, gate: str | None) -> None:
     assert (past.folded is not None) == isinstance(score, dr.Power)
 
 
+def test_single_tokens_with_wide_keys() -> None:
+    """As PRISM's are: at most twice the error that one pass in PyTorch makes, whose weights are rounded, too."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 700, heads, width, device="cuda") for heads, width in ((8, 480), (2, 480), (2, 64)))
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    expected = dr.attend(q.double(), k.double(), v.double(), impl="blockwise")
+    allowed = 2 * (dr.attend(q, k, v, impl="blockwise").double() - expected).abs().max().item()
+    past, found = dr.Past(), list[torch.Tensor]()
+    for start, end in ((0, 90), *((t, t + 1) for t in range(90, 700))):
+        found.append(dr.attend_next(q[:, start:end], k[:, start:end], v[:, start:end], past=past))
+    assert isinstance(past.decoder, StaticDecoder)
+    torch.testing.assert_close(torch.cat(found, dim=1).double(), expected, rtol=0, atol=allowed)
+
+
 def test_single_tokens_in_a_cuda_graph() -> None:
     """Until a segment is closed, every token is the same launches: recorded once, replayed with new inputs."""
     case = Case("householder", "learned", length=300, batch=2, heads=2, group=4, width=64, value_width=64)

@@ -288,7 +288,8 @@ def test_a_cropped_sequence(encoding: str, undone: int, monkeypatch: pytest.Monk
 def test_steps_that_are_no_kernels(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where kernels do not take a model's sizes, or where recent inputs become more: rows are decoded one by one."""
     monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
-    model, ids, at = make_model(encoding), prompts(2, 16), [12, 6]
+    model = kernel_model(encoding) if encoding == "prism" else make_model(encoding)
+    ids, at = prompts(2, 16), [12, 6]
     expected, streams = model(ids).logits, Streams(model, 2, Rerun)
     for number, place in enumerate(at):
         assert streams.admit(prefilled(model, ids[number : number + 1, :place])) == [number]

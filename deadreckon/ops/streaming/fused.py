@@ -16,7 +16,7 @@ from deadreckon.ops.blockwise.rotation import Turned
 from deadreckon.ops.blockwise.rotation import turned as turned_later
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import channels_of
-from deadreckon.ops.factors import Factors
+from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.streaming.decode import Tail, add_tail, close_tail, seen_from_tail
 from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, look, placed
 from deadreckon.ops.streaming.past import Past
@@ -335,8 +335,9 @@ def reason_against_next(q: Tensor, v: Tensor, factors: Factors) -> str | None:
         return reason_against(q, v, factors, packed=False)
     if q.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {q.dtype}"
-    for name, width in (("D", q.shape[3]), ("E", v.shape[3])):
-        limit = WIDEST // q.element_size() if name == "D" and rotation is None else 256
+    wide = rotation is None and not isinstance(factors.score, Power)
+    limits = {"D": WIDEST // q.element_size() if wide else 256, "E": 256}
+    for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
         if width % 8 or width > limit:
             return f"{name} a multiple of 8 up to {limit} for a later piece, got {width}"
     return None
