@@ -24,12 +24,13 @@ from deadreckon.ops.streaming.segments import Change, Fields, Segment
 from deadreckon.ops.streaming.stream import Kernels
 from deadreckon.ops.triton.attend import DTYPES, attend_fused, reason_against, turned
 from deadreckon.ops.triton.householder.operator import ascend
+from deadreckon.ops.triton.tiles import cramped
 from deadreckon.ops.triton.turn import turned_token
 
 ROOM = LEAF + 512  # tokens of a tail: to close one takes many launches
 PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors
 SHORTEST = 128  # tokens of a segment for one program, at the least
-WIDEST = 1024  # bytes of a key: a program has 64 of them in registers
+WIDEST = 1024  # bytes of a key that is not turned: a program has 64 of them in shared memory
 SPARE = 16  # programs a head, at the least, and segments beyond those that PROGRAMS are for
 
 _Loaded = tuple[Tail, Past, Sequence[int], Sequence[int]]
@@ -335,7 +336,7 @@ def reason_against_next(q: Tensor, v: Tensor, factors: Factors) -> str | None:
         return reason_against(q, v, factors, packed=False)
     if q.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {q.dtype}"
-    wide = rotation is None and not isinstance(factors.score, Power)
+    wide = rotation is None and not isinstance(factors.score, Power) and not cramped(q)
     limits = {"D": WIDEST // q.element_size() if wide else 256, "E": 256}
     for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
         if width % 8 or width > limit:
