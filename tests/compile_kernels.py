@@ -230,10 +230,10 @@ if not QUICK:
     decode(torch.float16, 256, gated=False, routes=False)
     decode(torch.float32, 64, gated=True, routes=True)
     decode(torch.float32, 128, gated=True, routes=False)
-    decode(torch.float32, 256, gated=False, routes=False, turns=True)
     decode(torch.bfloat16, 128, gated=True, routes=False, score="stick-breaking")
     decode(torch.bfloat16, 64, gated=True, routes=False, score=Power(4))
-    if SHARED > 99 * 1024:  # or keys as wide are left to PyTorch
+    if SHARED > 99 * 1024:  # keys as wide are left to PyTorch there
+        decode(torch.float32, 256, gated=False, routes=False, turns=True)
         decode(torch.bfloat16, 480, gated=False, routes=False)
     call_filter(torch.float32, 1, 99, copy=False)
     call_filter(torch.float32, 20, 4096, copy=False)

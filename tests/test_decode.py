@@ -191,10 +191,13 @@ def test_a_decoder_is_not_loaded_with_more_segments_than_it_has_programs_for(mon
     ],
 )
 def test_later_pieces_that_kernels_take(
-    width: int, dtype: torch.dtype, factors: dr.Factors, reason: str | None
+    width: int, dtype: torch.dtype, factors: dr.Factors, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = (torch.randn(1, 3, 2, channels, device=DEVICE).to(dtype) for channels in (width, width, 16))
     assert reason_against_next(q, v, factors) == reason
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.cramped", lambda x: True)
+    assert (reason_against_next(q, v, factors) is None) == (reason is None and width < 480)
+    monkeypatch.undo()
     past = Past()
     dr.attend_next(q, k, v, **factors._asdict(), past=past, impl="blockwise")
     if reason is not None:

@@ -30,7 +30,7 @@ from deadreckon.ops.triton.turn import turned_token
 ROOM = LEAF + 512  # tokens of a tail: to close one takes many launches
 PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors
 SHORTEST = 128  # tokens of a segment for one program, at the least
-WIDEST = 1024  # bytes of a key that is not turned: a program has 64 of them in shared memory
+WIDEST = 1024  # bytes of a key: a program has 64 of them in shared memory, or half of that where there is little
 SPARE = 16  # programs a head, at the least, and segments beyond those that PROGRAMS are for
 
 _Loaded = tuple[Tail, Past, Sequence[int], Sequence[int]]
@@ -336,8 +336,10 @@ def reason_against_next(q: Tensor, v: Tensor, factors: Factors) -> str | None:
         return reason_against(q, v, factors, packed=False)
     if q.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {q.dtype}"
-    wide = rotation is None and not isinstance(factors.score, Power) and not cramped(q)
-    limits = {"D": WIDEST // q.element_size() if wide else 256, "E": 256}
+    widest = (WIDEST // 2 if cramped(q) else WIDEST) // q.element_size()
+    limits = {"D": min(256, widest), "E": min(256, widest)}
+    if rotation is None and not isinstance(factors.score, Power):
+        limits["D"] = widest
     for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
         if width % 8 or width > limit:
             return f"{name} a multiple of 8 up to {limit} for a later piece, got {width}"
