@@ -80,7 +80,6 @@ class Stream:
         Case("rotation", "learned", dr.Power(2), batch=1, heads=1, group=3),
         Case(None, None, dr.Power(2), batch=1, heads=2, group=1),
         Case("rotation", "learned", dr.Power(4), batch=2, heads=1, group=2, width=8),
-        Case(None, "learned per key head", dr.Power(6), batch=1, heads=1, group=2, width=8),
         Case("rotation", None, "stick-breaking", batch=2, heads=1, group=3),
         Case(None, "learned", "stick-breaking", batch=1, heads=2, group=2),
     ],
@@ -105,6 +104,18 @@ def test_single_tokens(case: Case) -> None:
     stream.attend(40, 41, other)
     stream.attend(41, 42, past.select(torch.arange(case.batch)))
     stream.attend(41, 43, past)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_sixth_powers() -> None:
+    """Of which the first piece is PyTorch's; all but 8 tokens of it are folded."""
+    case = Case(None, "learned per key head", dr.Power(6), length=22, batch=1, heads=1, group=2, width=8)
+    past, stream = Past(), Stream(case)
+    stream.attend(0, 20, past)
+    assert past.folded is not None
+    for token in (20, 21):
+        stream.attend(token, token + 1, past)
+    assert isinstance(past.decoder, KernelDecoder)
 
 
 @pytest.mark.usefixtures("small_tail")

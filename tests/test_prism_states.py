@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_an_interrupted_token_leaves_as_many_to_undo(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cursors are moved, attention fails; then 64 tokens are undone all the same, and the rest goes on."""
+@pytest.mark.parametrize(("tokens", "held"), [(1, 1 << 20), (3, 1 << 20), (3, 1)])
+def test_an_interrupted_token_leaves_as_many_to_undo(tokens: int, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cursors are moved, at once or one by one, attention fails; then 64 tokens are undone, and the rest goes on."""
+    monkeypatch.setattr("deadreckon.encodings.cursors.HELD", {"cpu": held})
     layer, x = make_layer(), torch.randn(1, 104, 8, dtype=torch.float64)
     expected, (_, state) = layer(x), layer(x[:, :100], state=None)
 

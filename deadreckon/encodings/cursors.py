@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deadreckon.encodings.base import CROPPABLE, GROWING, Context, Sizes
+from deadreckon.encodings.base import BY_PLACE, CROPPABLE, GROWING, Context, Sizes
 from deadreckon.encodings.maps import Projection, SelfInitialised
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.filters.histogram import histogram_filter, superpose
@@ -166,6 +166,9 @@ class Cursors(SelfInitialised, nn.Module):
         """Superpositions (B, T, F, r) of a piece, so many tokens at a time that all of them see few keys together."""
         length, seen = x.shape[1], (context.seen + x.shape[1]) * max(1, self.jumping) * len(x)
         size = max(1, HELD.get(x.device.type, HELD["cpu"]) // seen)
+        assert context.recent is not None
+        if length > 1:  # which would write over what `crop` may need of the state before
+            context.recent.update({name: context.recent[name].clone() for name in BY_PLACE if name in context.recent})
         found = []
         for start in range(0, length, size):
             some = context if size >= length else context.of_tokens(start, start + size)
@@ -302,10 +305,7 @@ def _remember(context: Context, name: str, x: Tensor) -> None:
     """
     assert context.recent is not None
     x, kept = x[:, -CROPPABLE - 1 :], context.recent.get(name)
-    if kept is None:
-        kept = x.new_zeros(len(x), KEPT, *x.shape[2:])
-    elif x.shape[1] > 1:
-        kept = kept.clone()
+    kept = x.new_zeros(len(x), KEPT, *x.shape[2:]) if kept is None else kept
     rows = torch.arange(len(x), device=x.device).unsqueeze(1)
     kept[rows, context.positions[:, -x.shape[1] :] % KEPT] = x
     context.recent[name] = kept
