@@ -42,7 +42,7 @@ from deadreckon.ops.triton.norm import ResidualNorm
 from deadreckon.ops.triton.power.operator import attend_power
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-NAMES |= {torch.int32: "i32", torch.int64: "i64"}
+NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 ARCHITECTURE = int(sys.argv[sys.argv.index("--gpu") + 1]) if "--gpu" in sys.argv else 90
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}[ARCHITECTURE]  # bytes of a program
 TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
@@ -208,6 +208,7 @@ call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
 decode(torch.bfloat16, 64, gated=True, routes=True)
 decode(torch.bfloat16, 64, gated=True, routes=False, score=Power(2))
 decode(torch.bfloat16, 64, gated=False, routes=True, turns=True)
+decode(torch.bfloat16, 64, gated=False, routes=False, score="stick-breaking")
 call_directions(torch.bfloat16, 64)
 call_token(torch.bfloat16, 64)
 call_pointwise(torch.bfloat16)
@@ -229,7 +230,11 @@ if not QUICK:
     decode(torch.float16, 256, gated=False, routes=False)
     decode(torch.float32, 64, gated=True, routes=True)
     decode(torch.float32, 128, gated=True, routes=False)
-    decode(torch.float32, 256, gated=False, routes=False, turns=True)
+    decode(torch.bfloat16, 128, gated=True, routes=False, score="stick-breaking")
+    decode(torch.bfloat16, 64, gated=True, routes=False, score=Power(4))
+    if SHARED > 99 * 1024:  # keys as wide are left to PyTorch there
+        decode(torch.float32, 256, gated=False, routes=False, turns=True)
+        decode(torch.bfloat16, 480, gated=False, routes=False)
     call_filter(torch.float32, 1, 99, copy=False)
     call_filter(torch.float32, 20, 4096, copy=False)
     call_power(torch.bfloat16, 2100, 1, 128, 2, False)

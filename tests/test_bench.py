@@ -371,10 +371,12 @@ def test_training_steps_train() -> None:
 
 def test_generation_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "generation.md"
-    words = ("--encodings", "nope", "--size", "1x32", "--prompts", "1x5", "2x3", "--tokens", "2", "--save", str(page))
-    assert run_cli(monkeypatch, "bench", "decode", *words) == 0
+    names = "nope,stickbreaking,prism,sympow"
+    words = ("--encodings", names, "--power", "4", "--size", "1x32", "--prompts", "1x5", "2x3", "--tokens", "2")
+    assert run_cli(monkeypatch, "bench", "decode", *words, "--save", str(page)) == 0
     rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if " ms |" in line]
-    assert [row[0] for row in rows] == ["Hugging Face Llama", "nope"]
+    assert [row[0] for row in rows] == ["Hugging Face Llama", *names.split(",")]
+    assert "powers of 4" in page.read_text()
     assert all(len(row) == 5 for row in rows)
     assert run_cli(monkeypatch, "bench", "decode", "--encodings", "nope", "--tokens", "0") != 0
 

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from cases import Case
 from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.ops.streaming.decode import renew
-from deadreckon.ops.streaming.fused import STREAM
+from deadreckon.ops.streaming.fused import STREAM, KernelDecoder, reason_against_next
 from deadreckon.ops.streaming.kernels import Partial, _combine, look
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.routes import in_newest_frame
-from deadreckon.ops.streaming.stream import attend_stream
+from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
+from deadreckon.ops.triton.attend import reason_against
 
 TOKENS = 43
 
@@ -45,7 +47,11 @@ class Stream:
         self.case, self.leaves = case, {name: x.float() for name, x in case.inputs().items()}
         if isinstance(case.score, dr.Power):  # longer and longer keys: the unit of states changes
             self.leaves["k"] = self.leaves["k"] * 2 ** (torch.arange(case.length) / 8)[:, None, None]
-        self.expected = case.attend({name: x.double() for name, x in self.leaves.items()}, impl="reference")
+        self.expect()
+
+    def expect(self) -> None:
+        leaves = {name: x.double() for name, x in self.leaves.items()}
+        self.expected = self.case.attend(leaves, impl="reference")
 
     def attend(self, start: int, end: int, past: Past) -> None:
         batch, length = self.case.batch, self.case.length
@@ -58,7 +64,9 @@ class Stream:
             gate = gate.expand(batch, end - start, -1)
         factors = dr.Factors(transport, gate, self.case.score)
         q, k, v = piece["q"], piece["k"], piece["v"]
-        found = attend_stream(q, k, v, factors, self.case.width**-0.5, past, STREAM)
+        first_by_kernels = reason_against(q, v, factors, packed=False) is None
+        kernels = STREAM if start or first_by_kernels else PYTORCH
+        found = attend_stream(q, k, v, factors, self.case.width**-0.5, past, kernels)
         torch.testing.assert_close(found.double(), self.expected[:, start:end], rtol=0, atol=1e-5)
         assert past.length == end <= length
 
@@ -71,6 +79,9 @@ class Stream:
         Case("rotation of values", "constant", batch=1, heads=2, group=1),
         Case("rotation", "learned", dr.Power(2), batch=1, heads=1, group=3),
         Case(None, None, dr.Power(2), batch=1, heads=2, group=1),
+        Case("rotation", "learned", dr.Power(4), batch=2, heads=1, group=2, width=8),
+        Case("rotation", None, "stick-breaking", batch=2, heads=1, group=3),
+        Case(None, "learned", "stick-breaking", batch=1, heads=2, group=2),
     ],
     ids=lambda case: f"{case.transport}-{case.gate}-{case.score}",
 )
@@ -93,6 +104,45 @@ def test_single_tokens(case: Case) -> None:
     stream.attend(40, 41, other)
     stream.attend(41, 42, past.select(torch.arange(case.batch)))
     stream.attend(41, 43, past)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_sixth_powers() -> None:
+    """Of which the first piece is PyTorch's; all but 8 tokens of it are folded."""
+    case = Case(None, "learned per key head", dr.Power(6), length=22, batch=1, heads=1, group=2, width=8)
+    past, stream = Past(), Stream(case)
+    stream.attend(0, 20, past)
+    assert past.folded is not None
+    for token in (20, 21):
+        stream.attend(token, token + 1, past)
+    assert isinstance(past.decoder, KernelDecoder)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_sticks_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tail of three chunks, segments of several parts; logits of which one takes all, or that take nothing."""
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 24)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 4)
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.PROGRAMS", 12)
+    past, stream = Past(), Stream(Case(None, None, "stick-breaking", length=70, batch=1, heads=1, group=2))
+    stream.leaves["k"][:, 5::9] *= 300
+    stream.expect()
+    stream.attend(0, 30, past)
+    for token in range(30, 70):
+        stream.attend(token, token + 1, past)
+    assert isinstance(past.decoder, KernelDecoder)
+    assert past.decoder.parts[0, :, 2].count_nonzero() > len(past.segments)
+
+
+@pytest.mark.usefixtures("small_tail")
+def test_sticks_of_one_long_part() -> None:
+    """More keys than a program sees at a time, each of which takes a hundredth of what is left."""
+    past, stream = Past(), Stream(Case(None, None, "stick-breaking", length=152, batch=1, heads=1, group=2))
+    stream.leaves["q"][..., 0], stream.leaves["k"][..., 0] = 4, -5
+    stream.expect()
+    stream.attend(0, 150, past)
+    for token in (150, 151):
+        stream.attend(token, token + 1, past)
 
 
 @pytest.mark.usefixtures("small_tail")
@@ -137,6 +187,33 @@ def test_a_decoder_is_not_loaded_with_more_segments_than_it_has_programs_for(mon
     stream.attend(28, 29, past)  # the tail becomes a second one
     assert past.decoder is not decoder
     stream.attend(29, 30, past)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "factors", "reason"),
+    [
+        (480, torch.bfloat16, dr.Factors(), None),
+        (480, torch.float32, dr.Factors(), "D a multiple of 8 up to 256 for a later piece, got 480"),
+        (264, torch.bfloat16, dr.Factors(score=dr.Power(2)), "D a multiple of 8 up to 256 for a later piece, got 264"),
+        (12, torch.float32, dr.Factors(), "D a multiple of 8 up to 256 for a later piece, got 12"),
+        (16, torch.float64, dr.Factors(), "dtype float32, bfloat16 or float16, got torch.float64"),
+        (16, torch.float32, dr.Factors(None, torch.zeros(1, 3, 2, device=DEVICE), "stick-breaking"), None),
+        (16, torch.float32, dr.Factors(score=dr.Power(6)), None),
+    ],
+)
+def test_later_pieces_that_kernels_take(
+    width: int, dtype: torch.dtype, factors: dr.Factors, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (torch.randn(1, 3, 2, channels, device=DEVICE).to(dtype) for channels in (width, width, 16))
+    assert reason_against_next(q, v, factors) == reason
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.cramped", lambda x: True)
+    assert (reason_against_next(q, v, factors) is None) == (reason is None and width < 480)
+    monkeypatch.undo()
+    past = Past()
+    dr.attend_next(q, k, v, **factors._asdict(), past=past, impl="blockwise")
+    if reason is not None:
+        with pytest.raises(ValueError, match=f"impl: 'triton' needs {reason}"):
+            dr.attend_next(q, k, v, **factors._asdict(), past=past, impl="triton")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -221,8 +298,8 @@ def test_partial_results_of_many_programs_add_up() -> None:
     greatest = 4 * greatest + torch.linspace(0, 6, parts, device=DEVICE)[:, None]
     tokens, y = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.empty(heads, group, width, device=DEVICE)
     _combine[(heads, group, 2)](
-        y, Partial(out, weight, greatest), tokens, heads, parts, parts,
-        G=group, SQUARES=False, E=width, BE=width // 2, BLOCK=32,
+        y, Partial(out, weight, greatest), tokens, heads, parts, parts, 1,
+        G=group, POWER=0, STICKS=False, E=width, BE=width // 2, BLOCK=32, TYPE=tl.float32,
     )  # fmt: skip
     share = torch.exp2(greatest.double()).unsqueeze(-1)
     expected = (share * out).sum(1) / (share * weight.unsqueeze(-1)).sum(1)

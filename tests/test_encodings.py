@@ -78,6 +78,27 @@ def test_a_cuda_graph_may_hold_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STEADY)
+@torch.no_grad()
+def test_a_cuda_graph_may_hold_one_more_token(name: str) -> None:
+    """Nor does a device wait then, be there padding or not, and what is kept of inputs is of the same shape."""
+    layer, (x, ids), recent = make_layer(name), make_input(21), dict[str, torch.Tensor]()
+    q, k = (torch.randn(2, 21, heads, WIDTH // HEADS, dtype=x.dtype) for heads in (HEADS, KV_HEADS))
+
+    def advance(tokens: slice, context: dr.Context) -> None:
+        layer.encoding.embed(x[:, tokens], context)
+        layer.encoding(x[:, tokens], context)
+        layer.encoding.widen(q[:, tokens], k[:, tokens], x[:, tokens], context)
+
+    advance(slice(20), dr.Context.of(x[:, :20], ids[:, :20]).remembering(recent))
+    shapes, last = {name: kept.shape for name, kept in recent.items()}, slice(20, 21)
+    for places in (torch.full((1, 1), 20), torch.tensor([[20], [-1]])):
+        with HandOver() as noted:
+            advance(last, dr.Context(places, ids[:, last], length=1).remembering(recent))
+        assert not noted.found
+        assert {name: kept.shape for name, kept in recent.items()} == shapes
+
+
+@pytest.mark.parametrize("name", STEADY)
 def test_prefix_consistent(name: str) -> None:
     layer, (x, ids) = make_layer(name), make_input(90)
     torch.testing.assert_close(run(layer, x[:, :33], ids[:, :33]), run(layer, x, ids)[:, :33], rtol=0, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from cases import Case, relative_errors, run
 
 import deadreckon as dr
 from deadreckon.ops.blockwise import dense, problem
+from deadreckon.ops.streaming.past import StaticDecoder
 
 EXACT = ("w", "beta", "angles", "log_gate")
 CASES = [
@@ -60,6 +62,38 @@ def test_layers_stream(name: str) -> None:
         y, state = layer(x[:, start:end], token_ids=ids[:, start:end], state=state)
         outputs.append(y)
     torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("score", [dr.Power(4), "stick-breaking"], ids=str)
+@pytest.mark.parametrize("gate", [None, "learned"])
+def test_single_tokens_of_other_scores(score: Any, gate: str | None) -> None:
+    """After 500, across the closing of a tail; fourth powers of 8 channels are folded by then, into float64."""
+    case = Case("rotation", gate, score, length=1200, heads=2, group=3, width=8, value_width=16, forgetting=0.01)
+    leaves = {name: x.to("cuda", torch.float32) for name, x in case.inputs().items()}
+    expected = case.attend({name: x.double() for name, x in leaves.items()}, impl="blockwise")
+    past, found = dr.Past(), list[torch.Tensor]()
+    for start, end in ((0, 500), *((t, t + 1) for t in range(500, 1200))):
+        some = {name: x[:, start:end] for name, x in leaves.items()}
+        rotation = dr.Rotation(some["angles"])
+        q, k, v = (some[name] for name in "qkv")
+        found.append(dr.attend_next(q, k, v, transport=rotation, log_gate=some.get("log_gate"), score=score, past=past))
+    torch.testing.assert_close(torch.cat(found, dim=1).double(), expected, rtol=0, atol=1e-4)
+    assert isinstance(past.decoder, StaticDecoder)
+    assert (past.folded is not None) == isinstance(score, dr.Power)
+
+
+def test_single_tokens_with_wide_keys() -> None:
+    """As PRISM's are: at most twice the error that one pass in PyTorch makes, whose weights are rounded, too."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 700, heads, width, device="cuda") for heads, width in ((8, 480), (2, 480), (2, 64)))
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    expected = dr.attend(q.double(), k.double(), v.double(), impl="blockwise")
+    allowed = 2 * (dr.attend(q, k, v, impl="blockwise").double() - expected).abs().max().item()
+    past, found = dr.Past(), list[torch.Tensor]()
+    for start, end in ((0, 90), *((t, t + 1) for t in range(90, 700))):
+        found.append(dr.attend_next(q[:, start:end], k[:, start:end], v[:, start:end], past=past))
+    assert isinstance(past.decoder, StaticDecoder)
+    torch.testing.assert_close(torch.cat(found, dim=1).double(), expected, rtol=0, atol=allowed)
 
 
 def test_single_tokens_in_a_cuda_graph() -> None:

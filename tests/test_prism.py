@@ -397,15 +397,6 @@ def test_kernels_serve_the_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found[1:], expected[1:], rtol=1e-3, atol=1e-4)
 
 
-def test_states_keep_so_many_histograms() -> None:
-    layer = make_layer()
-    _, state = layer(torch.randn(1, 100, 8, dtype=torch.float64), state=None)
-    filters = cursors_of(layer).walking + cursors_of(layer).jumping
-    assert state.recent["histogram"].shape == (1, 65, filters, 9)
-    assert state.recent["hidden"].shape == (1, 65, 5) and state.recent["copy"].shape[:2] == (1, 100)
-    torch.testing.assert_close(state.recent["histogram"].sum(-1), torch.ones(1, 65, filters, dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -119,7 +119,7 @@ def trained(transport: dr.Rotation | dr.Householder) -> dict[str, Any]:
         (piece(scale="1"), "scale: expected a finite number or None, got '1'"),
         (piece(impl="reference"), "impl: expected 'auto', 'blockwise' or 'triton' for a piece .* got 'reference'"),
         (piece(impl="fast"), "impl: expected 'auto', 'blockwise' or 'triton' for a piece of a sequence, got 'fast'"),
-        (piece(impl="triton", score="stick-breaking"), "impl: 'triton' needs score 'softmax' or a power for a piece"),
+        (piece(impl="triton", score="stick-breaking", log_gate=gate()), "'triton' needs neither .* steps nor gates"),
         (piece(impl="triton", width=12), "impl: 'triton' needs D a multiple of 8 up to 256, got 12"),
         (piece(log_gate=gate().requires_grad_()), "log_gate: expected no gradients to be required"),
         (trained(rotation()), "transport.angles: expected no gradients to be required"),

@@ -18,6 +18,8 @@ import deadreckon as dr
 from deadreckon.models.graphs import Steps
 
 CLOSE = {"rtol": 0, "atol": 1e-4}
+SMALL = {"positions": 12, "width": 8, "cursors": 2, "hidden": 5}
+OPTIONS = {"sympow:4": {"p": 4}, "prism": SMALL, "prism:walking": {**SMALL, "copy": 0}}  # as tests name them
 
 
 class Rerun:
@@ -61,9 +63,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make_model(encoding: str, layers: int = 1) -> dr.DeadReckonForCausalLM:
     torch.manual_seed(0)
+    name, options = encoding.split(":")[0], OPTIONS.get(encoding)
     config = dr.DeadReckonConfig(
-        encoding=encoding, vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.3,
+        encoding=name, vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.3, encoding_options=None if options is None else {name: options},
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config).eval()
 
@@ -89,7 +92,7 @@ def decode(model: dr.DeadReckonForCausalLM, ids: Tensor, cache: DynamicCache, st
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values"])
+@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values", "stickbreaking", "sympow:4", "prism"])
 @torch.no_grad()
 def test_steps_give_what_one_pass_gives(encoding: str) -> None:
     """Across closings of tails; a second sequence in the same graph; then the first goes on."""
@@ -122,7 +125,7 @@ def test_steps_that_inference_mode_captured_serve_outside_too() -> None:
     assert Rerun.captured == 1
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope"])
+@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope", "prism"])
 @torch.no_grad()
 def test_states_of_a_graph_are_forked_cropped_chosen_and_copied(encoding: str) -> None:
     model, ids = kernel_model(encoding), prompts(2, 18)
@@ -149,7 +152,7 @@ def test_states_of_a_graph_are_forked_cropped_chosen_and_copied(encoding: str) -
     assert Rerun.captured == 2
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "rope-path", "selective-rope"])
+@pytest.mark.parametrize("encoding", ["path-fox", "rope-path", "selective-rope", "prism"])
 @torch.no_grad()
 def test_cropped_sequences_stay_in_their_graph(encoding: str) -> None:
     """As those of assisted decoding are, round by round: with all tokens that wait undone, too."""
@@ -166,9 +169,10 @@ def test_cropped_sequences_stay_in_their_graph(encoding: str) -> None:
     assert (Rerun.captured, Rerun.replayed - before) == (1, 9)
 
 
+@pytest.mark.parametrize("encoding", ["path-fox", "stickbreaking", "prism"])
 @torch.no_grad()
-def test_masked_rows_are_decoded_by_graphs() -> None:
-    model, ids = kernel_model("path-fox"), prompts(2, 16)
+def test_masked_rows_are_decoded_by_graphs(encoding: str) -> None:
+    model, ids = kernel_model(encoding), prompts(2, 16)
     mask = torch.ones_like(ids)
     mask[0, :4] = mask[0, 6] = 0
     expected = [model(row[real].unsqueeze(0)).logits[:, -4:] for row, real in zip(ids, mask.bool(), strict=True)]
@@ -179,6 +183,24 @@ def test_masked_rows_are_decoded_by_graphs() -> None:
     ]
     torch.testing.assert_close(torch.cat(found, dim=1), torch.cat(expected), **CLOSE)
     assert Rerun.replayed == 3
+
+
+@torch.no_grad()
+def test_room_that_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PRISM's copy branch has room for 8 tokens, then for 16: another graph. A short sequence is in the first again."""
+    monkeypatch.setattr("deadreckon.encodings.cursors.ROOM", {"cpu": 8})
+    model, ids = kernel_model("prism", layers=2), prompts(1, 14)
+    expected = model(ids).logits
+    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    model(ids[:, :4], past_key_values=cache)
+    torch.testing.assert_close(decode(model, ids[:, :12], cache, 4), expected[:, 4:12], **CLOSE)
+    assert (Rerun.captured, Rerun.replayed) == (2, 5)  # tokens 5 to 7 and, after two eager ones, 10 and 11
+    model(ids[:, :4], past_key_values=other)
+    torch.testing.assert_close(decode(model, ids[:, :6], other, 4), expected[:, 4:6], **CLOSE)
+    torch.testing.assert_close(decode(model, ids[:, :13], cache, 12), expected[:, 12:13], **CLOSE)
+    torch.testing.assert_close(decode(model, ids[:, :7], other, 6), expected[:, 6:7], **CLOSE)
+    torch.testing.assert_close(decode(model, ids, cache, 13), expected[:, 13:], **CLOSE)
+    assert (Rerun.captured, Rerun.replayed) == (2, 10)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
@@ -282,7 +304,7 @@ def test_a_cache_that_is_no_more_launches_nothing() -> None:
 
 @torch.no_grad()
 def test_what_is_not_a_graph() -> None:
-    """Hooks, growing states, and copies of a model, which begin anew."""
+    """Hooks, steps that are no kernels, and copies of a model, which begin anew."""
     model, ids = kernel_model("rope"), prompts(1, 9)
     cache = DynamicCache(config=model.config)
     handle = model.model.norm.register_forward_hook(lambda *_: None)

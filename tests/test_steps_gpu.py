@@ -7,17 +7,23 @@ import torch
 from transformers import DynamicCache
 
 import deadreckon as dr
+from deadreckon.encodings.cursors import ROOM
 from deadreckon.models.streams import Streams
 
 pytestmark = pytest.mark.gpu
-GRAPHS = ["path-fox", "rope", "fox", "alibi", "nope", "selective-rope", "learned-rotation-values", "conformal-sympow"]
+GRAPHS = [
+    "path-fox", "rope", "fox", "alibi", "nope", "selective-rope", "learned-rotation-values", "conformal-sympow",
+    "stickbreaking", "sympow:4", "prism",
+]  # fmt: skip
+OPTIONS = {"sympow:4": {"p": 4}, "prism": {"positions": 64}}  # of encodings, by how they are named here
 
 
 def make_model(encoding: str) -> dr.DeadReckonForCausalLM:
     torch.manual_seed(0)
+    name, options = encoding.split(":")[0], OPTIONS.get(encoding)
     config = dr.DeadReckonConfig(
-        encoding=encoding, vocab_size=512, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.05,
+        encoding=name, vocab_size=512, hidden_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.05, encoding_options=None if options is None else {name: options},
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config).eval().cuda()
 
@@ -65,9 +71,23 @@ def test_generate(arguments: dict[str, int], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @torch.no_grad()
-def test_the_host_does_not_wait_for_steps() -> None:
-    """Nor where a tail closes, at 320 tokens."""
-    model, ids = make_model("path-fox"), torch.randint(1, 512, (2, 340), device="cuda")
+def test_room_that_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PRISM's copy branch has room for 310 tokens, then for 620: another graph, and what it gives is the same."""
+    monkeypatch.setitem(ROOM, "cuda", 310)
+    model, ids = make_model("prism"), torch.randint(1, 512, (2, 330), device="cuda")
+    expected, cache = model(ids).logits, DynamicCache(config=model.config)
+    model(ids[:, :300], past_key_values=cache)
+    found = torch.cat([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(300, 330)], dim=1)
+    torch.testing.assert_close(found, expected[:, 300:], rtol=0, atol=1e-4 * float(expected.abs().max()))
+    assert model.model.steps is not None
+    assert len(model.model.steps.captured) == 2
+
+
+@pytest.mark.parametrize("encoding", ["path-fox", "stickbreaking", "sympow:4", "prism"])
+@torch.no_grad()
+def test_the_host_does_not_wait_for_steps(encoding: str) -> None:
+    """Nor where a tail closes, that of PaTH-FoX at 320 tokens."""
+    model, ids = make_model(encoding), torch.randint(1, 512, (2, 340), device="cuda")
     cache = DynamicCache(config=model.config)
     model(ids[:, :300], past_key_values=cache)
     for t in range(300, 304):

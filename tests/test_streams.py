@@ -31,13 +31,14 @@ def prefilled(model: dr.DeadReckonForCausalLM, ids: Tensor) -> DynamicCache:
     return cache
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope", "conformal-sympow", "stickbreaking"])
+@pytest.mark.parametrize(
+    "encoding", ["path-fox", "selective-rope", "conformal-sympow", "stickbreaking", "prism:walking"]
+)
 @torch.no_grad()
 def test_rows_come_and_go(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences in two rows: of one the tail is closed on the way, two share a prefix."""
     monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
-    model = kernel_model(encoding) if encoding != "stickbreaking" else make_model(encoding)
-    ids = prompts(3, 24)
+    model, ids = kernel_model(encoding), prompts(3, 24)
     ids[2, :6] = ids[1, :6]
     expected = model(ids).logits
     streams = Streams(model, 2, Rerun)
@@ -60,21 +61,21 @@ def test_rows_come_and_go(encoding: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for row in rows:
         streams.take(row)
     assert [cache.get_seq_length() for cache in caches] == at
-    assert bool(Rerun.captured) == (encoding != "stickbreaking")
+    assert Rerun.captured == 1
 
 
 @pytest.mark.parametrize(
-    "encoding", ["path-fox", "path", "rope", "alibi", "sympow", "conformal-sympow", "stickbreaking"]
+    "encoding",
+    ["path-fox", "path", "rope", "alibi", "sympow", "conformal-sympow", "stickbreaking", "sympow:4", "prism:walking"],
 )
 @torch.no_grad()
 def test_prompts_that_are_read_together(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1, 19 and 7 tokens: padding is in no row's past, nor is there a gate for it. Squares fold."""
+    """Of 1, 19 and 7 tokens: padding is in no row's past, nor is there a gate for it. Powers fold."""
     monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
-    if encoding.endswith("sympow"):
+    if "sympow" in encoding:
         monkeypatch.setattr("deadreckon.ops.streaming.past.LEAF", 8)
         monkeypatch.setattr("deadreckon.ops.streaming.past.tokens_worth", lambda *_: 10)
-    model = kernel_model(encoding) if encoding != "stickbreaking" else make_model(encoding)
-    ids, at = prompts(3, 24), [1, 19, 7]
+    model, ids, at = kernel_model(encoding), prompts(3, 24), [1, 19, 7]
     expected = model(ids).logits
     streams = Streams(model, 4, Rerun)
     assert streams.admit(prefilled(model, ids[2:, :2])) == [0]
@@ -98,7 +99,8 @@ def test_prompts_that_are_read_together(encoding: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("encoding", "room", "steps"), [("path", 8, 9), ("path-fox", 16, 12), ("conformal-sympow", 16, 17)]
+    ("encoding", "room", "steps"),
+    [("path", 8, 9), ("path-fox", 16, 12), ("conformal-sympow", 16, 17), ("stickbreaking", 16, 17)],
 )
 @torch.no_grad()
 def test_tails_that_close_together(encoding: str, room: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +288,8 @@ def test_a_cropped_sequence(encoding: str, undone: int, monkeypatch: pytest.Monk
 def test_steps_that_are_no_kernels(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where kernels do not take a model's sizes, or where recent inputs become more: rows are decoded one by one."""
     monkeypatch.setattr("deadreckon.models.huggingface.wanted", lambda *_: False)
-    model, ids, at = make_model(encoding), prompts(2, 16), [12, 6]
+    model = kernel_model(encoding) if encoding == "prism" else make_model(encoding)
+    ids, at = prompts(2, 16), [12, 6]
     expected, streams = model(ids).logits, Streams(model, 2, Rerun)
     for number, place in enumerate(at):
         assert streams.admit(prefilled(model, ids[number : number + 1, :place])) == [number]

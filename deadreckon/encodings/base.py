@@ -55,6 +55,7 @@ class Context:
         cu_seqlens: boundaries of packed documents, of the whole row.
         cp: which rank has which tokens, where all but cu_seqlens is this rank's shard of them.
         length: tokens of the whole row, on all ranks, without what it is padded by to be divided.
+        seen: tokens before these, where the host knows: not in a step that a CUDA graph holds.
         recent: where an encoding keeps the last inputs that it needs for the next piece, in prefill and decode.
         shared: where an encoding leaves what the same encoding uses in later layers of this forward pass.
     """
@@ -64,6 +65,7 @@ class Context:
     cu_seqlens: Tensor | None = None
     cp: ContextParallel | None = None
     length: int = 0
+    seen: int = 0
     recent: dict[str, Tensor] | None = None
     shared: dict[Any, Any] = field(default_factory=dict)
 
@@ -98,7 +100,12 @@ class Context:
 
     def after(self, length: int) -> Context:
         """The context of a piece that `length` tokens come before."""
-        return replace(self, positions=self.positions + length)
+        return replace(self, positions=self.positions + length, seen=length)
+
+    def of_tokens(self, start: int, end: int) -> Context:
+        """The context of the tokens from start to end."""
+        ids = None if self.token_ids is None else self.token_ids[:, start:end]
+        return replace(self, positions=self.positions[:, start:end], token_ids=ids, seen=self.seen + start)
 
     def rope_angles(self, width: int, base: float, scaling: dict[str, float] | None = None) -> Tensor:
         """As :func:`rope_angles`, computed once for all layers: a decoding step would wait for it in each."""
@@ -256,6 +263,8 @@ class RopeSteps(SelfInitialised, nn.Module):
 
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
 ALWAYS_AS_MANY = ("convolution",)  # recent inputs with zeros before the first, and for those that `crop` has undone
+BY_PLACE = ("hidden", "histogram")  # recent inputs, each where its token's place says: `crop` has nothing to undo
+GROWING = "copy"  # what is kept of all inputs, (B, F, room, W), by place, too: it is there anew once room is used up
 
 
 class ShortConvolution(SelfInitialised, nn.Module):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deadreckon.encodings.base import CROPPABLE, Context, Sizes
+from deadreckon.encodings.base import BY_PLACE, CROPPABLE, GROWING, Context, Sizes
 from deadreckon.encodings.maps import Projection, SelfInitialised
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.filters.histogram import histogram_filter, superpose
@@ -30,6 +30,9 @@ from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.tracing import operator, traced, without_autocast
 
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys
+KEPT = CROPPABLE + 2  # places: one is left when `crop` has undone so many, and one more token may have been interrupted
+HELD = {"cpu": 1 << 24, "cuda": 1 << 28}  # pairs of a token and one it may jump to that are held at a time
+ROOM = {"cpu": 64, "cuda": 1024}  # tokens that there is room for in the copy branch's cache, at the least
 
 
 @cache
@@ -150,16 +153,30 @@ class Cursors(SelfInitialised, nn.Module):
         with without_autocast(x):
             x, context, tokens = _unpacked(at_least_single(x), context)
             table = table_of_waves(x.detach(), self.positions, self.width, self.base).to(dtype)
-            filters = self._filters(x, context)
             if context.recent is None:
-                superpositions = [gates.superpositions(table, before)[0] for gates, before in filters]
+                filters = self._filters(x, context)
+                superpositions = torch.cat([gates.superpositions(table, before)[0] for gates, before in filters], dim=2)
             else:
-                kept = [_superpose_and_keep(gates, table, before) for gates, before in filters]
-                superpositions = [e for e, _ in kept]
-                _remember(context.recent, "histogram", torch.cat([h for _, h in kept], dim=2))
+                superpositions = self._advance(x, context, table)
             places = context.positions.clamp(0, self.positions - 1)
-            streams = self._sort(torch.cat(superpositions, dim=2), table[places].expand(len(x), -1, -1))
+            streams = self._sort(superpositions, table[places].expand(len(x), -1, -1))
             return Streams(*(_packed(e, tokens) for e in streams)).of_layers()
+
+    def _advance(self, x: Tensor, context: Context, table: Tensor) -> Tensor:
+        """Superpositions (B, T, F, r) of a piece, so many tokens at a time that all of them see few keys together."""
+        length, seen = x.shape[1], (context.seen + x.shape[1]) * max(1, self.jumping) * len(x)
+        size = max(1, HELD.get(x.device.type, HELD["cpu"]) // seen)
+        assert context.recent is not None
+        if length > 1:  # which would write over what `crop` may need of the state before
+            context.recent.update({name: context.recent[name].clone() for name in BY_PLACE if name in context.recent})
+        found = []
+        for start in range(0, length, size):
+            some = context if size >= length else context.of_tokens(start, start + size)
+            filters = self._filters(x[:, start : start + size], some)
+            kept = [_superpose_and_keep(gates, table, before) for gates, before in filters]
+            _remember(some, "histogram", torch.cat([h for _, h in kept], dim=2))
+            found.append(torch.cat([e for e, _ in kept], dim=2))
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     @torch.no_grad()
     def read(self, x: Tensor, context: Context) -> Reading:
@@ -189,16 +206,17 @@ class Cursors(SelfInitialised, nn.Module):
         if context.recent is not None:  # padding leaves a cursor where it starts
             padding = (context.positions < 0).expand(x.shape[:2])
             reset = torch.where(padding[..., None], 1.0, reset)
-            move = torch.where(padding[..., None, None], move.new_tensor([0, 0, 1]), move)
+            stays = torch.arange(3, device=x.device) == 2
+            move = torch.where(padding[..., None, None], stays.to(move.dtype), move)
             if copy is not None:
                 none = pad(copy.new_zeros(self.positions), (0, 1), value=1.0)
                 copy = torch.where(padding[..., None, None], none, copy)
         gamma = 1 + at_least_single(self.sharpness).exp()
-        kept = None if context.recent is None else context.recent.get("histogram")
+        kept = _recall(context, "histogram", len(x))
         filters: list[tuple[Gates, Tensor | None]] = []
         for part, jumps in ((slice(self.walking), None), (slice(self.walking, None), copy)):
             if gamma[part].numel():
-                before = None if kept is None else kept[:, -1, part]
+                before = None if kept is None else kept[:, part]
                 filters.append((Gates(reset[:, :, part], move[:, :, part], gamma[part], jumps), before))
         return filters
 
@@ -210,44 +228,40 @@ class Cursors(SelfInitialised, nn.Module):
 
     def _recur(self, x: Tensor, context: Context) -> Tensor:
         """Hidden states (B, T, hidden)."""
-        recent = context.recent
-        past = None if recent is None else recent.get("hidden")
-        before = self.recurrence.first(x).expand(len(x), -1) if past is None else past[:, -1]
+        recent, real = context.recent, (context.positions >= 0).unsqueeze(-1)
+        past = _recall(context, "hidden", len(x))
+        before = self.recurrence.first(x).expand(len(x), -1) if past is None else past
         waiting = 0 if recent is None else (-context.positions[:, :1]).clamp(0, x.shape[1])  # (B, 1) tokens of padding
-        if isinstance(waiting, Tensor) and bool(waiting.any()):
+        if past is not None and x.shape[1] == 1:  # without a question to the device, for which the host would wait
+            hidden = torch.where(real, self.recurrence(x, before), self.recurrence.first(x))
+        elif isinstance(waiting, Tensor) and bool(waiting.any()):
             # Rows begin at their first token and end with what nobody reads; then they go back to where they were.
             order = torch.arange(x.shape[1], device=x.device) + waiting
             rolled = x.gather(1, (order % x.shape[1]).unsqueeze(-1).expand_as(x))
             hidden = self.recurrence(rolled, before)
             back = (order - 2 * waiting).clamp(min=0).unsqueeze(-1).expand_as(hidden)
-            real = (context.positions >= 0).unsqueeze(-1)
             hidden = torch.where(real, hidden.gather(1, back), self.recurrence.first(x))
         else:
             hidden = self.recurrence(x, before)
         if recent is not None:
-            _remember(recent, "hidden", hidden)
+            _remember(context, "hidden", hidden)
         return hidden
 
     def _copies(self, x: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """Where jumping cursors jump to: (B, T, F, P + 1), the last for not at all."""
-        q = _apply(self.copy_query, x).unflatten(-1, (-1, COPY_WIDTH))  # (B, T, F, W)
-        k = _apply(self.copy_key, x)
-        if context.recent is not None:
-            k = torch.cat([context.recent["copy"], k], dim=1) if "copy" in context.recent else k
-            context.recent["copy"] = k
-        keys = k.shape[1]
-        scores = torch.einsum("btfw,bsfw->btfs", q, k.unflatten(-1, (-1, COPY_WIDTH))) * COPY_WIDTH**-0.5
-        # Tokens stand side by side, so that their places follow from that of the last. Before 0 there is padding.
-        places = context.positions[:, -1:] + torch.arange(1 - keys, 1, device=x.device)  # (B or 1, S)
-        seen = (places[:, None] >= 0) & (places[:, None] <= context.positions[..., None])  # (B or 1, T, S)
+        q, k = (_apply(part, x).unflatten(-1, (-1, COPY_WIDTH)) for part in (self.copy_query, self.copy_key))
+        k = k.transpose(1, 2) if context.recent is None else _kept_keys(context, k)  # (B, F, S, W), each at its place
+        keys = k.shape[2]
+        scores = (q.transpose(1, 2) @ k.mT).transpose(1, 2) * COPY_WIDTH**-0.5  # (B, T, F, S)
+        places = torch.arange(keys, device=x.device)
+        seen = places <= context.positions[..., None]  # (B or 1, T, S); of padding, before 0, there are none
         scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
         chances = torch.cat([scores, self._decide(self.no_copy, hidden).unsqueeze(-1)], dim=-1).softmax(-1)
         jumps, none = chances[..., :keys], chances[..., keys:]
         # A token beyond the last position is at the last position.
-        beyond = (jumps * (places >= self.positions - 1)[:, None, None]).sum(-1, keepdim=True)
-        order = torch.arange(self.positions - 1, device=x.device) - places[:, :1]  # which key is at a position
-        within = jumps.gather(-1, order.clamp(0, keys - 1)[:, None, None].expand(*jumps.shape[:3], -1))
-        within = within * (order < keys)[:, None, None]
+        beyond = (jumps * (places >= self.positions - 1)).sum(-1, keepdim=True)
+        order = torch.arange(self.positions - 1, device=x.device)
+        within = jumps.gather(-1, order.clamp(max=keys - 1).expand(*jumps.shape[:3], -1)) * (order < keys)
         return torch.cat([within, beyond, none], dim=-1)
 
     def _sort(self, filtered: Tensor, fixed: Tensor) -> Streams:
@@ -284,10 +298,52 @@ def _superpose_and_keep(gates: Gates, table: Tensor, before: Tensor | None) -> t
     return torch.cat([*earlier, h.to(table.dtype) @ table], dim=1), h
 
 
-def _remember(recent: dict[str, Tensor], name: str, x: Tensor) -> None:
-    """Keeps x (B, T, ...) of the last tokens, so many that `crop` can undo CROPPABLE of them and one is left."""
-    kept = torch.cat([recent[name], x], dim=1) if name in recent else x
-    recent[name] = kept[:, -CROPPABLE - 1 :].clone()  # a view would hold the whole prefill
+def _remember(context: Context, name: str, x: Tensor) -> None:
+    """Keeps x (B, T, ...) of the last tokens by their places, so many that `crop` can undo CROPPABLE and one is left.
+
+    One token is written where nothing is that the state before it might need: in place, as a CUDA graph needs it.
+    """
+    assert context.recent is not None
+    x, kept = x[:, -CROPPABLE - 1 :], context.recent.get(name)
+    kept = x.new_zeros(len(x), KEPT, *x.shape[2:]) if kept is None else kept
+    rows = torch.arange(len(x), device=x.device).unsqueeze(1)
+    kept[rows, context.positions[:, -x.shape[1] :] % KEPT] = x
+    context.recent[name] = kept
+
+
+def _recall(context: Context, name: str, batch: int) -> Tensor | None:
+    """What was kept of the token before these, (B, ...); None where nothing was."""
+    kept = None if context.recent is None else context.recent.get(name)
+    if kept is None:
+        return None
+    return kept[torch.arange(batch, device=kept.device), (context.positions[:, 0] - 1) % KEPT]
+
+
+def _kept_keys(context: Context, k: Tensor) -> Tensor:
+    """The copy branch's cache (B, F, S, W) with the keys of new tokens (B, T, F, W), each where its place says.
+
+    S is the room there is, so that a CUDA graph serves until that is used up. Nothing looks beyond a token's place.
+    """
+    assert context.recent is not None
+    kept, needed = context.recent.get(GROWING), context.seen + k.shape[1]
+    if kept is None or kept.shape[2] < needed:
+        grown = k.new_zeros(len(k), k.shape[2], _room(needed, k.device), COPY_WIDTH)
+        if kept is not None:
+            grown[:, :, : kept.shape[2]] = kept
+        kept = grown
+    rows = torch.arange(len(k), device=k.device).unsqueeze(1)
+    # A row with padding has none of these tokens at the last place.
+    kept[rows, :, torch.where(context.positions < 0, kept.shape[2] - 1, context.positions)] = k
+    context.recent[GROWING] = kept
+    return kept
+
+
+def _room(tokens: int, device: torch.device) -> int:
+    """For so many tokens: of few sizes, a quarter larger each, since a graph is captured for each."""
+    least = room = ROOM.get(device.type, ROOM["cpu"])
+    while room < tokens:
+        room += max(least, room // 4 // least * least)
+    return room
 
 
 def _unpacked(x: Tensor, context: Context) -> tuple[Tensor, Context, tuple[Tensor, Tensor] | None]:

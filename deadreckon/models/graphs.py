@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from deadreckon.encodings.base import CROPPABLE
+from deadreckon.encodings.base import CROPPABLE, GROWING
 from deadreckon.models.cache import StateLayer
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.streaming.decode import renew
@@ -229,12 +229,16 @@ class Steps:
     @lasting()
     def __call__(self, ids: Tensor, layers: list[StateLayer]) -> Tensor | None:
         """Hidden states of the next token of each row, ids (B, 1); None where that takes an eager step."""
+        states: list[Any] = [layer.state for layer in layers]
+        if not all(has_room(state) for state in states if isinstance(state, LayerState)):
+            for state in states:  # an eager step makes room, and another graph has a decoder of its own
+                state.detach()
+            return None
         step = self.latest
         if step is None or not step.holds(layers):
             step = self.latest = self._step_for(ids, layers)
         if step is None:
             return None
-        states: list[Any] = [layer.state for layer in layers]
         full = [state for state in states if state.past.decoder.full]
         for state in full:
             renew(state.past)
@@ -270,6 +274,11 @@ class Steps:
     def _drop(self, step: CapturedStep) -> None:
         self.captured = {key: other for key, other in self.captured.items() if other is not step}
         self.latest = None
+
+
+def has_room(state: LayerState) -> bool:
+    """Whether one more token fits into what is kept of all inputs."""
+    return GROWING not in state.recent or state.length < state.recent[GROWING].shape[2]
 
 
 def structure(model: nn.Module, ids: Tensor, states: list[LayerState]) -> tuple[Any, ...]:

@@ -135,9 +135,9 @@ class LayerState:
         elif tokens:
             cropped = replace(self, past=replace(self.past), kept=max(0, self.kept - tokens), recent={})
             cropped.past.crop(tokens)
-            for name, x in self.recent.items():
-                left, missing = x[:, : x.shape[1] - tokens], tokens if name in ALWAYS_AS_MANY else 0
-                cropped.recent[name] = pad(left, (0, 0) * (x.dim() - 2) + (missing, 0)) if missing else left.clone()
+            for name, x in self.recent.items():  # those that are kept by place stay where they are
+                padding = (0, 0) * (x.dim() - 2) + (tokens, 0)
+                cropped.recent[name] = pad(x[:, :-tokens], padding) if name in ALWAYS_AS_MANY else x
             self.become(cropped)
 
     def bytes(self) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from deadreckon.encodings.base import ALWAYS_AS_MANY
+from deadreckon.encodings.base import ALWAYS_AS_MANY, BY_PLACE
 from deadreckon.models.cache import StateLayer
 from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count, switched_on
 from deadreckon.models.huggingface import DeadReckonForCausalLM
@@ -80,8 +80,8 @@ class Streams:
     """A batch of so many rows for one model.
 
     Args:
-        model: in evaluation mode. Where steps are no kernels (stick-breaking, PRISM, higher powers; sizes and dtypes
-            that kernels do not take) it is decoded row by row.
+        model: in evaluation mode. Where steps are no kernels (sizes and dtypes that kernels do not take), or keep more
+            and more (PRISM's copy branch), it is decoded row by row.
         rows: how many sequences at a time.
         graph: what captures a step; by default CUDA's graphs on a GPU, and elsewhere, or with ``DEADRECKON_GRAPHS=0``,
             nothing: row by row.
@@ -226,7 +226,7 @@ class Streams:
         start = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
         self.model.model._decode(start, tried, start + states[0].length)
         return all(
-            isinstance(state.past.decoder, StaticDecoder) and state.recent.keys() <= set(ALWAYS_AS_MANY)
+            isinstance(state.past.decoder, StaticDecoder) and state.recent.keys() <= {*ALWAYS_AS_MANY, *BY_PLACE}
             for state in tried
         )
 

@@ -128,12 +128,16 @@ def _attend_shards(
         return attend_parallel(q, k, v, factors, scale, documents, cp, kernels)
 
 
-def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
-    """What the Triton kernels would need and do not have. Triton is imported here at the earliest."""
+def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors, packed: bool, later: bool = False) -> str | None:
+    """What the Triton kernels would need and do not have, for a later piece if it is one. Imports Triton, if any."""
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"tensors on a CUDA device (or TRITON_INTERPRET=1), got {q.device}"
     if not HAS_TRITON:
         return "the package triton, which is not installed"
+    if later:
+        from deadreckon.ops.streaming.fused import reason_against_next
+
+        return reason_against_next(q, v, factors)
     from deadreckon.ops.triton.attend import reason_against
 
     return reason_against(q, v, factors, packed)
@@ -183,10 +187,9 @@ def attend_next(
             must be as in the pieces before: sizes, dtype, device, the kind of transport and its heads, gates or none
             and their heads, score and scale.
         past: what the pieces before have left; ``Past()`` for the first.
-        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (not stick-breaking, otherwise as for :func:`attend`: the first
-            piece, single tokens but for higher powers, and along Householder steps long pieces, too; other pieces are
-            read by PyTorch's attention in any case) or ``"auto"``: the kernels on CUDA devices where they serve, else
-            ``"blockwise"``. ``"reference"`` does not stream.
+        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (the first piece as for :func:`attend`, single tokens, and along
+            Householder steps long pieces, too; other pieces are read by PyTorch's attention in any case) or ``"auto"``:
+            the kernels on CUDA devices where they serve, else ``"blockwise"``. ``"reference"`` does not stream.
 
     Returns:
         (B, T, Hq, E), in the dtype of q.
@@ -203,18 +206,17 @@ def attend_next(
     if not isinstance(past, Past):
         raise ValueError(f"past: expected a Past, got {type(past).__name__}")
     with torch.autocast(q.device.type, enabled=False):
-        return attend_stream(q, k, v, factors, scale, past, _streaming_kernels(q, v, factors, impl))
+        kernels = _streaming_kernels(q, v, factors, impl, first=not past.length)
+        return attend_stream(q, k, v, factors, scale, past, kernels)
 
 
-def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementation) -> Kernels:
-    """The operations that `attend_next` uses."""
+def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementation, first: bool) -> Kernels:
+    """The operations that `attend_next` uses for the first piece, or for a later one."""
     if impl not in ("auto", "blockwise", "triton"):
         raise ValueError(f"impl: expected 'auto', 'blockwise' or 'triton' for a piece of a sequence, got {impl!r}")
     if impl == "blockwise" or (impl == "auto" and not q.is_cuda):
         return PYTORCH
-    reason = _reason_against_kernels(q, v, factors, packed=False)
-    if reason is None and impl == "triton" and factors.score == "stick-breaking":
-        reason = f"score 'softmax' or a power for a piece of a sequence, got {factors.score!r}"
+    reason = _reason_against_kernels(q, v, factors, packed=False, later=not first)
     if reason is None:
         from deadreckon.ops.streaming.fused import STREAM
 

@@ -70,6 +70,7 @@ class Decode(Flags):
     size: str = ""  # of these models, layers x width; by default 2x128 on a CPU, 16x2048 on a GPU
     prompts: tuple[str, ...] = ()  # batch x tokens; by default 1x128 on a CPU, 1x512 1x16384 16x2048 on a GPU
     tokens: int = 128  # that are generated
+    power: int = 2  # p, of encodings that are powers
 
 
 @dataclass(frozen=True)

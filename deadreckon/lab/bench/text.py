@@ -39,11 +39,11 @@ HEADINGS = ["layers x width", "", "parameters", "first step", "step", "tokens/s"
 
 def make_model(
     name: str, layers: int, width: int, vocab: int, longest: int, device: str, group: int = 1, head_dim: int = 64,
-    qk_norm: bool = False,
+    qk_norm: bool = False, power: int = 2,
 ) -> PreTrainedModel:  # fmt: skip
     """Llama, or ours with an encoding: the same sizes; `group` query heads share one of keys, if there are as many.
 
-    Ours alone may have a `qk_norm`.
+    Ours alone may have a `qk_norm`; `power` is p of encodings that have one.
     """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -52,7 +52,9 @@ def make_model(
         "num_key_value_heads": max(width // head_dim // group, 1),
     }  # fmt: skip
     encoding = "rope" if name == LLAMA else name.removesuffix(RECOMPUTE)
-    options = {encoding: {"recompute": True}} if name.endswith(RECOMPUTE) else None
+    options: dict[str, Any] | None = {encoding: {"recompute": True}} if name.endswith(RECOMPUTE) else None
+    if "p" in signature(dr.ENCODINGS[encoding]).parameters:
+        options = {encoding: {"p": power}}
     config = dr.DeadReckonConfig(encoding=encoding, encoding_options=options, **sizes, qk_norm=qk_norm, use_cache=False)
     with torch.device(device):
         if name != LLAMA:
@@ -200,12 +202,12 @@ def run_models(flags: Decode) -> None:
     longest = max(length for _, length in prompts) + flags.tokens + 1
     page.note(
         f"{layers} layers of {width}, {GROUP} query heads a key head", f"greedy, {flags.tokens} tokens",
-        f"{SUMMARIES[device][0]} of {GENERATIONS}",
+        f"{SUMMARIES[device][0]} of {GENERATIONS}", *([] if flags.power == 2 else [f"powers of {flags.power}"]),
     )  # fmt: skip
 
     def rows() -> Iterator[Row]:
         for name in (LLAMA, *encodings):
-            model = make_model(name, layers, width, VOCABULARY, longest, device, GROUP).eval()
+            model = make_model(name, layers, width, VOCABULARY, longest, device, GROUP, power=flags.power).eval()
             if device == "cuda":
                 model = model.to(torch.bfloat16)
             row = [name]

@@ -74,9 +74,14 @@ def _factors(width: int, degree: int, device: torch.device) -> tuple[Tensor, Ten
     return torch.cat(channels).to(device), torch.cat(rests).to(device)
 
 
-def pairs_of_channels(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two channels that each monomial of degree 2 is the product of."""
-    return _factors(width, 1, device)
+@cache
+def channels_of(width: int, p: int, device: torch.device) -> Tensor:
+    """The channels that each monomial of degree p is the product of, up to 256 of them: (p, F) uint8."""
+    found = torch.arange(width, dtype=torch.uint8, device=device).unsqueeze(0)
+    for degree in range(1, p):
+        channels, rests = _factors(width, degree, device)
+        found = torch.cat([channels.to(torch.uint8).unsqueeze(0), found[:, rests]])
+    return found
 
 
 def _degrees(x: Tensor, p: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Attention for one more token, with softmax or squares, at the cost of a look at the keys.
+"""Attention for one more token, with softmax, even powers or sticks, at the cost of a look at the keys.
 
 The last tokens, the tail, wait in storage with room for more; segments further back are closed, and change only when
 the tail is full and becomes one, too. Along Householder routes the tail has its keys in the frame of the newest token,

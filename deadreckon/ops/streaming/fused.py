@@ -11,23 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from deadreckon.ops.blockwise.power import state_dtype
 from deadreckon.ops.blockwise.rotation import Turned
 from deadreckon.ops.blockwise.rotation import turned as turned_later
 from deadreckon.ops.blockwise.runs import LEAF
-from deadreckon.ops.blockwise.symmetric import pairs_of_channels
-from deadreckon.ops.factors import Factors
+from deadreckon.ops.blockwise.symmetric import channels_of
+from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.streaming.decode import Tail, add_tail, close_tail, seen_from_tail
 from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, look, placed
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.segments import Change, Fields, Segment
 from deadreckon.ops.streaming.stream import Kernels
-from deadreckon.ops.triton.attend import attend_fused, turned
+from deadreckon.ops.triton.attend import DTYPES, attend_fused, reason_against, turned
 from deadreckon.ops.triton.householder.operator import ascend
+from deadreckon.ops.triton.tiles import cramped
 from deadreckon.ops.triton.turn import turned_token
 
 ROOM = LEAF + 512  # tokens of a tail: to close one takes many launches
 PROGRAMS = 528  # that segments are divided among, about: four on each of an H200's multiprocessors
 SHORTEST = 128  # tokens of a segment for one program, at the least
+WIDEST = 1024  # bytes of a key: a program has 64 of them in shared memory, or half of that where there is little
 SPARE = 16  # programs a head, at the least, and segments beyond those that PROGRAMS are for
 
 _Loaded = tuple[Tail, Past, Sequence[int], Sequence[int]]
@@ -68,13 +71,14 @@ class KernelDecoder:
             room_for(tail.bias), room_for(tail.product, 2), room_for(tail.total, 2),
             torch.zeros(rows, dtype=torch.int32, device=device),
         )  # fmt: skip
-        self.state = None
-        if past.signature is not None and past.signature.score == 2:
-            self.state = _no_state(held, rows, 1 if tail.total is None else tail.total.shape[1])
-        state_parts = 0 if self.state is None else STATE_PARTS
+        score = None if past.signature is None else past.signature.score
+        self.state, self.sticks, state_parts, dtype = None, score == "stick-breaking", 0, torch.float32
+        if isinstance(score, int):
+            self.state = _no_state(held, rows, 1 if tail.total is None else tail.total.shape[1], score)
+            state_parts, dtype = STATE_PARTS, self.state.factor.dtype
         shape = (heads, room // CHUNK + self.programs + state_parts, group)
-        out = torch.empty(*shape, held["v"].shape[2], dtype=torch.float32, device=device)
-        self.partial = Partial(out, out.new_empty(shape), out.new_empty(shape))
+        out = torch.empty(*shape, held["v"].shape[2], dtype=dtype, device=device)
+        self.partial = Partial(out, out.new_empty(shape), out.new_empty(shape, dtype=torch.float32))
         self.segments = torch.zeros(rows, self.programs, FIELDS, dtype=torch.int64, device=device)
         self.parts = torch.zeros(rows, self.programs + state_parts, 3, dtype=torch.int32, device=device)
         self._take([(tail, past, [row], [0]) for row in range(rows)])
@@ -185,7 +189,7 @@ class KernelDecoder:
 
     def _tables(self, tail: Tail, masked: int) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
         """Where the segments of a row are, and which program sees what of them: nothing of its first tokens."""
-        base, single, starts = self.last.k, self.partial.weight, list[int]()
+        base, single, starts = self.last.k, self.partial.greatest, list[int]()
         for segment, *_ in reversed(tail.segments):
             starts.insert(0, min(masked, segment.length))
             masked -= starts[0]
@@ -202,7 +206,7 @@ class KernelDecoder:
                 length = segment.length - start
                 size = -(-length // -(-length // share) // CHUNK) * CHUNK
                 ends = (*range(start + size, segment.length, size), segment.length)
-                parts += [(number, first, end) for first, end in pairwise((start, *ends))]
+                parts += [(number, first, end) for first, end in pairwise((start, *ends))][::-1]  # the nearest first
         assert len(parts) <= self.programs
         return entries, parts
 
@@ -214,7 +218,7 @@ class KernelDecoder:
             here = self._by_row(here)
             here[where] = there.reshape(len(rows), *here.shape[1:]).to(here.dtype)
 
-        folded, count = past.folded, len(state.first)
+        folded, (p, count) = past.folded, state.channels.shape
         put(state.unit, 1 / past.longest)
         if folded is None:
             self.parts[where, self.programs :] = 0
@@ -224,8 +228,9 @@ class KernelDecoder:
         parts = torch.stack([starts, starts, (starts + share).clamp(max=count)], dim=1)
         self.parts[where, self.programs :] = sent(parts, self.parts.device, self.parts.dtype)
         states = folded.state.unflatten(0, (len(rows), -1))
-        state.address[where] = sent([placed(x, self.partial.weight, 4) for x in states], state.unit.device)
-        put(state.factor, (folded.unit / past.longest) ** 2)
+        addresses = [placed(x, state.factor, x.element_size()) for x in states]
+        state.address[where] = sent(addresses, state.unit.device)
+        put(state.factor, (folded.unit / past.longest) ** p)
         put(state.noise, 16 * torch.finfo(folded.state.dtype).eps * folded.state[..., -1].norm(dim=1))
         totals = [segment.total[..., 0] for segment in past.segments if segment.total is not None]
         if totals:
@@ -248,7 +253,10 @@ class KernelDecoder:
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None, scale: float
     ) -> Tensor:
         with torch.cuda.device_of(q):
-            out = look(q, k, v, w, beta, gate, self.last, self.partial, self.state, self.segments, self.parts, scale)
+            out = look(
+                q, k, v, w, beta, gate, self.last, self.partial, self.state, self.segments, self.parts, scale,
+                self.sticks,
+            )  # fmt: skip
         self.lengthen()
         return out
 
@@ -304,13 +312,13 @@ def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dty
     return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
-def _no_state(held: Fields, rows: int, kinds: int) -> State:
-    """Room for what kernels know of the states of squares."""
+def _no_state(held: Fields, rows: int, kinds: int, p: int) -> State:
+    """Room for what kernels know of the states of powers p."""
     heads, _, width = held["k"].shape
-    first, second = (x.to(torch.int32) for x in pairs_of_channels(width, held["k"].device))
-    one = torch.ones(heads, device=first.device)
-    noise = torch.zeros(heads, kinds, device=first.device)
-    return State(one, first.new_zeros(rows, dtype=torch.int64), first, second, one.clone(), noise, noise.clone())
+    channels, dtype = channels_of(width, p, held["k"].device), state_dtype(torch.float32, p, held["k"].device)
+    one, later = torch.ones(heads, device=channels.device), torch.zeros(heads, kinds, device=channels.device)
+    address = torch.zeros(rows, dtype=torch.int64, device=channels.device)
+    return State(one, address, channels, one.to(dtype, copy=True), later.to(dtype, copy=True), later)
 
 
 def turned_next(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor | None) -> Turned:
@@ -319,6 +327,23 @@ def turned_next(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor
         return turned(q, k, v, factors)
     turn = turned_token if q.shape[1] == 1 and q.dtype != torch.float64 else turned_later
     return turn(q, k, v, factors, start)
+
+
+def reason_against_next(q: Tensor, v: Tensor, factors: Factors) -> str | None:
+    """What kernels for pieces after the first would need and do not have: they take more than those for the first."""
+    rotation, steps = factors.parts()
+    if steps is not None:
+        return reason_against(q, v, factors, packed=False)
+    if q.dtype not in DTYPES:
+        return f"dtype float32, bfloat16 or float16, got {q.dtype}"
+    widest = (WIDEST // 2 if cramped(q) else WIDEST) // q.element_size()
+    limits = {"D": min(256, widest), "E": min(256, widest)}
+    if rotation is None and not isinstance(factors.score, Power):
+        limits["D"] = widest
+    for (name, limit), width in zip(limits.items(), (q.shape[3], v.shape[3]), strict=True):
+        if width % 8 or width > limit:
+            return f"{name} a multiple of 8 up to {limit} for a later piece, got {width}"
+    return None
 
 
 STREAM = Kernels(attend_fused, turned_next, ascend, KernelDecoder)

@@ -1,4 +1,4 @@
-"""One more token of softmax attention, split over the KV cache: two kernels, whatever lies behind.
+"""One more token of attention, split over the KV cache: two kernels, whatever lies behind.
 
 The last tokens, the tail, have room for some more. What lies further back is closed, in segments that do not change.
 With Householder steps the tail's keys are kept in the frame of the newest token, in float32: a new token turns them
@@ -8,8 +8,9 @@ waits for another: `_look` has a program for every 64 tokens of the tail and for
 `_combine` adds up their partial results. Whatever grows is read from memory, where segments lie included: every launch
 is the same, as a CUDA graph needs it.
 
-Squares (`Power(2)`) are looked at in the same way, and there are programs for the state of all tokens before the
-segments, each for some of its rows.
+Even powers are looked at in the same way, and there are programs for the state of all tokens before the segments, each
+for some of its rows. Sticks are broken by each program as if they began with the nearest of its keys;
+it also says what it has left of them, and `_combine` goes through the parts from the nearest on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deadreckon.ops.streaming.powers import State, gate_at, length_of, look_at_state, powered
+from deadreckon.ops.streaming.sticks import broken, nearer
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, mul_exact, padded, power_of_two, store_matrix
 
@@ -49,45 +52,22 @@ class Last(NamedTuple):
     tokens: Tensor  # (rows,) int32: how many there are
 
 
-class State(NamedTuple):
-    """With squares: the unit of keys, and the state of all tokens before the segments, (N, F, 1 | G, E + 1) float32."""
-
-    unit: Tensor  # (N,) float32: what keys are multiplied by
-    address: Tensor  # (rows,) int64, as `placed`
-    first: Tensor  # (F,) int32: which two channels make a row
-    second: Tensor
-    factor: Tensor  # (N,) float32: what the state is multiplied by to be in that unit
-    noise: Tensor  # (N, 1 | G) float32: sums of weights up to this are rounding errors
-    later: Tensor  # (N, 1 | G) float32: gates of all segments
-
-
 class Partial(NamedTuple):
-    """Of every program: outputs that are not normalised, their weights' sums and greatest logits."""
+    """Of every program: outputs that are not normalised, their weights' sums and greatest logits.
 
-    out: Tensor  # (N, programs, G, E) float32
-    weight: Tensor  # (N, programs, G) float32
+    With sticks `weight` is 1, or 0 where there was nothing to see, and `greatest` the logarithm of what is left.
+    """
+
+    out: Tensor  # (N, programs, G, E) TYPE: float32, float64 for powers beyond squares
+    weight: Tensor  # (N, programs, G) TYPE
     greatest: Tensor  # (N, programs, G) float32, in units of log 2
-
-
-@triton.jit
-def length_of(b_x, AXIS: tl.constexpr):
-    """Norms along an axis, safe from over- and underflow; never zero."""
-    b_largest = tl.maximum(tl.max(tl.abs(b_x), AXIS), 1e-30)
-    b_x = b_x / (b_largest if AXIS == 0 else b_largest[:, None])
-    return b_largest * tl.sqrt(tl.maximum(tl.sum(b_x * b_x, AXIS), 0.25))
-
-
-@triton.jit
-def _gate_at(p_gate, mask):
-    """Log gates, of which none is so low that a sum of some would lose the digits of others."""
-    return tl.maximum(tl.load(p_gate, mask=mask, other=0.0).to(tl.float32), -1e4)
 
 
 @triton.jit
 def _weighted(b_e, b_v, DTYPE: tl.constexpr):
     """Sums of values by their weights: these may all be tiny, and halves would have none of them."""
-    b_most = tl.maximum(tl.max(b_e, 1), 1e-30)[:, None]
-    return mul_exact(b_e / b_most, b_v, DTYPE) * b_most
+    b_most = tl.maximum(tl.max(b_e, 1), 1e-30 if b_e.dtype == tl.float32 else 1e-200)[:, None]
+    return mul_exact((b_e / b_most).to(tl.float32), b_v, DTYPE) * b_most
 
 
 @triton.jit
@@ -101,8 +81,9 @@ def _queries(p_q, G: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.con
 @triton.jit
 def _look_at_tail(
     p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N, ROOM,
-    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr,
+    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, POWER: tl.constexpr, STICKS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Turns some of the tail, the new token among them perhaps, and attends to it."""
     channel, value, query = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BG)
@@ -138,7 +119,7 @@ def _look_at_tail(
     b_bias = tl.zeros([BG, CHUNK], tl.float32)
     if GATES:
         kind, m_kind = query % GATES, query < GATES
-        b_gate = _gate_at(p_gate + i_n * GATES + kind, m_query)
+        b_gate = gate_at(p_gate + i_n * GATES + kind, m_query)
         of_kind = at[None, :] * GATES + kind[:, None]
         m_bias = m_query[:, None] & (row < tokens)[None, :]
         b_bias = tl.load(last.bias + of_kind, mask=m_bias, other=0.0) + b_gate[:, None]
@@ -151,26 +132,28 @@ def _look_at_tail(
             p_total = last.totals + i_n * GATES + kind
             b_total = tl.load(p_total + (tokens % 2) * N * GATES, mask=m_kind, other=0.0) + b_gate
             tl.store(p_total + ((tokens + 1) % 2) * N * GATES, b_total, mask=m_kind)
-    if SQUARES:
+    if POWER:
         b_s *= (unit / length_of(b_q.to(tl.float32), 1))[:, None]
-        b_weight = tl.where(m_row[None, :], b_s * b_s * tl.exp2(b_bias * 1.4426950408889634), 0.0)
+        b_weight = powered(b_s, b_bias, m_row, POWER, TYPE)
         b_greatest = tl.zeros([BG], tl.float32)
+    elif STICKS:  # a token takes nothing from its own
+        b_weight, b_greatest = broken(b_s * scale, b_bias, tl.zeros([BG], tl.float32), row < tokens)
     else:
         b_s = tl.where(m_row[None, :], (b_s * scale + b_bias) * 1.4426950408889634, float("-inf"))
         b_greatest = tl.maximum(tl.max(b_s, 1), -1e30)  # of no tokens at all, perhaps
         b_weight = tl.exp2(b_s - b_greatest[:, None])
     p_out = partial.out + (partial_at + query)[:, None] * E + value[None, :]
     tl.store(p_out, _weighted(b_weight, b_values, DTYPE), mask=m_query[:, None] & m_value[None, :])
-    tl.store(partial.weight + partial_at + query, tl.sum(b_weight, 1), mask=m_query)
+    tl.store(partial.weight + partial_at + query, 1.0 if STICKS else tl.sum(b_weight, 1), mask=m_query)
     tl.store(partial.greatest + partial_at + query, b_greatest, mask=m_query)
 
 
 @triton.jit
 def _look_at_segment(
     p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, i_h, tokens, scale, unit, N,
-    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
+    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, POWER: tl.constexpr, STICKS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr, DTYPE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Carries the queries back to a segment, and attends to some of it."""
     channel, value = tl.arange(0, BD), tl.arange(0, BE)
@@ -180,15 +163,15 @@ def _look_at_segment(
     length, room = tl.load(address + 5), tl.load(address + 6)
     p_keys = last.k + tl.multiple_of(tl.load(address), 8) + i_h * room * D
     p_values = last.k + tl.multiple_of(tl.load(address + 1), 8) + i_h * room * E
-    p_bias = partial.weight + tl.load(address + 2) + i_h * length * GATES
-    p_total = partial.weight + tl.load(address + 4) + i_h * GATES
+    p_bias = partial.greatest + tl.load(address + 2) + i_h * length * GATES
+    p_total = partial.greatest + tl.load(address + 4) + i_h * GATES
     query = tl.arange(0, BG)
     b_queries = _queries(p_q, G, D, BG, BD)
     b_scale = tl.full([BG], 0.0, tl.float32) + scale
-    if SQUARES:
+    if POWER:
         b_scale = unit / length_of(b_queries.to(tl.float32), 1)
     if ROUTES:
-        p_later = partial.weight + tl.multiple_of(tl.load(address + 3), 4) + i_h * D * D
+        p_later = partial.greatest + tl.multiple_of(tl.load(address + 3), 4) + i_h * D * D
         b_queries = b_queries.to(tl.float32)
         b_queries -= beta * tl.sum(b_queries * b_w[None, :], 1)[:, None] * b_w[None, :]
         b_queries = mul_exact(b_queries, tl.trans(matrix(p_product, D, BD)), DTYPE)
@@ -197,16 +180,18 @@ def _look_at_segment(
     gate_of = query % GATES if GATES else query
     if GATES:
         m_gate = query < G
-        b_shift += _gate_at(p_gate + i_n * GATES + gate_of, m_gate)
+        b_shift += gate_at(p_gate + i_n * GATES + gate_of, m_gate)
         b_shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + gate_of, mask=m_gate, other=0.0)
         b_shift += tl.load(p_total + gate_of, mask=m_gate, other=0.0)
     b_queries = b_queries.to(DTYPE)
-    b_greatest = tl.full([BG], 0.0 if SQUARES else -1e30, tl.float32)
-    b_weight = tl.zeros([BG], tl.float32)
-    b_out = tl.zeros([BG, BE], tl.float32)
+    b_greatest = tl.full([BG], 0.0 if POWER or STICKS else -1e30, tl.float32)
+    b_weight = tl.full([BG], 1.0 if STICKS else 0.0, TYPE)
+    b_out = tl.zeros([BG, BE], TYPE)
     for first in range(start, stop, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        m_row = row < stop
+        if STICKS:  # from the last on; before the first of them there may be others' tokens
+            row = stop - BLOCK - (first - start) + tl.arange(0, BLOCK)
+        m_row = (row >= start) & (row < stop)
         at = row.to(tl.int64)
         b_k = tl.load(p_keys + at[None, :] * D + channel[:, None], mask=m_row[None, :] & m_channel[:, None], other=0.0)
         b_s = mul(b_queries, b_k, DTYPE) * b_scale[:, None]  # a scaled query would be rounded once more
@@ -215,19 +200,23 @@ def _look_at_segment(
             m_bias = m_row[None, :] & (query < G)[:, None]
             b_bias += tl.load(p_bias + gate_of[:, None] * length + at[None, :], mask=m_bias, other=0.0)
         b_new = b_greatest
-        if SQUARES:
-            b_e = tl.where(m_row[None, :], b_s * b_s * tl.exp2(b_bias * 1.4426950408889634), 0.0)
+        if POWER:
+            b_e = powered(b_s, b_bias, m_row, POWER, TYPE)
+        elif STICKS:
+            b_e, b_new = broken(b_s, b_bias, b_greatest, m_row)
         else:
             b_s = tl.where(m_row[None, :], (b_s + b_bias) * 1.4426950408889634, float("-inf"))
             b_new = tl.maximum(b_greatest, tl.max(b_s, 1))
             b_e = tl.exp2(b_s - b_new[:, None])
-        b_ratio = tl.exp2(b_greatest - b_new)
         b_v = tl.load(p_values + at[:, None] * E + value[None, :], mask=m_row[:, None] & m_value[None, :], other=0.0)
-        if SQUARES:
+        if POWER or STICKS:
             b_out += _weighted(b_e, b_v, DTYPE)
         else:
+            b_ratio = tl.exp2(b_greatest - b_new)
             b_out = b_out * b_ratio[:, None] + mul(b_e, b_v, DTYPE)
-        b_weight = b_weight * b_ratio + tl.sum(b_e, 1)
+            b_weight *= b_ratio
+        if not STICKS:
+            b_weight += tl.sum(b_e, 1)
         b_greatest = b_new
     m_query = query < G
     p_out = partial.out + (partial_at + query)[:, None] * E + value[None, :]
@@ -236,56 +225,14 @@ def _look_at_segment(
     tl.store(partial.greatest + partial_at + query, b_greatest, mask=m_query)
 
 
-@triton.jit
-def _look_at_state(
-    p_q, p_gate, last, partial, state, partial_at, p_part, i_n, i_h, i_row, tokens, N, F,
-    G: tl.constexpr, GATES: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, STATE_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Reads some rows of the state, for all queries of a group at once."""
-    KINDS: tl.constexpr = GATES if GATES else 1
-    channel, value, query = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BQ)
-    m_query, kind = query < G, query % KINDS
-    start, stop = tl.load(p_part + 1), tl.load(p_part + 2)
-    p_state = partial.weight + tl.load(state.address + i_row) + i_h * F * KINDS * (E + 1)
-    b_fade = tl.load(state.factor + i_n) + tl.zeros([BQ], tl.float32)
-    if GATES:
-        b_shift = _gate_at(p_gate + i_n * GATES + kind, m_query)
-        b_shift += tl.load(last.totals + ((tokens % 2) * N + i_n) * GATES + kind, mask=m_query, other=0.0)
-        b_shift += tl.load(state.later + i_n * GATES + kind, mask=m_query, other=0.0)
-        b_fade *= tl.exp2(b_shift * 1.4426950408889634)
-    m_q = m_query[:, None] & (channel < D)[None, :]
-    b_q = tl.load(p_q + query[:, None] * D + channel[None, :], mask=m_q, other=0.0).to(tl.float32)
-    b_one = 1 / length_of(b_q, 1)
-    b_out = tl.zeros([BQ, BE], tl.float32)
-    b_weight = tl.zeros([BQ], tl.float32)
-    for first in range(start, stop, STATE_ROWS):
-        row = first + tl.arange(0, STATE_ROWS)
-        m_row = row < stop
-        m_x = m_row[:, None] & m_query[None, :]
-        b_first = tl.load(state.first + row, mask=m_row, other=0)[:, None] + query[None, :] * D
-        b_second = tl.load(state.second + row, mask=m_row, other=0)[:, None] + query[None, :] * D
-        b_x = tl.load(p_q + b_first, mask=m_x, other=0.0).to(tl.float32) * b_one[None, :]
-        b_x *= tl.load(p_q + b_second, mask=m_x, other=0.0).to(tl.float32) * b_one[None, :]
-        p_row = p_state + (row.to(tl.int64)[:, None] * KINDS + kind[None, :]) * (E + 1)
-        m_state = m_x[:, :, None] & (value < E)[None, None, :]
-        b_state = tl.load(p_row[:, :, None] + value[None, None, :], mask=m_state, other=0.0)
-        b_out += tl.sum(b_x[:, :, None] * b_state, 0)
-        b_weight += tl.sum(b_x * tl.load(p_row + E, mask=m_x, other=0.0), 0)
-    p_out = partial.out + (partial_at + query)[:, None] * E + value[None, :]
-    tl.store(p_out, b_out * b_fade[:, None], mask=m_query[:, None] & (value < E)[None, :])
-    tl.store(partial.weight + partial_at + query, b_weight * b_fade, mask=m_query)
-    b_noise = tl.load(state.noise + i_n * KINDS + kind, mask=m_query, other=0.0)
-    tl.store(partial.greatest + partial_at + query, b_noise * b_fade, mask=m_query)
-
-
 @Kernel
 @triton.jit
 def _look(
     p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, state, p_segments, p_parts, scale, N, HEADS, ROOM, F, SPLIT,
-    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, BG: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
-    FIELDS: tl.constexpr, BLOCK: tl.constexpr, STATE_ROWS: tl.constexpr, DTYPE: tl.constexpr,
+    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, POWER: tl.constexpr, STICKS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, STATE_ROWS: tl.constexpr, DTYPE: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     i_n, i_part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     i_row, i_h = i_n // HEADS, i_n % HEADS  # rows have segments of their own, each of so many heads
@@ -297,28 +244,29 @@ def _look(
         b_w = tl.load(p_w + i_n * D + channel, mask=channel < D, other=0.0).to(tl.float32)
         beta = tl.load(p_beta + i_n).to(tl.float32)
     unit = 1.0
-    if SQUARES:
+    if POWER:
         unit = tl.load(state.unit + i_n)
     p_q += i_n * G * D
     partial_at = (i_n * parts + i_part) * G
     if i_part * CHUNK < ROOM:
         _look_at_tail(
             p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N,
-            ROOM, G, GATES, ROUTES, SQUARES, D, E, BG, BD, BE, CHUNK, DTYPE,
+            ROOM, G, GATES, ROUTES, POWER, STICKS, D, E, BG, BD, BE, CHUNK, DTYPE, TYPE,
         )  # fmt: skip
     else:
         p_part = p_parts + (i_row * (parts - ROOM // CHUNK) + i_part - ROOM // CHUNK) * 3
         p_segments += i_row * (SPLIT - ROOM // CHUNK) * FIELDS
         if tl.load(p_part + 1) < tl.load(p_part + 2):
-            if SQUARES and i_part >= SPLIT:
-                _look_at_state(
+            if POWER and i_part >= SPLIT:
+                look_at_state(
                     p_q, p_gate, last, partial, state, partial_at, p_part, i_n, i_h, i_row, tokens, N, F,
-                    G, GATES, D, E, BQ, BD, BE, STATE_ROWS,
+                    G, GATES, POWER, D, E, BQ, BD, BE, STATE_ROWS, TYPE,
                 )  # fmt: skip
             else:
                 _look_at_segment(
                     p_q, p_gate, b_w, beta, last, partial, p_product, partial_at, p_segments, p_part, i_n, i_h,
-                    tokens, scale, unit, N, G, GATES, ROUTES, SQUARES, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
+                    tokens, scale, unit, N, G, GATES, ROUTES, POWER, STICKS, D, E, BG, BD, BE, FIELDS, BLOCK, DTYPE,
+                    TYPE,
                 )  # fmt: skip
         else:  # there are more programs than parts
             query = tl.arange(0, BG)
@@ -329,17 +277,18 @@ def _look(
 @Kernel
 @triton.jit
 def _combine(
-    p_out, partial, p_tokens, HEADS, PARTS, SPLIT,
-    G: tl.constexpr, SQUARES: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr,
+    p_out, partial, p_tokens, HEADS, PARTS, SPLIT, TAIL,
+    G: tl.constexpr, POWER: tl.constexpr, STICKS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+    BLOCK: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up all programs' parts of some channels."""
+    """Adds up all programs' parts of some channels. The first TAIL of them are of the tail, the nearest last."""
     i_n, g, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     value = i_part * BE + tl.arange(0, BE)
-    greatest = tl.full([], -1e30, tl.float32)
-    weight = tl.zeros([], tl.float32)
-    b_out = tl.zeros([BE], tl.float32)
-    if SQUARES:  # what is read from the state counts if it is more than rounding errors
-        noise, read = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+    greatest = tl.full([], 0.0 if STICKS else -1e30, tl.float32)
+    weight = tl.zeros([], TYPE)
+    b_out = tl.zeros([BE], TYPE)
+    if POWER:  # what is read from the state counts if it is more than rounding errors
+        noise, read = tl.zeros([], tl.float32), tl.zeros([], TYPE)
         for first in range(SPLIT, PARTS, BLOCK):
             part = first + tl.arange(0, BLOCK)
             at = (i_n * PARTS + part) * G + g
@@ -351,22 +300,31 @@ def _combine(
     for first in range(0, PARTS, BLOCK):
         part = first + tl.arange(0, BLOCK)
         m_part = part < PARTS_READ
+        if STICKS:
+            part = tl.where(part < TAIL, TAIL - 1 - part, part)
         at = (i_n * PARTS + part) * G + g
         b_greatest = tl.load(partial.greatest + at, mask=m_part, other=float("-inf"))
         b_weight = tl.load(partial.weight + at, mask=m_part, other=0.0)
         m_out = m_part[:, None] & (value < E)[None, :]
         b_part = tl.load(partial.out + at[:, None] * E + value[None, :], mask=m_out, other=0.0)
         b_part = tl.where((b_weight != 0)[:, None], b_part, 0.0)  # what is there of no weight may be anything
-        new = tl.maximum(greatest, tl.max(b_greatest, 0))
-        b_ratio = tl.exp2(b_greatest - new)
-        ratio = tl.exp2(greatest - new)
-        if SQUARES:
-            new, b_ratio, ratio = greatest, m_part.to(tl.float32), 1.0
+        if STICKS:
+            b_left = tl.where(b_weight != 0, b_greatest, 0.0)
+            new, ratio = greatest + tl.sum(b_left, 0), 1.0
+            b_ratio = tl.exp2(greatest + nearer(b_left, 0, False))
+        else:
+            new = tl.maximum(greatest, tl.max(b_greatest, 0))
+            b_ratio = tl.exp2(b_greatest - new)
+            ratio = tl.exp2(greatest - new)
+            if POWER:
+                new, b_ratio, ratio = greatest, m_part.to(tl.float32), 1.0
         b_out = b_out * ratio + tl.sum(b_part * b_ratio[:, None], 0)
         weight = weight * ratio + tl.sum(b_weight * b_ratio, 0)
         greatest = new
-    if SQUARES:
+    if POWER:
         weight = tl.where(weight == 0, 1.0, weight)  # a row without weights attends to nothing
+    if STICKS:
+        weight = 1.0
     tl.store(p_out + (i_n * G + g) * E + value, (b_out / weight).to(p_out.dtype.element_ty), mask=value < E)
     if (i_n % HEADS == 0) & (g == 0) & (i_part == 0):
         p_tokens += i_n // HEADS
@@ -390,13 +348,14 @@ def placed(x: Tensor | None, base: Tensor, alignment: int = 16) -> int:
 def look(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None,
     last: Last, partial: Partial, state: State | None, segments: Tensor, parts: Tensor, scale: float,
+    sticks: bool = False,
 ) -> Tensor:  # fmt: skip
     """The output (N, G, E) of the next token, which joins the last ones.
 
     q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G); w and beta are None without Householder steps.
     Of each row: segments (rows, segments, FIELDS) int64, as `placed` gives them; parts (rows, parts, 3) int32: a
-    segment, and from where to where in it, or nowhere; with squares the last STATE_PARTS say from where to where in the
-    state. All contiguous.
+    segment, and from where to where in it, or nowhere, the nearest first; with powers the last STATE_PARTS say from
+    where to where in the state. All contiguous.
     """
     heads, group, width = q.shape
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
@@ -405,17 +364,20 @@ def look(
     row = max(width, value_width) * q.element_size()  # bytes
     block = 64 if row <= 512 else 32  # more keys and values, and fewer programs would have shared memory at a time
     of_row = heads // len(last.tokens)
-    rows, split = (0, programs) if state is None else (state.first.shape[0], programs - STATE_PARTS)
+    power, rows = (0, 0) if state is None else state.channels.shape
+    split = programs - (STATE_PARTS if power else 0)
     queries, values = power_of_two(group), padded(value_width)
+    kind, tile = (tl.float64, STATE_TILE // 4) if power > 2 else (tl.float32, STATE_TILE)
     _look[(programs, heads)](
         q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, of_row, room, rows, split,
-        G=group, GATES=gates, ROUTES=w is not None, SQUARES=state is not None, D=width, E=value_width,
-        BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=block,
-        STATE_ROWS=max(1, min(32, STATE_TILE // (queries * values))), DTYPE=DTYPES[q.dtype], num_warps=4, num_stages=3,
+        G=group, GATES=gates, ROUTES=w is not None, POWER=power, STICKS=sticks, D=width,
+        E=value_width, BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=CHUNK, FIELDS=FIELDS,
+        BLOCK=block, STATE_ROWS=max(1, min(32, tile // (queries * values))), DTYPE=DTYPES[q.dtype], TYPE=kind,
+        num_warps=4 if width <= 256 else 8, num_stages=3,
     )  # fmt: skip
     _combine[(heads, group, values // COMBINED)](
-        out, partial, last.tokens, of_row, programs, split,
-        G=group, SQUARES=state is not None, E=value_width, BE=COMBINED, BLOCK=min(256, power_of_two(programs)),
-        num_warps=4,
+        out, partial, last.tokens, of_row, programs, split, room // CHUNK,
+        G=group, POWER=power, STICKS=sticks, E=value_width, BE=COMBINED, BLOCK=min(256, power_of_two(programs)),
+        TYPE=kind, num_warps=4,
     )  # fmt: skip
     return out

@@ -115,8 +115,8 @@ class Past:
         turned: how many of them are there, at the end; zeros stand before.
         longest: what keys are divided by, with powers.
         folded: all tokens before the segments, with powers.
-        decoder: what it takes to go on by single tokens with softmax. It works in place, so that it moves from the past
-            to a draft; without one, the next token makes another.
+        decoder: what it takes to go on by single tokens. It works in place, so that it moves from the past to a draft;
+            without one, the next token makes another.
     """
 
     signature: Signature | None = None

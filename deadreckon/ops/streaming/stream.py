@@ -5,11 +5,11 @@
     Householder   softmax   one token, later               `decode_token`: two kernels, or a few products
                   softmax   long, or first, with kernels   `attend_routes_fused`: the tree of `attend`, and the segments
                   any       any other                      `attend_routes`: the same in PyTorch
-    none          Power(2)  one token, with kernels        `decode_token`: two kernels
+    none          Power     one token, with kernels        `decode_token`: two kernels
                   Power     later, or no kernels           `attend_powers`: chunks; keys fold to a state
                   any       first                          `attend_first`: `attend`, and the KV cache is kept
-                  softmax   one token, with kernels        `decode_token`: two kernels
-                  other     later                          `attend_cached`: over the KV cache, which grows
+                  others    one token, with kernels        `decode_token`: two kernels
+                  others    later                          `attend_cached`: over the KV cache, which grows
 
 Without Householder steps nothing ever changes its frame, and there is one segment, the KV cache, that grows (or one for
 each continuation that shares what is behind, or some that decoding by kernels has closed). With powers it does not grow
@@ -31,6 +31,7 @@ from deadreckon.ops.blockwise.power import chunk_tokens
 from deadreckon.ops.blockwise.precision import usual_scale, work
 from deadreckon.ops.blockwise.rotation import Turned, turned
 from deadreckon.ops.blockwise.runs import LEAF
+from deadreckon.ops.blockwise.symmetric import dimension
 from deadreckon.ops.factors import Factors, Power, Score
 from deadreckon.ops.layout import dense
 from deadreckon.ops.streaming.decode import TokenDecoder, close_tail, decode_token
@@ -40,6 +41,8 @@ from deadreckon.ops.streaming.pieces import attend_piece, fields_by_head, from_h
 from deadreckon.ops.streaming.routes import Ascend, attend_routes, attend_routes_fused
 from deadreckon.ops.streaming.segments import Fields, Segment
 from deadreckon.ops.streaming.signature import Signature
+
+LARGEST = 1 << 24  # rows of a state that kernels read: they have a table of the channels of each
 
 
 class Kernels(NamedTuple):
@@ -88,13 +91,14 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
             return attend_routes_fused(q, k, v, steps, log_gate, scale, past, kernels.ascend)
         return attend_routes(q, k, v, steps, log_gate, score, scale, past)
     if isinstance(score, Power):
-        if past.length and q.shape[1] == 1 and score.p == 2 and score.form != "attention" and kernels.decoder.plain:
+        by_kernels = kernels.decoder.plain and dimension(q.shape[3], score.p) <= LARGEST
+        if past.length and q.shape[1] == 1 and score.form != "attention" and by_kernels:
             return decode_token(q, k, v, None, log_gate, scale, past, kernels.decoder)
         if past.length or not kernels.decoder.plain:
             return attend_powers(q, k, v, log_gate, score, past)
     if not past.length:
         return attend_first(q, k, v, log_gate, score, scale, past, kernels)
-    if score == "softmax" and q.shape[1] == 1 and kernels.decoder.plain:
+    if not isinstance(score, Power) and q.shape[1] == 1 and kernels.decoder.plain:
         return decode_token(q, k, v, None, log_gate, scale, past, kernels.decoder)
     return attend_cached(q, k, v, log_gate, score, scale, past)
 
