@@ -7,16 +7,22 @@ import importlib.util
 import os
 
 import pytest
-import torch
 
-torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    from interpreter import hurry  # which imports triton
 
-    hurry()
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # this process only hands tests to others, which need not wait until it has imported torch
+    import torch
+
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        from interpreter import hurry  # which imports triton
+
+        hurry()
 
 
 def pytest_collection_finish() -> None:
@@ -26,6 +32,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -1,13 +1,14 @@
 """Triton's interpreter, without what it does over and over to no effect.
 
 Most of an interpreted kernel's time is bookkeeping around numpy: types and shapes that are made anew for each
-operation, rules of promotion and broadcasting that are gone through again. Here each is made once. What kernels compute
-stays the same, bit for bit.
+operation, rules of promotion and broadcasting that are gone through again. Here each is made once, and the commonest
+operations go straight to numpy once it is known what they come to. What kernels compute stays the same, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -28,10 +29,13 @@ def hurry() -> None:
     interpreter.InterpreterBuilder.create_splat = _splat
     tl.core.block_type.__init__ = _by_shape(tl.core.block_type.__init__)
     tl.core.tensor.__init__ = _make_tensor
-    tl.core._unwrap_if_constexpr = _unless_tensor(tl.core._unwrap_if_constexpr)
+    tl.core._unwrap_if_constexpr = _unless_kept(tl.core._unwrap_if_constexpr)
+    methods = interpreter.InterpreterBuilder
+    methods.binary_op = _watched(methods.binary_op, lambda lhs, operation: operation)
+    methods.create_idiv = _watched(methods.create_idiv, lambda lhs: _divide)
+    methods.create_addptr = _watched(methods.create_addptr, _offset)
     semantic = type(interpreter.interpreter_semantic)
     semantic.broadcast_impl_value = _unless_alike(semantic.broadcast_impl_value)
-    semantic.binary_op_type_checking_impl = _as_before(semantic.binary_op_type_checking_impl)
 
 
 def _patched_once(patch: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +63,250 @@ def _patch_member(obj: Any, name: str, member: Any, builder: Any, scope: Any) ->
         kwargs["_semantic"] = _SEMANTIC
         return member(*args, **kwargs)
 
+    plan = (_OF_TENSORS if obj is tl.core.tensor else _OF_THE_LANGUAGE if obj in (tl, tl.core) else {}).get(name)
+    if plan is not None:
+        if (obj, name) not in _planned:
+            _planned[obj, name] = plan(name, patched)
+        patched = _planned[obj, name]
     scope.set_attr(obj, name, patched)
+
+
+# How an operation of these types is computed is seen once, and done from then on. ------------------------------------
+
+Plan = Callable[..., Any]
+_planned: dict[Any, Plan] = {}
+_seen: deque[tuple[Callable[[Any, Any], Any], Any, Any]] = deque(maxlen=2)  # the last operations of two arrays
+_PLAIN = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {"fp16", "fp32", "fp64"}
+_ALL = slice(None)
+
+
+def _watched(compute: Plan, array: Callable[..., Callable[[Any, Any], Any]]) -> Plan:
+    """A method of the builder that leaves behind what it does to two arrays."""
+
+    def watch(self: Any, lhs: Any, rhs: Any, *how: Any) -> Any:
+        _seen.append((array(lhs, *how), lhs, rhs))
+        return compute(self, lhs, rhs, *how)
+
+    return watch
+
+
+def _divide(x: Any, y: Any) -> Any:
+    return (x - np.fmod(x, y)) // y
+
+
+def _offset(pointer: Any) -> Callable[[Any, Any], Any]:
+    width = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
+    return lambda x, y: x + width * y.astype(np.uint64)
+
+
+def _mould(result: Any) -> Callable[[Any], Any]:
+    """Makes tensors like a result, of other data."""
+    kind, type, dtype, numel, shape = result.handle.dtype, result.type, result.dtype, result.numel, result.shape
+    handle_class, tensor_class = interpreter.TensorHandle, tl.core.tensor
+    new = object.__new__
+
+    def make(data: Any) -> Any:
+        handle, tensor = new(handle_class), new(tensor_class)
+        handle.data, handle.dtype, handle.attr = data, kind, {}
+        tensor.handle, tensor.type, tensor.dtype, tensor.numel, tensor.shape = handle, type, dtype, numel, shape
+        return tensor
+
+    return make
+
+
+def _plan_operator(name: str, slow: Plan) -> Plan:
+    """Of two tensors, or of a tensor and a number. numpy broadcasts by the rules that Triton has."""
+    plans: dict[Any, Plan] = {}
+    tensor, constant = tl.core.tensor, tl.constexpr
+    mirrored = name.startswith("__r")
+
+    def operate(self: Any, other: Any, **options: Any) -> Any:
+        kind = type(other)
+        if options or type(self) is not tensor:
+            return slow(self, other, **options)
+        if kind is constant:
+            other = other.value
+            kind = type(other)
+        if kind is tensor:
+            key = self.type.name, other.type.name
+        elif kind is int or (kind is float and other != 0):  # zeros have signs
+            key = self.type.name, kind, other
+        else:
+            return slow(self, other)
+        if key not in plans:
+            return learn(key, self, other)
+        return plans[key](self, other)
+
+    def learn(key: Any, self: Any, other: Any) -> Any:
+        _seen.clear()
+        result = slow(self, other)
+        plans[key] = slow
+        if len(_seen) == 1 and not any(x in str(key) for x in ("bf16", "fp8")):  # whose arrays hold bits
+            compute, first, second = _seen.pop()
+            left, right, into, make = first.data.dtype, second.data.dtype, result.handle.data.dtype, _mould(result)
+            swap = not self.dtype.is_ptr() if first.dtype.is_ptr() else mirrored
+            number = None if type(other) is tensor else (first if swap else second).data.reshape(-1)[:1].copy()
+
+            def plan(self: Any, other: Any) -> Any:
+                x, y = self.handle.data, other.handle.data if number is None else number
+                if swap:
+                    x, y = y, x
+                if x.dtype != left:
+                    x = x.astype(left)
+                if y.dtype != right:
+                    y = y.astype(right)
+                data = compute(x, y)
+                return make(data if data.dtype == into else data.astype(into))
+
+            plans[key] = plan
+        return result
+
+    return operate
+
+
+def _plan_index(name: str, slow: Plan) -> Plan:
+    """x[:, None] and the like."""
+    plans: dict[Any, Plan] = {}
+
+    def index(self: Any, slices: Any) -> Any:
+        if type(slices) is not tuple or not self.type.is_block() or any(x is not None and x != _ALL for x in slices):
+            return slow(self, slices)
+        key = self.type.name, *[x is None for x in slices]
+        if key not in plans:
+            plans[key] = _mould(slow(self, slices))
+        return plans[key](self.handle.data[slices])
+
+    return index
+
+
+def _plan_cast(name: str, slow: Plan) -> Plan:
+    plans: dict[Any, tuple[Any, Callable[[Any], Any]]] = {}
+
+    def cast(self: Any, dtype: Any, *more: Any, **options: Any) -> Any:
+        dtype = dtype.value if type(dtype) is tl.constexpr else dtype
+        if self.dtype is dtype and not more and not options:
+            return self
+        if type(dtype) is not tl.dtype or more or options or not {self.dtype.name, dtype.name} <= _PLAIN:
+            return slow(self, dtype, *more, **options)
+        key = self.type.name, dtype.name
+        if key not in plans:
+            result = slow(self, dtype)
+            plans[key] = result.handle.data.dtype, _mould(result)
+        into, make = plans[key]
+        return make(self.handle.data.astype(into))
+
+    return cast
+
+
+def _plan_load(name: str, slow: Plan) -> Plan:
+    plans: dict[Any, Plan] = {}
+
+    def load(pointer: Any, mask: Any = None, other: Any = None, **options: Any) -> Any:
+        other = other.value if type(other) is tl.constexpr else other
+        if type(other) is tl.core.tensor or type(mask) not in _MASKS or not options.keys() <= _HINTS:
+            return slow(pointer, mask, other, **options)
+        key = pointer.type.name, mask is None or mask.type.name, type(other), other
+        if key not in plans:
+            plans[key] = learn(slow(pointer, mask, other), pointer, other)
+        return plans[key](pointer, mask, other)
+
+    def learn(result: Any, pointer: Any, other: Any) -> Plan:
+        shape, dtype = pointer.handle.data.shape, result.dtype.name
+        if result.handle.data.shape != shape or dtype not in _PLAIN:
+            return slow
+        into, make, everywhere = result.handle.data.dtype, _mould(result), np.ones(shape, bool)
+        outside = np.full(shape, other or 0, into)
+
+        def plan(pointer: Any, mask: Any, other: Any) -> Any:
+            inside = everywhere if mask is None else _spread_to(mask.handle.data, shape)
+            return make(interpreter._interpreter.load(pointer.handle.data, inside, outside, into))
+
+        return plan
+
+    return load
+
+
+def _plan_store(name: str, slow: Plan) -> Plan:
+    plans: dict[Any, Plan] = {}
+
+    def store(pointer: Any, value: Any, mask: Any = None, **options: Any) -> Any:
+        if type(value) is not tl.core.tensor or type(mask) not in _MASKS or not options.keys() <= _HINTS:
+            return slow(pointer, value, mask, **options)
+        key = pointer.type.name, value.type.name, mask is None or mask.type.name
+        if key not in plans:
+            plans[key] = learn(pointer, value, mask)
+        return plans[key](pointer, value, mask)
+
+    def learn(pointer: Any, value: Any, mask: Any) -> Plan:
+        shape, dtype = pointer.handle.data.shape, pointer.dtype.element_ty
+        wider = any(x is not None and x.handle.data.ndim > len(shape) for x in (value, mask))
+        if wider or not {dtype.name, value.dtype.name} <= _PLAIN:
+            return slow
+        into, everywhere = interpreter._get_np_dtype(dtype), np.ones(shape, bool)
+
+        def plan(pointer: Any, value: Any, mask: Any) -> None:
+            data = value.handle.data if value.handle.data.dtype == into else value.handle.data.astype(into)
+            inside = everywhere if mask is None else _spread_to(mask.handle.data, shape)
+            interpreter._interpreter.store(pointer.handle.data, _spread_to(data, shape), inside)
+
+        return plan
+
+    return store
+
+
+def _plan_where(name: str, slow: Plan) -> Plan:
+    plans: dict[Any, tuple[Any, Callable[[Any], Any]]] = {}
+    tensor = tl.core.tensor
+
+    def where(condition: Any, x: Any, y: Any) -> Any:
+        if type(condition) is not tensor or type(x) is not tensor or condition.dtype.name != "int1":
+            return slow(condition, x, y)
+        y = y.value if type(y) is tl.constexpr else y
+        if x.dtype.name not in _PLAIN or (y.dtype.name not in _PLAIN if type(y) is tensor else type(y) is not float):
+            return slow(condition, x, y)
+        key = condition.type.name, x.type.name, y.type.name if type(y) is tensor else y
+        if key not in plans:
+            result = slow(condition, x, y)
+            plans[key] = result.handle.data.dtype, _mould(result)
+        into, make = plans[key]
+        first, second = x.handle.data, y.handle.data if type(y) is tensor else into.type(y)
+        data = np.where(condition.handle.data, first, second)
+        return make(data if data.dtype == into else data.astype(into))
+
+    return where
+
+
+def _plan_range(name: str, slow: Plan) -> Plan:
+    plans: dict[Any, Any] = {}
+
+    def arange(start: Any, end: Any) -> Any:
+        start, end = (x.value if type(x) is tl.constexpr else x for x in (start, end))
+        if (start, end) not in plans:
+            result = slow(start, end)
+            plans[start, end] = result.handle.data, _mould(result)
+        data, make = plans[start, end]
+        return make(data)
+
+    return arange
+
+
+def _spread_to(data: Any, shape: tuple[int, ...]) -> Any:
+    return data if data.shape == shape else np.broadcast_to(data, shape)
+
+
+_MASKS = (type(None), tl.core.tensor)
+_HINTS = {"cache_modifier", "eviction_policy"}  # of which results do not depend
+_OPERATORS = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod",
+    "lt", "le", "gt", "ge", "eq", "ne", "and", "or",
+)  # fmt: skip
+_OF_TENSORS = {
+    **{f"__{name}__": _plan_operator for name in _OPERATORS}, "__getitem__": _plan_index, "to": _plan_cast,
+}  # fmt: skip
+_OF_THE_LANGUAGE = {
+    "load": _plan_load, "store": _plan_store, "where": _plan_where, "arange": _plan_range,
+    "minimum": _plan_operator, "maximum": _plan_operator,
+}  # fmt: skip
 
 
 def _make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
@@ -77,51 +324,17 @@ def _spread(data: Any, shape: Any) -> Any:
     return np.broadcast_to(data, shape)
 
 
-def _unless_tensor(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    plain = (tl.core.tensor, int, float, bool)
-    return lambda x: x if type(x) in plain else unwrap(x)
+def _unless_kept(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Most types are kept as they are: which, is asked once."""
+    changes: dict[type, bool] = {}
 
+    def unwrap_others(x: Any) -> Any:
+        kind = type(x)
+        if kind not in changes:
+            changes[kind] = issubclass(kind, list | tuple | tl.core.tuple | tl.constexpr)
+        return unwrap(x) if changes[kind] else x
 
-def _as_before(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Operands as they were last made alike: numbers are tensors already, the types of two tensors are known."""
-    tensor = tl.core.tensor
-    numbers: dict[Any, Any] = {}
-    types: dict[Any, Any] = {}
-
-    def alike(self: Any, lhs: Any, rhs: Any, *flags: Any, **more: Any) -> Any:
-        first, second = type(lhs) is tensor, type(rhs) is tensor
-        if more or not (first or second):
-            return check(self, lhs, rhs, *flags, **more)
-        if first and second:
-            return of_tensors(self, lhs, rhs, flags)
-        of, number = (lhs, rhs) if first else (rhs, lhs)
-        if type(number) not in (int, float, bool):
-            return check(self, lhs, rhs, *flags)
-        key = of.type.name, type(number), number, first, flags
-        if key not in numbers:
-            found = check(self, lhs, rhs, *flags)
-            if found[1 - first] is not of:
-                return found
-            numbers[key] = found[first]
-        return (of, numbers[key]) if first else (numbers[key], of)
-
-    def of_tensors(self: Any, lhs: Any, rhs: Any, flags: Any) -> Any:
-        key = lhs.type.name, rhs.type.name, flags
-        if key not in types:
-            types[key] = [x.type for x in check(self, lhs, rhs, *flags)]
-        return [as_one(self, x, into) for x, into in zip((lhs, rhs), types[key], strict=True)]
-
-    def as_one(self: Any, x: Any, into: Any) -> Any:
-        if x.type.name == into.name:
-            return x
-        if x.dtype.name != into.scalar.name:
-            x = self.cast(x, into.scalar)
-            if x.type.name == into.name:
-                return x
-        spread = _spread(x.handle.data, into.shape.values)
-        return tensor(interpreter.TensorHandle(spread, x.handle.dtype), into)
-
-    return alike
+    return unwrap_others
 
 
 def _by_name(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -25,9 +25,10 @@ def test_import_brings_torch_alone() -> None:
         "import deadreckon as dr; q = torch.randn(1, 5, 2, 4); dr.attend(q, q, q); dr.AttentionLayer; "
         "unwanted = ('transformers', 'triton', 'safetensors', 'tyro', 'rich', 'matplotlib', 'deadreckon.lab', "
         "'deadreckon.models.huggingface', 'deadreckon.tasks'); "
-        "before = set(sys.modules); print([m for m in unwanted if m in before])"
+        "before = set(sys.modules); print([m for m in unwanted if m in before]); "
+        "import deadreckon.lab.recipes; print('transformers' in sys.modules)"
     )
-    assert python(code).split() == ["False", "[]"]  # torch alone brings no triton either
+    assert python(code).split() == ["False", "[]", "False"]  # torch alone brings no triton, a list of recipes no models
 
 
 def test_import_is_quick() -> None:

@@ -42,37 +42,36 @@ def attend_reference(
     """See :func:`deadreckon.attend`; the arguments are already checked."""
     _, log_gate, score = factors
     rotation, steps = factors.parts()
-    batch, length, heads, _ = q.shape
+    heads = q.shape[2]
 
-    def per_query_head(x: Tensor) -> Tensor:  # (B, T, 1 | H | Hq, ...) -> (B, T, Hq, ...)
-        return x.repeat_interleave(heads // x.shape[2], dim=2)
+    def tokens(x: Tensor) -> tuple[Tensor, ...]:  # (B, T, 1 | H | Hq, ...) -> T times (B, Hq, 1, ...)
+        # Unbound at once: the gradient of x[:, i] is as large as x, for every token.
+        return x.repeat_interleave(heads // x.shape[2], dim=2).to(q.dtype).unsqueeze(3).unbind(1)
 
     starts = set(cu_seqlens or [0])
-    keys_in, values_in = per_query_head(k), per_query_head(v)
-    gates = q.new_zeros(batch, length, heads) if log_gate is None else per_query_head(log_gate).to(q.dtype)
+    queries, new_keys, new_values = tokens(q), tokens(k), tokens(v)
+    gates = tokens(q.new_zeros(q.shape[:3]) if log_gate is None else log_gate)
     if rotation is not None:
-        angles = per_query_head(rotation.angles).to(q.dtype)
+        angles = tokens(rotation.angles)
     if steps is not None:
-        w, beta = per_query_head(steps.w).to(q.dtype), per_query_head(steps.beta).to(q.dtype)
+        w, beta = tokens(steps.w), tokens(steps.beta)
 
     outputs = []
     keys = values = gate_sum = q.new_empty(0)
-    for i in range(length):
+    for i, query in enumerate(queries):
         if i in starts:  # a new document: nothing lies behind
-            keys, values = keys_in[:, i].unsqueeze(2)[:, :, :0], values_in[:, i].unsqueeze(2)[:, :, :0]
-            gate_sum = gates[:, i].unsqueeze(2)[:, :, :0]
+            keys, values, gate_sum = new_keys[i][:, :, :0], new_values[i][:, :, :0], gates[i][:, :, :0]
         if rotation is not None:
-            step = -angles[:, i].unsqueeze(2)  # k^T R(a) is R(-a) k
+            step = -angles[i]  # k^T R(a) is R(-a) k
             keys = turn(keys, step)
             values = turn(values, step) if rotation.values else values
         if steps is not None:  # after the rotation: k^T R H is H (R(-a) k)
-            step = w[:, i].unsqueeze(2)
-            keys = keys - beta[:, i, :, None, None] * (keys * step).sum(-1, keepdim=True) * step
-        gate_sum = gate_sum + gates[:, i].unsqueeze(2)
-        keys = torch.cat([keys, keys_in[:, i].unsqueeze(2)], dim=2)  # (B, Hq, i+1, D)
-        values = torch.cat([values, values_in[:, i].unsqueeze(2)], dim=2)
-        gate_sum = torch.cat([gate_sum, gates.new_zeros(batch, heads, 1)], dim=2)
-        logits = scale * (keys * q[:, i].unsqueeze(2)).sum(-1)
+            keys = keys - beta[i].unsqueeze(3) * (keys * w[i]).sum(-1, keepdim=True) * w[i]
+        gate_sum = gate_sum + gates[i]
+        keys = torch.cat([keys, new_keys[i]], dim=2)  # (B, Hq, i+1, D)
+        values = torch.cat([values, new_values[i]], dim=2)
+        gate_sum = torch.cat([gate_sum, torch.zeros_like(gates[i])], dim=2)
+        logits = scale * (keys * query).sum(-1)
         weights = weigh(logits, gate_sum, score)
         outputs.append((weights.unsqueeze(-1) * values).sum(2))
     return torch.stack(outputs, dim=1)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from deadreckon.tasks.text import fingerprint, read_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 END = "<|end|>"  # stands behind every document
 ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what it is called in tokenizers of others
@@ -110,6 +112,8 @@ def end_of(tokenizer: Tokenizer) -> int:
 
 def for_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """The same for Hugging Face's tools; `save_pretrained` puts it beside a model."""
+    from transformers import PreTrainedTokenizerFast
+
     end = tokenizer.id_to_token(end_of(tokenizer))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end, pad_token=end)
 

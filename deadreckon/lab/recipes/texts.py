@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from deadreckon.tasks.language import TOKENIZER_FILE, Corpus, Language, load_corpus, open_corpus
 from deadreckon.tasks.long import make_long_tasks
@@ -16,6 +16,9 @@ from deadreckon.tasks.long.rows import Questions
 from deadreckon.tasks.mixture import Mixture
 from deadreckon.tasks.task import Task
 from deadreckon.tasks.tokens import for_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PARTS = ("train", "valid", "test")  # of text that is not in a folder of tokens; the last two are the same
 _make_long_tasks = lru_cache(maxsize=4)(make_long_tasks)
@@ -87,6 +90,8 @@ def _read(data: str, held_out: str, part: str, vocabulary: int, tokenizer: str) 
 
 def tokenizer_beside(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer in the folder of a model."""
+    from transformers import AutoTokenizer  # which takes seconds: `deadreckon list` needs none
+
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
