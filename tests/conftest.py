@@ -23,6 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from interpreter import hurry  # which imports triton
 
         hurry()
+        if os.environ.get("CHECK_BOUNDS") == "1":
+            from bounds import check
+
+            check()
 
 
 def pytest_collection_finish() -> None:

@@ -83,11 +83,20 @@ def test_levels(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(None, "learned", length=100, batch=1, heads=1, group=1, width=128, value_width=128),
+        Case(None, "learned", length=100, batch=1, heads=2, group=1, width=128, value_width=128),
         Case(None, None, "stick-breaking", length=100, batch=1, heads=1, group=1, width=64, value_width=64),
         Case(None, None, "stick-breaking", length=70, batch=1, heads=1, group=1, width=128, value_width=128),
         Case(
-            None, "learned per key head", dr.Power(2), length=100, batch=1, heads=1, group=1, width=128, value_width=128
+            None,
+            "learned per key head",
+            dr.Power(2),
+            length=100,
+            batch=1,
+            heads=2,
+            group=1,
+            width=128,
+            value_width=128,
+            forgetting=40.0,
         ),
     ],
     ids=str,

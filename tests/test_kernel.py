@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from bounds import Checked
 from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
@@ -103,3 +106,17 @@ def test_kinds_are_forgotten_when_they_are_many(monkeypatch: pytest.MonkeyPatch)
     for length in range(10):
         launch[(1,)](X, (X, 8), length, 0.5, BLOCK=64, GATED=True)
     assert 0 < len(launch.compiled) <= 3
+
+
+def test_what_lies_outside_is_found_out() -> None:
+    """With two stretches of memory: whole numbers in them may be read and written, and others if they are masked."""
+    checked = Checked(SimpleNamespace(load=lambda *_: "read", store=lambda *_: "written"))
+    checked.kernel, checked.memory = "_look", np.array([[100, 132], [140, 148]], dtype=np.uint64)
+    inside, outside = np.array([100, 128, 144], dtype=np.uint64), np.array([128, 130, 132, 148], dtype=np.uint64)
+    value = np.zeros(4, np.float32)
+    assert checked.load(inside, np.ones(3, bool), value, np.float32) == "read"
+    assert checked.store(outside, value, np.array([True, False, False, False])) == "written"
+    with pytest.raises(IndexError, match="_look: 3 numbers are read outside of all arguments"):
+        checked.load(outside, np.ones(4, bool), value, np.float32)
+    with pytest.raises(IndexError, match="_look: 1 numbers are written outside of all arguments"):
+        checked.store(outside, value, np.array([True, True, False, False]))

@@ -154,7 +154,7 @@ def _key_gradients_along(
             if CAUSAL:
                 b_s -= difference(b_gate, gates_since(p_left, p_rest, p_edge, origin + row, m_row, reference))
             else:
-                b_row_shift += (tl.load(p_edge + (origin + i) // 64 - 1) - reference).to(tl.float32)
+                b_row_shift += (edge_before(p_edge, origin + i) - reference).to(tl.float32)
                 b_s += b_bias[:, None]
         b_p = tl.exp2(b_s + b_row_shift[None, :])
         if CAUSAL:
@@ -193,7 +193,7 @@ def _key_gradients(
     key = first_key + tl.arange(0, BN)
     m_key = key < KEYS
     i_pair = i_pair.to(tl.int64)
-    whole = tl.minimum(first_key + BN, ROWS) if CAUSAL else 0
+    whole = tl.minimum((first_key + BN + 63) // 64 * 64, ROWS) if CAUSAL else 0  # gates refer to edges of 64
     b_end, oldest, newest = key, 0, 0  # where the documents of these keys end, first and last of these ends
     if PACKED:
         last_key = tl.minimum(first_key + BN, KEYS) - 1

@@ -35,7 +35,7 @@ def query_tile(
     origin_k = start + i_pair * (left + right)
     if CAUSAL:
         first_row = (TILES - 1 - i_tile) * BM  # the longest rows first
-        whole, keys = first_row, tl.minimum(first_row + BM, ROWS)
+        whole, keys = first_row // 64 * 64, tl.minimum(first_row + BM, ROWS)  # gates refer to edges of 64
     else:
         first_row = i_tile * BM
         whole, keys = KEYS // BN * BN, KEYS

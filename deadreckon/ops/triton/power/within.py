@@ -1,7 +1,8 @@
 """Attention within chunks, forward and backward.
 
 Weights are powers of q · k times what gates leave between them; there is no softmax, so tiles just add up. A tile takes
-first the keys before it, which need no mask, then its own. What was read from states is added at the end, before rows
+first the keys before it, which need no mask, then its own; a tile of fewer than 64 has those of its block of 64 among
+its own, since sums of gates refer to the edges of blocks. What was read from states is added at the end, before rows
 are divided by the sums of their weights. The backward pass computes weights twice, by rows for dq and by columns for dk
 and dv, and so needs no atomics.
 """
@@ -86,8 +87,8 @@ def _forward(
     b_acc = tl.zeros([BM, BE], tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     for MASKED in tl.static_range(2):  # keys before the tile, then those in it
-        begin = first_row if MASKED else first_row // CHUNK * CHUNK
-        end = tl.minimum(first_row + BM, T) if MASKED else first_row
+        begin = first_row // 64 * 64 if MASKED else first_row // CHUNK * CHUNK
+        end = tl.minimum(first_row + BM, T) if MASKED else first_row // 64 * 64
         for j in range(begin, end, BN):
             key = j + tl.arange(0, BN)
             m_key = (key < end) | (not MASKED)
@@ -142,8 +143,8 @@ def _query_gradients(
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_by_query = tl.zeros([BM], tl.float32)
     for MASKED in tl.static_range(2):
-        begin = first_row if MASKED else first_row // CHUNK * CHUNK
-        end = tl.minimum(first_row + BM, T) if MASKED else first_row
+        begin = first_row // 64 * 64 if MASKED else first_row // CHUNK * CHUNK
+        end = tl.minimum(first_row + BM, T) if MASKED else first_row // 64 * 64
         for j in range(begin, end, BN):
             key = j + tl.arange(0, BN)
             m_key = (key < end) | (not MASKED)
@@ -197,7 +198,7 @@ def _key_gradients(
     p_edge += i_n * BLOCKS
     b_tile_gate = tl.zeros([BN], tl.float64)
     reference = 0.0
-    whole = tl.minimum(first_key + BN, T)
+    whole = tl.minimum((first_key + BN + 63) // 64 * 64, T)
     if GATED:
         reference = tl.load(p_edge + (whole - 1) // 64)  # at the last key
         b_tile_gate = gates_since(p_left, p_rest, p_edge, key, m_key, reference)
