@@ -46,6 +46,20 @@ def test_pieces_that_are_cut_further(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-9)
 
 
+@torch.no_grad()
+def test_padding_of_several_pieces() -> None:
+    """Of a row that begins in the second of them."""
+    model, ids = make_model(start=True).eval().double(), torch.randint(1, VOCABULARY, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    expected, cache = model(ids, attention_mask=mask).logits, DynamicCache(config=model.config)
+    found = [
+        model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+        for start, end in ((0, 1), (1, 4), (4, 9))
+    ]
+    torch.testing.assert_close(torch.cat(found, dim=1)[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-9)
+
+
 def test_states_keep_so_many_histograms() -> None:
     layer = make_layer()
     _, state = layer(torch.randn(1, 100, 8, dtype=torch.float64), state=None)

@@ -312,11 +312,14 @@ def _remember(context: Context, name: str, x: Tensor) -> None:
 
 
 def _recall(context: Context, name: str, batch: int) -> Tensor | None:
-    """What was kept of the token before these, (B, ...); None where nothing was."""
+    """What was kept of the token before these, (B, ...); None where nothing was.
+
+    Before a row's first token that is its start, which all padding has left at place -1.
+    """
     kept = None if context.recent is None else context.recent.get(name)
     if kept is None:
         return None
-    return kept[torch.arange(batch, device=kept.device), (context.positions[:, 0] - 1) % KEPT]
+    return kept[torch.arange(batch, device=kept.device), (context.positions[:, 0] - 1).clamp(min=-1) % KEPT]
 
 
 def _kept_keys(context: Context, k: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from deadreckon.ops.triton.tiles import (
     mul_exact,
     padded,
     poison_of,
+    roomy,
     store_rows,
     store_tile,
     strides,
@@ -101,7 +102,7 @@ def _leaf_forward(
     p_products_rest, p_inverse, p_out, p_lse, scale2, s_q, s_k, s_v, s_w, s_bb, s_bt, s_bh, s_fq, s_fk, s_fv, s_fo,
     s_fl, first, T, LEAVES, HEADS, GROUP, GATES,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, DTYPE: tl.constexpr,
-    GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, FRAMES: tl.constexpr, KEEP: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     s_qb, s_qt, s_qh = s_q
     s_kb, s_kt, s_kh = s_k
@@ -122,7 +123,10 @@ def _leaf_forward(
     b_inverse = unit_lower_inverse(tl.where(strict, b_beta[:, None] * b_ww, 0.0), DTYPE)
     if KEEP:
         p_inverse += (i_n * LEAVES + i_leaf) * 4096
-        tl.store(p_inverse + i_row[:, None] * 64 + i_row[None, :], b_inverse.to(DTYPE))
+        if ACROSS:  # Triton 3.7 fails to compile the other way before Hopper, where heads have 128 channels
+            tl.store(p_inverse + i_row[:, None] + i_row[None, :] * 64, tl.trans(b_inverse.to(DTYPE)))
+        else:
+            tl.store(p_inverse + i_row[:, None] * 64 + i_row[None, :], b_inverse.to(DTYPE))
     b_j = b_inverse * b_beta[None, :]
     if FRAMES:
         i_product = (i_n * LEAVES + i_leaf) * D * D
@@ -355,7 +359,8 @@ class Leaves(NamedTuple):
         _leaf_forward[(self.taken * self.leaves,)](
             *self._inputs(), *into, unused if inverse is None else inverse, out, lse, self.scale * LOG2E,
             *self._strides(), *steps, out.stride(0), lse.stride(0), *self._sizes(), **self._flags(),
-            FRAMES=frames is not None, KEEP=inverse is not None, num_warps=4, num_stages=1, **_registers(self.q),
+            FRAMES=frames is not None, KEEP=inverse is not None, ACROSS=not roomy(self.q), num_warps=4, num_stages=1,
+            **_registers(self.q),
         )  # fmt: skip
 
     def backward(
