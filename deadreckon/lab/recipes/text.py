@@ -85,7 +85,7 @@ def path_paper(text_name: str, steps: int) -> Experiment:
         "Yang et al. 2025, table 2 and figure 3: 760M parameters, 50B tokens, 2M a step, trained at 4096. There FoX, "
         "PaTH and PaTH-FoX are 0.036, 0.053 and 0.091 nats ahead of RoPE at the training length; beyond it RoPE breaks "
         "down, FoX and PaTH-FoX stay flat. The text, layers and heads are ours. Small: 8 layers of 512, QK-norm, "
-        f"tied embeddings, {steps * 2**17 // 10**6} million tokens, trained at 2048; one learning rate for all.",
+        f"tied embeddings, {steps * 2**17 / 10**6:.0f} million tokens, trained at 2048; one learning rate for all.",
         ("rope", "fox", "path", "path-fox"),
         PATH_RECIPE,
         small=PATH_SMALL | {
