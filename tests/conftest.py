@@ -55,6 +55,7 @@ def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "WALK", 2)
     monkeypatch.setattr(prefill, "WALK", 2)
     monkeypatch.setattr(operator, "ROWS", 64)
+    monkeypatch.setenv("DEADRECKON_TAPES", "0")  # these do not know of it
 
 
 @pytest.fixture

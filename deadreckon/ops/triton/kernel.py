@@ -17,6 +17,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
+from deadreckon.ops.triton.tape import recorder
+
 STAGES = 3  # Triton's own number of them
 NUMBERS = frozenset({int, float, bool, type(None)})  # arguments that are their own kind
 MOST = 4096  # kinds of calls that are remembered of a kernel: lengths may all be different
@@ -49,18 +51,36 @@ class Kernel:
 
     def launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Runs the kernel that is compiled for such arguments; compiles it, if there is none yet."""
+        tape = recorder()
+        if tape is None:
+            self._launch(grid, arguments, constants)
+            return
+        with tape.aside():
+            run, rest, compiled = self._launch(grid, arguments, constants)
+        tape.launch(run, (*arguments, *rest), by_address=compiled)
+
+    def _launch(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> tuple[Any, list[Any], bool]:
+        """Launches it; returns what does so once more, the rest of its arguments, and whether it is compiled."""
         key = arguments[0].get_device(), _kinds(arguments), tuple(constants.items())
         known = self.compiled.get(key)
         if known is not None:
             kernel, rest = known
-            kernel[(*grid, 1, 1)[:3]](*arguments, *rest)
-            return
+            run = kernel[(*grid, 1, 1)[:3]]
+            run(*arguments, *rest)
+            return run, rest, True
         kernel = self._first_launch(grid, arguments, constants)
-        if isinstance(kernel, CompiledKernel):  # interpreted kernels are not
-            if len(self.compiled) == MOST:
-                self.compiled.clear()
-            names = self.function.arg_names[len(arguments) :]
-            self.compiled[key] = kernel, [constants[name] for name in names]
+        if not isinstance(kernel, CompiledKernel):
+            return partial(self._interpret, grid, constants), [], False
+        if len(self.compiled) == MOST:
+            self.compiled.clear()
+        rest = [constants[name] for name in self.function.arg_names[len(arguments) :]]
+        self.compiled[key] = kernel, rest
+        return kernel[(*grid, 1, 1)[:3]], rest, True
+
+    def _interpret(self, grid: tuple[int, ...], constants: dict[str, Any], *arguments: Any, stream: None) -> None:
+        self.function[grid](*arguments, **constants)
 
     def _first_launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         try:

@@ -92,8 +92,10 @@ class Documents(NamedTuple):
     end: Tensor  # (T padded,) int32
 
 
-def documents_of(cu_seqlens: Tensor, length: int) -> Documents:
+def documents_of(cu_seqlens: Tensor | None, length: int) -> Documents | None:
     """The document of each of `length` tokens, padded to whole blocks, from cu_seqlens (N + 1,) on the same device."""
+    if cu_seqlens is None:
+        return None
     tokens = torch.arange(-(-length // EDGE) * EDGE, dtype=torch.int32, device=cu_seqlens.device)
     bounds = torch.nn.functional.pad(cu_seqlens.to(torch.int32), (0, 1), value=tokens.shape[0])
     document = torch.searchsorted(bounds, tokens, right=True, out_int32=True).clamp_(max=bounds.shape[0] - 1)

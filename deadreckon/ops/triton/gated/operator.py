@@ -36,7 +36,26 @@ from deadreckon.ops.triton.gated.gates import (
 )
 from deadreckon.ops.triton.gated.launch import EDGE, Documents, documents_of
 from deadreckon.ops.triton.operators import gradients_for, results, save
+from deadreckon.ops.triton.tape import Taped
 from deadreckon.ops.triton.tiles import LOG2E
+
+
+@Taped
+def _forward_pass(
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, documents: Documents | None, prune: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`gated_forward` returns."""
+    heads = k.shape[2]
+    out, lse = results(q, k, v)
+    sums = reach = None
+    if log_gate is not None:
+        sums = gate_sums(log_gate, heads)  # 1
+        reach = reach_of(q, k, log_gate, sums.edge, scale) if prune else None  # 2
+    flash_forward(  # 3
+        _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
+        reach=reach, documents=documents,
+    )  # fmt: skip
+    return out, lse, room_for_reach(k, None, prune) if reach is None else reach.both.view(-1)
 
 
 @torch.library.custom_op("deadreckon::gated", mutates_args=())
@@ -47,22 +66,8 @@ def gated_forward(
 
     Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what is in reach.
     """
-    heads = k.shape[2]
-    out, lse = results(q, k, v)
     with torch.cuda.device_of(q):
-        sums = reach = None
-        if log_gate is not None:
-            sums = gate_sums(log_gate, heads)  # 1
-            reach = reach_of(q, k, log_gate, sums.edge, scale) if prune else None  # 2
-        flash_forward(  # 3
-            _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
-            reach=reach, documents=_documents(cu_seqlens, q),
-        )  # fmt: skip
-    return out, lse, room_for_reach(k, None, prune) if reach is None else reach.both.view(-1)
-
-
-def _documents(cu_seqlens: Tensor | None, q: Tensor) -> Documents | None:
-    return None if cu_seqlens is None else documents_of(cu_seqlens, q.shape[1])
+        return _forward_pass(q, k, v, log_gate, documents_of(cu_seqlens, q.shape[1]), prune, scale)
 
 
 def _by_head(x: Tensor) -> Tensor:
@@ -87,29 +92,38 @@ def _(
     return *results(q, k, v), room_for_reach(k, log_gate, prune)
 
 
+@Taped
+def _backward_pass(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, documents: Documents | None, out: Tensor,
+    lse: Tensor, reach: Tensor, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """What :func:`gated_backward` returns."""
+    heads = k.shape[2]
+    grad = dense(grad)
+    grad_q, grad_k, grad_v = gradients_for(q, k, v)
+    room = torch.empty_like if log_gate is None else torch.zeros_like
+    by_query, by_key = room(lse), room(lse)
+    sums = None if log_gate is None else gate_sums(log_gate, heads)  # 1
+    delta, row_shift = prepare(out, grad, lse, sums, heads, 0, None)  # 2
+    flash_backward(  # 3
+        _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
+        _statistic(lse, k), _statistic(row_shift, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v),
+        _statistic(by_query, k), by_key, reach=reach_in(reach, k, log_gate), documents=documents,
+    )  # fmt: skip
+    if log_gate is None:
+        return [grad_q, grad_k, grad_v]
+    return [grad_q, grad_k, grad_v, gate_gradient(by_query, by_key, log_gate, heads)]  # 4
+
+
 @torch.library.custom_op("deadreckon::gated_backward", mutates_args=())
 def gated_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, out: Tensor,
     lse: Tensor, reach: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and, if there is one, log_gate."""
-    heads = k.shape[2]
-    grad = dense(grad)
-    grad_q, grad_k, grad_v = gradients_for(q, k, v)
-    room = torch.empty_like if log_gate is None else torch.zeros_like
-    by_query, by_key = room(lse), room(lse)
     with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, heads)  # 1
-        delta, row_shift = prepare(out, grad, lse, sums, heads, 0, None)  # 2
-        flash_backward(  # 3
-            _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
-            _statistic(lse, k), _statistic(row_shift, k), _by_group(grad_q, heads), _by_head(grad_k), _by_head(grad_v),
-            _statistic(by_query, k), by_key, reach=reach_in(reach, k, log_gate),
-            documents=_documents(cu_seqlens, q),
-        )  # fmt: skip
-    if log_gate is None:
-        return [grad_q, grad_k, grad_v]
-    return [grad_q, grad_k, grad_v, gate_gradient(by_query, by_key, log_gate, heads)]  # 4
+        documents = documents_of(cu_seqlens, q.shape[1])
+        return _backward_pass(grad, q, k, v, log_gate, documents, out, lse, reach, scale)
 
 
 @gated_backward.register_fake

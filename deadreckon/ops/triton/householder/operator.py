@@ -47,7 +47,7 @@ from deadreckon.ops.triton.gated.gates import (
     reach_of,
     room_for_reach,
 )
-from deadreckon.ops.triton.gated.launch import Reach, Sums, documents_of
+from deadreckon.ops.triton.gated.launch import Documents, Reach, Sums, documents_of
 from deadreckon.ops.triton.householder.frames import Back, Frames, Place, Saved, buffer
 from deadreckon.ops.triton.householder.leaf import Leaves
 from deadreckon.ops.triton.householder.levels import Levels, Routes
@@ -55,6 +55,7 @@ from deadreckon.ops.triton.householder.merge import Part, merge
 from deadreckon.ops.triton.householder.prefill import Ascended, Closed
 from deadreckon.ops.triton.householder.walk import WALK, Walk
 from deadreckon.ops.triton.operators import gradients_for, results, save
+from deadreckon.ops.triton.tape import Taped
 
 ROWS = 1 << 21  # rows of queries that are worked on at a time: what is kept between kernels stays small
 
@@ -173,17 +174,31 @@ def _head_slices(
 
 
 def _routes(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, documents: Documents | None, scale: float,
     prune: bool, reach: Reach | None = None,
 ) -> Routes:  # fmt: skip
     """Sums of gates, what they leave in reach (unless it is known), documents."""
-    documents = None if cu_seqlens is None else documents_of(cu_seqlens, q.shape[1])
     if log_gate is None:
         return Routes(None, None, documents, scale)
     sums = gate_sums(log_gate, k.shape[2])
     if reach is None and prune:
         reach = reach_of(q, k, log_gate, sums.edge, scale, growth_of(w, beta))
     return Routes(sums, reach, documents, scale)
+
+
+@Taped
+def _forward_pass(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, documents: Documents | None,
+    prune: bool, scale: float, keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What :func:`householder_forward` returns."""
+    out, lse = results(q, k, v)
+    saved = Saved.room(q, k, v) if keep else None
+    routes = _routes(q, k, w, beta, log_gate, documents, scale, prune)
+    for part, heads in _head_slices(q, k, v, w, beta, routes, lse, saved):
+        _forward(heads, out, lse[part])
+    reach = room_for_reach(k, None, prune) if routes.reach is None else routes.reach.both.view(-1)
+    return out, lse, reach, *(saved or Saved.nothing(q))
 
 
 @torch.library.custom_op("deadreckon::householder", mutates_args=())
@@ -196,14 +211,8 @@ def householder_forward(
     Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what gates leave in reach, and :class:`Saved`, which is empty
     unless there will be a backward pass that does not compute it again.
     """
-    out, lse = results(q, k, v)
-    saved = Saved.room(q, k, v) if keep else None
     with torch.cuda.device_of(q):
-        routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale, prune)
-        for part, heads in _head_slices(q, k, v, w, beta, routes, lse, saved):
-            _forward(heads, out, lse[part])
-    reach = room_for_reach(k, None, prune) if routes.reach is None else routes.reach.both.view(-1)
-    return out, lse, reach, *(saved or Saved.nothing(q))
+        return _forward_pass(q, k, v, w, beta, log_gate, documents_of(cu_seqlens, q.shape[1]), prune, scale, keep)
 
 
 @householder_forward.register_fake
@@ -215,6 +224,25 @@ def _(
     return *results(q, k, v), room_for_reach(k, log_gate, prune), *saved
 
 
+@Taped
+def _backward_pass(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
+    documents: Documents | None, out: Tensor, lse: Tensor, reach: Tensor, saved: Saved | None, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """What :func:`householder_backward` returns."""
+    grad = dense(grad)
+    gradients = tuple(gradients_for(q, k, v, w, beta))
+    sides = []
+    routes = _routes(q, k, w, beta, log_gate, documents, scale, False, reach_in(reach, k, log_gate))
+    for part, heads in _head_slices(q, k, v, w, beta, routes, lse, saved):
+        heads = heads if saved else heads.with_leaves()
+        sides.append(_backward(heads, out, grad, lse[part], gradients))
+    if log_gate is None:
+        return list(gradients)
+    by_query, by_key = (side[0] if len(side) == 1 else torch.cat(side) for side in zip(*sides, strict=True))
+    return [*gradients, gate_gradient(by_query, by_key, log_gate, k.shape[2])]
+
+
 @torch.library.custom_op("deadreckon::householder_backward", mutates_args=())
 def householder_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
@@ -222,19 +250,10 @@ def householder_backward(
     keys: Tensor, values: Tensor, products: Tensor, inverse: Tensor, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, w, beta and, if there is one, log_gate."""
-    grad = dense(grad)
-    gradients = tuple(gradients_for(q, k, v, w, beta))
     saved = Saved(queries, keys, values, products, inverse) if inverse.numel() else None
-    sides = []
     with torch.cuda.device_of(q):
-        routes = _routes(q, k, w, beta, log_gate, cu_seqlens, scale, False, reach_in(reach, k, log_gate))
-        for part, heads in _head_slices(q, k, v, w, beta, routes, lse, saved):
-            heads = heads if saved else heads.with_leaves()
-            sides.append(_backward(heads, out, grad, lse[part], gradients))
-    if log_gate is None:
-        return list(gradients)
-    by_query, by_key = (torch.cat(side) for side in zip(*sides, strict=True))
-    return [*gradients, gate_gradient(by_query, by_key, log_gate, k.shape[2])]
+        documents = documents_of(cu_seqlens, q.shape[1])
+        return _backward_pass(grad, q, k, v, w, beta, log_gate, documents, out, lse, reach, saved, scale)
 
 
 @householder_backward.register_fake
@@ -281,17 +300,24 @@ def ascend(
     to_top: bool = False,
 ) -> Ascended:  # fmt: skip
     """The forward pass, and what a sequence that comes in pieces keeps of it: `closed` tokens, queries at the top."""
-    w = directions(w)
+    with torch.cuda.device_of(q):
+        return _ascend(q, k, v, directions(w), beta, log_gate, scale, closed, to_top)
+
+
+@Taped
+def _ascend(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, closed: int,
+    to_top: bool,
+) -> Ascended:  # fmt: skip
     out, lse = results(q, k, v)
     keys = k.new_empty(lse.shape[0], closed, k.shape[3])
     products, queries, running = list[Tensor](), list[Tensor](), None
-    with torch.cuda.device_of(q):
-        routes = _routes(q, k, w, beta, log_gate, None, scale, pruned(k, log_gate))
-        for part, heads in _head_slices(q, k, v, w, beta, routes, lse, None):
-            first_tokens = Closed(keys[part]) if closed else None
-            top = _forward(heads, out, lse[part], first_tokens, to_top)
-            products += [] if first_tokens is None else [first_tokens.product]
-            queries += [] if top is None else [top]
+    routes = _routes(q, k, w, beta, log_gate, None, scale, pruned(k, log_gate))
+    for part, heads in _head_slices(q, k, v, w, beta, routes, lse, None):
+        first_tokens = Closed(keys[part]) if closed else None
+        top = _forward(heads, out, lse[part], first_tokens, to_top)
+        products += [] if first_tokens is None else [first_tokens.product]
+        queries += [] if top is None else [top]
     if routes.sums is not None and (closed or to_top):
         left, rest, edge = (x.double() for x in routes.sums)
         running = (edge.unsqueeze(-1) - (left + rest).unflatten(2, (-1, LEAF))).flatten(2) * math.log(2)
