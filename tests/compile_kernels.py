@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
+import deadreckon.ops.triton.gated.gates
 import deadreckon.ops.triton.householder.levels
 import deadreckon.ops.triton.tiles
 from deadreckon.filters.triton import filter_fused, superpose_fused
@@ -48,6 +49,7 @@ SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 1013
 TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
 WHOLE = ("_walk_forward", "_gather", "_forward", "_combine", "_turn_by_phase", "_filter_forward")
 QUICK = "--quick" in sys.argv
+deadreckon.ops.triton.gated.gates.PRUNED = 1  # short rows ask what is in reach as well
 shared: dict[str, int] = {}
 
 

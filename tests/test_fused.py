@@ -245,9 +245,11 @@ def test_what_gates_leave_in_reach_is_not_pruned(
 def test_steps_that_grow_reach_farther() -> None:
     w = torch.nn.functional.normalize(torch.randn(2, 300, 3, 16, device=DEVICE), dim=-1)
     beta = 2 * torch.rand(2, 300, 3, device=DEVICE)
-    torch.testing.assert_close(gates.growth_of(w, beta), torch.ones(6, 1, device=DEVICE), rtol=1e-4, atol=0)
+    torch.testing.assert_close(gates.growth_of(w, beta), torch.zeros(6, 5, device=DEVICE), rtol=0, atol=1e-4)
     beta[1, 5, 2] = 4
-    assert gates.growth_of(w, beta)[:, 0].tolist() == pytest.approx([1, 1, 1, 1, 1, 3], rel=1e-4)
+    expected = torch.zeros(6, 5, device=DEVICE)
+    expected[5, 0] = math.log(3)
+    torch.testing.assert_close(gates.growth_of(w, beta), expected, rtol=0, atol=1e-4)
     assert gates.growth_of(w, beta + 9).isfinite().all()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from cases import Case, relative_errors
 
 import deadreckon as dr
+from deadreckon.ops.triton.gated import gates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -64,3 +67,55 @@ def test_gates_that_forget_all_cost_no_digits(case: Case, impl: str) -> None:
     allowed = relative_errors(plain, expected)
     for name, error in relative_errors(ours, expected).items():
         assert error <= 3 * allowed[name] + 2**-20, (name, error, allowed[name])
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("strength", [0.0, 0.2, 3.0, 1e4])
+@pytest.mark.parametrize("length", [64, 300, 9000])
+def test_reach_is_what_bounds_say(length: int, strength: float, per_query_head: bool) -> None:
+    """Block by block against the inequality itself: two blocks are in each other's reach or not."""
+    numbers = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, length, heads, 8, generator=numbers).to(DEVICE) for heads in (6, 2))
+    log_gate = (-strength * torch.rand(2, length, 6 if per_query_head else 2, generator=numbers)).to(DEVICE)
+    log_gate[1, :, 0] *= -1  # gates that grow leave all in reach: of their own head, and of no other
+    sums, most = gates.gate_sums(log_gate, 2)
+    growth = torch.zeros(4, -(-length // 64), device=DEVICE)
+    growth[3] = 1 / growth.shape[1]
+    reach = gates.reach_of(q, k, sums.edge, most, 0.5, growth)
+    longest_q = q.norm(dim=3).amax(1).view(4, -1 if per_query_head else 1, 3 if not per_query_head else 1).amax(2)
+    bound = longest_q * k.norm(dim=3).amax(1).view(4, 1)
+    bound[3] *= math.e
+    bound = (bound + math.log(length) + 20) / math.log(2)
+    if strength:
+        bound[2, :1] = math.inf
+    before = torch.nn.functional.pad(sums.edge[..., :-1], (1, 0))
+    seen = sums.edge.unsqueeze(2) <= before.unsqueeze(3) + bound.double()[..., None, None]  # by query, by key
+    blocks = seen.shape[3]
+    torch.testing.assert_close(reach.first // 64, (blocks - seen.sum(3)).int(), rtol=0, atol=0)
+    torch.testing.assert_close(reach.last // 64, seen.sum(2).int(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("poison", ["q", "k", "gate"])
+def test_what_is_no_number_bounds_nothing(poison: str) -> None:
+    q, k = torch.ones(2, 1, 256, 1, 8, device=DEVICE).clone().unbind()
+    log_gate = torch.full((1, 256, 1), -1e3, device=DEVICE)
+    {"q": q, "k": k, "gate": log_gate}[poison][:, 64:128] = float("nan")
+    sums, most = gates.gate_sums(log_gate, 1)
+    reach = gates.reach_of(q, k, sums.edge, most, 0.5)
+    assert reach.first.flatten().tolist() == [0] * 4
+    assert reach.last.flatten().tolist() == [256] * 4
+
+
+@pytest.mark.parametrize(("gates_of", "length"), [(2, 100), (6, 100), (2, 1100)])
+def test_gradients_of_gates_are_sums_from_the_end(gates_of: int, length: int) -> None:
+    """Of all routes that end later, less those that begin later, to the rounding of the result."""
+    numbers = torch.Generator().manual_seed(0)
+    padded = -(-length // 64) * 64
+    by_query, by_key = torch.randn(2, 4, padded, 3, generator=numbers).to(DEVICE).unbind()
+    by_query[:, length:] = by_key[:, length:] = 0
+    log_gate = torch.zeros(2, length, gates_of, device=DEVICE)
+    ends = (by_query.double() - by_key.double()).view(2, 2, padded, 3)
+    ends = ends if gates_of == 6 else ends.sum(3, keepdim=True)
+    expected = ends.flip(2).cumsum(2).flip(2)[:, :, :length].transpose(1, 2).flatten(2)
+    found = gates.gate_gradient(by_query, by_key, log_gate, 2)
+    torch.testing.assert_close(found.double(), expected, rtol=2.0**-23, atol=1e-12)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from deadreckon.ops.triton.gated.launch import EDGE, Reach, Sums
 from deadreckon.ops.triton.kernel import Kernel
-from deadreckon.ops.triton.tiles import LOG2E, ceil_div, load_rows, padded, strides
+from deadreckon.ops.triton.tiles import ceil_div, load_rows, padded, power_of_two, strides
 
+MARGINS = {torch.float32: 20.0, torch.bfloat16: 10.0, torch.float16: 10.0}  # see :func:`reach_of`
 PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
 
@@ -39,7 +40,7 @@ def _gates(p_gate, token, s_t, mask, floor):
 
 @Kernel
 @triton.jit(do_not_specialize=["s_b", "s_t", "s_h", "T", "BLOCKS", "GATES"])
-def _block_sums(p_gate, p_left, p_rest, p_total, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
+def _block_sums(p_gate, p_left, p_rest, p_total, p_most, s_b, s_t, s_h, T, BLOCKS, GATES, floor):
     i_block, i_c = tl.program_id(0) % BLOCKS, (tl.program_id(0) // BLOCKS).to(tl.int64)
     row = tl.arange(0, 64)
     token = i_block.to(tl.int64) * 64 + row
@@ -52,10 +53,13 @@ def _block_sums(p_gate, p_left, p_rest, p_total, s_b, s_t, s_h, T, BLOCKS, GATES
     tl.store(p_left + i_c * BLOCKS * 64 + token, b_left + b_poison)
     tl.store(p_rest + i_c * BLOCKS * 64 + token, (b_sum - b_left.to(tl.float64)).to(tl.float32))
     tl.store(p_total + i_c * BLOCKS + i_block, tl.sum(b_gate, 0))
+    tl.store(p_most + i_c * BLOCKS + i_block, tl.max(tl.where(b_poison == 0, b_gate.to(tl.float32), float("inf")), 0))
 
 
-def gate_sums(log_gate: Tensor, heads: int) -> Sums:
+def gate_sums(log_gate: Tensor, heads: int) -> tuple[Sums, Tensor]:
     """log_gate (B, T, H or Hq) -> running sums for B·H key heads and 1 or G gates of each.
+
+    And the greatest log gate of each block, (B·H, 1 | G, blocks), infinite where one is no number.
 
     A gate below −1e4 is taken as −1e4: its exponential is zero too, and sums of it are still numbers.
     """
@@ -64,9 +68,12 @@ def gate_sums(log_gate: Tensor, heads: int) -> Sums:
     left = log_gate.new_empty(batch * gates, blocks * EDGE, dtype=torch.float32)
     rest = torch.empty_like(left)
     total = log_gate.new_empty(batch * gates, blocks, dtype=torch.float64)
-    _block_sums[(batch * gates * blocks,)](log_gate, left, rest, total, *log_gate.stride(), length, blocks, gates, -1e4)
+    most = log_gate.new_empty(batch * gates, blocks, dtype=torch.float32)
+    _block_sums[(batch * gates * blocks,)](
+        log_gate, left, rest, total, most, *log_gate.stride(), length, blocks, gates, -1e4
+    )
     shape = (batch * heads, gates // heads, -1)
-    return Sums(left.view(shape), rest.view(shape), total.cumsum(1).view(shape))
+    return Sums(left.view(shape), rest.view(shape), total.cumsum(1).view(shape)), most.view(shape)
 
 
 @Kernel
@@ -81,17 +88,14 @@ def _longest(p_x, p_out, s_x, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr
 
 
 def longest(x: Tensor) -> Tensor:
-    """The greatest length of x (B, T, heads, D) in each sequence and head: (B, heads), infinite rather than too large.
-
-    What is not a number counts as nothing.
-    """
+    """The greatest square of a length of x (B, T, heads, D) in each 64 tokens: (B, heads, blocks)."""
     batch, length, heads, width = x.shape
     tiles = ceil_div(length, 64)
     squares = x.new_empty(batch, heads, tiles, dtype=torch.float32)
     _longest[(batch * heads * tiles,)](
         x, squares, *strides(x), length, tiles, heads, W=width, BW=padded(width), num_warps=4
     )
-    return squares.amax(2).sqrt()
+    return squares
 
 
 @Kernel
@@ -110,47 +114,95 @@ def _growth(p_w, p_beta, p_out, s_w, s_beta, T, TILES, HEADS, W: tl.constexpr, B
 
 
 def growth_of(w: Tensor, beta: Tensor) -> Tensor:
-    """How many times as long steps I − β w wᵀ may make a vector: (B·H, 1), 1 where β is in 0..2 and ‖w‖ is 1."""
+    """How many times as long 64 steps I − β w wᵀ may make a vector, as its logarithm: (B·H, blocks).
+
+    0 where β is in 0..2 and ‖w‖ is 1.
+    """
     batch, length, heads, width = w.shape
     tiles = ceil_div(length, 64)
     logs = w.new_empty(batch * heads, tiles, dtype=torch.float32)
     _growth[(batch * heads * tiles,)](
         w, beta, logs, *strides(w), beta.stride(), length, tiles, heads, W=width, BW=padded(width), num_warps=4
     )
-    return logs.sum(1, keepdim=True).clamp(max=60).exp()  # more than 60 prunes no less
+    return logs
 
 
-def reach_of(q: Tensor, k: Tensor, log_gate: Tensor, edge: Tensor, scale: float, growth: Tensor | float = 1.0) -> Reach:
-    """Which keys gates leave in reach, exactly to the output's precision; edge is that of their sums.
+@triton.jit
+def _greatest(p_x, count, BB: tl.constexpr):
+    """Of so many numbers, infinite if one of them is none."""
+    block = tl.arange(0, BB)
+    b_most = tl.full([BB], float("-inf"), tl.float32)
+    for start in range(0, count, BB):
+        b_x = tl.load(p_x + start + block, mask=start + block < count, other=float("-inf"))
+        b_most = tl.maximum(b_most, tl.where(b_x == b_x, b_x, float("inf")))
+    return tl.max(b_most, 0)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["BLOCKS", "HEADS", "GROUP", "GATES", "STEPS"])
+def _reach(
+    p_edge, p_most, p_q, p_k, p_growth, p_first, p_last, scale, beside, BLOCKS, HEADS, GROUP, GATES, STEPS,
+    GROWS: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """For BB blocks of a gate, by bisection: edges fall from block to block."""
+    chunks = tl.cdiv(BLOCKS, BB)
+    i_chunk, i_c = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    i_b, i_gate = i_c // GATES, i_c % GATES
+    shared = HEADS * GROUP // GATES  # query heads of a gate
+    i_n = i_b * HEADS + i_gate * shared // GROUP
+    p_edge += i_c * BLOCKS
+    bound = scale * tl.sqrt(_greatest(p_q + (i_b * HEADS * GROUP + i_gate * shared) * BLOCKS, shared * BLOCKS, BB))
+    bound *= tl.sqrt(_greatest(p_k + i_n * BLOCKS, BLOCKS, BB))
+    if GROWS:
+        b_growth = tl.zeros([BB], tl.float32)
+        for start in range(0, BLOCKS, BB):
+            place = start + tl.arange(0, BB)
+            b_growth += tl.load(p_growth + i_n * BLOCKS + place, mask=place < BLOCKS, other=0.0)
+        bound *= tl.exp(tl.minimum(tl.sum(b_growth, 0), 60.0))  # more prunes no less
+    bound = (bound + beside) * 1.4426950408889634
+    # Sums of gates that grow bound nothing, nor does what is no number.
+    bounds = (bound == bound) & (_greatest(p_most + i_c * BLOCKS, BLOCKS, BB) <= 0)
+    bound = tl.where(bounds, bound, float("inf")).to(tl.float64)
+    block = i_chunk * BB + tl.arange(0, BB)
+    inside = block < BLOCKS
+    b_edge = tl.load(p_edge + block, mask=inside, other=0.0)
+    b_before = tl.load(p_edge + block - 1, mask=inside & (block > 0), other=0.0)
+    b_first, b_first_end = tl.zeros([BB], tl.int32), tl.zeros([BB], tl.int32) + BLOCKS
+    b_last, b_last_end = tl.zeros([BB], tl.int32), tl.zeros([BB], tl.int32) + BLOCKS
+    for _ in range(STEPS):
+        middle = (b_first + b_first_end) // 2
+        below = tl.load(p_edge + middle, mask=middle < BLOCKS, other=float("-inf")) <= b_before + bound
+        open_still = b_first < b_first_end
+        b_first_end = tl.where(open_still & below, middle, b_first_end)
+        b_first = tl.where(open_still & (below == 0), middle + 1, b_first)
+        middle = (b_last + b_last_end) // 2
+        before = tl.load(p_edge + middle - 1, mask=(middle > 0) & (middle <= BLOCKS), other=0.0)
+        beyond = before + bound < b_edge
+        open_still = b_last < b_last_end
+        b_last_end = tl.where(open_still & beyond, middle, b_last_end)
+        b_last = tl.where(open_still & (beyond == 0), middle + 1, b_last)
+    tl.store(p_first + i_c * BLOCKS + block, b_first * 64, mask=inside)
+    tl.store(p_last + i_c * BLOCKS + block, b_last * 64, mask=inside)
+
+
+def reach_of(q: Tensor, k: Tensor, edge: Tensor, most: Tensor, scale: float, growth: Tensor | None = None) -> Reach:
+    """Which keys gates leave in reach, exactly to the output's precision; `edge` is of their sums, `most` beside them.
 
     No logit exceeds b = scale · max‖q‖ · max‖k‖ · growth in size, and a query always sees itself. So keys whose gates
     add up to less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single
     precision.
     """
-    return reach_within(scale * longest(q), longest(k), log_gate, edge, q.dtype, growth)
-
-
-def reach_within(
-    longest_q: Tensor,
-    longest_k: Tensor,
-    log_gate: Tensor,
-    edge: Tensor,
-    dtype: torch.dtype,
-    growth: Tensor | float = 1.0,
-) -> Reach:
-    """The same from the greatest lengths of scaled queries (B, Hq) and of keys (B, H), on any device."""
-    longest_q, longest_k = longest_q.view(longest_k.numel(), -1), longest_k.view(-1, 1)
-    if edge.shape[1] == 1:
-        longest_q = longest_q.amax(1, keepdim=True)
-    margin = 20.0 if dtype == torch.float32 else 10.0
-    bound = 2 * longest_q * longest_k * growth + math.log(log_gate.shape[1]) + margin  # (B·H, 1 | G)
-    # Sums of gates that grow bound nothing, nor does what is no number.
-    bound = torch.where((log_gate.amax() <= 0) & ~bound.isnan(), bound, torch.inf) * LOG2E
-    before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
-    first = torch.searchsorted((-edge).contiguous(), -(before + bound.unsqueeze(-1).to(before.dtype)), out_int32=True)
-    block = torch.arange(first.shape[2], device=first.device, dtype=torch.int32).expand_as(first).contiguous()
-    last = torch.searchsorted(first, block, right=True, out_int32=True)
-    return Reach(torch.stack([first, last]) * EDGE)
+    count, gates, blocks = edge.shape
+    heads, length = k.shape[2], k.shape[1]
+    squares = longest(k)
+    reach = Reach(k.new_empty(2, count, gates, blocks, dtype=torch.int32))
+    size = min(128, power_of_two(blocks))
+    _reach[(count * gates * ceil_div(blocks, size),)](
+        edge, most, longest(q), squares, squares if growth is None else growth, *reach.both,
+        2 * abs(scale), MARGINS[q.dtype] + math.log(length), blocks, heads, q.shape[2] // heads, heads * gates,
+        blocks.bit_length(), GROWS=growth is not None, BB=size,
+    )  # fmt: skip
+    return reach
 
 
 def pruned(k: Tensor, log_gate: Tensor | None) -> bool:
@@ -172,12 +224,35 @@ def reach_in(room: Tensor, k: Tensor, log_gate: Tensor | None) -> Reach | None:
     return Reach(room.view(2, batch * heads, log_gate.shape[2] // heads, -1))
 
 
+@Kernel
+@triton.jit(do_not_specialize=["T", "PADDED", "HEADS", "GROUP", "GATES"])
+def _gate_gradient(p_query, p_key, p_out, T, PADDED, HEADS, GROUP, GATES, BT: tl.constexpr):
+    i_c = tl.program_id(0).to(tl.int64)
+    i_b, i_gate = i_c // GATES, i_c % GATES
+    shared = HEADS * GROUP // GATES  # query heads of a gate
+    at = (i_b * HEADS + i_gate * shared // GROUP) * PADDED * GROUP + i_gate * shared % GROUP
+    p_out += i_b * T * GATES + i_gate
+    later = tl.zeros([1], tl.float64)
+    chunks = tl.cdiv(PADDED, BT)
+    for i in range(chunks):
+        token = (chunks - 1 - i) * BT + tl.arange(0, BT)
+        b_ends = tl.zeros([BT], tl.float64)
+        for g in range(shared):
+            place = at + token.to(tl.int64) * GROUP + g
+            b_query = tl.load(p_query + place, mask=token < PADDED, other=0.0).to(tl.float64)
+            b_ends += b_query - tl.load(p_key + place, mask=token < PADDED, other=0.0).to(tl.float64)
+        b_sum = tl.cumsum(b_ends, 0, reverse=True) + later
+        tl.store(p_out + token.to(tl.int64) * GATES, b_sum.to(p_out.dtype.element_ty), mask=token < T)
+        later += tl.sum(b_ends, 0)
+
+
 def gate_gradient(by_query: Tensor, by_key: Tensor, log_gate: Tensor, heads: int) -> Tensor:
     """A gate at s is on the routes that end at s or later, less those that also begin there: from (B·H, T, G)."""
-    ends = by_query - by_key
-    if ends.shape[2] * heads != log_gate.shape[2]:
-        ends = ends.sum(2, keepdim=True)
-    ends = ends.mT.contiguous()  # (B·H, G, T): a scan along the last dimension is many times as fast
-    ends = ends.flip(2).cumsum(2, dtype=torch.float64).flip(2)  # long sums, of which little is left
-    ends = ends.view(log_gate.shape[0], -1, ends.shape[2]).mT
-    return ends[:, : log_gate.shape[1]].to(log_gate.dtype).contiguous()
+    _, padded_length, group = by_query.shape
+    batch, length, gates = log_gate.shape
+    gradient = torch.empty(log_gate.shape, dtype=log_gate.dtype, device=log_gate.device)
+    _gate_gradient[(batch * gates,)](
+        by_query, by_key, gradient, length, padded_length, heads, group, gates,
+        BT=min(1024, power_of_two(padded_length)),
+    )  # fmt: skip
+    return gradient

@@ -16,6 +16,7 @@ n is 1 here. With n > 1, pairs of blocks of the route tree are dense (`household
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from deadreckon.ops.triton.gated.backward import flash_backward
 from deadreckon.ops.triton.gated.delta import prepare
 from deadreckon.ops.triton.gated.forward import flash_forward
 from deadreckon.ops.triton.gated.gates import (
+    MARGINS,
     gate_gradient,
     gate_sums,
     pruned,
     reach_in,
     reach_of,
-    reach_within,
     room_for_reach,
 )
 from deadreckon.ops.triton.gated.launch import EDGE, Documents, documents_of
@@ -49,8 +50,8 @@ def _forward_pass(
     out, lse = results(q, k, v)
     sums = reach = None
     if log_gate is not None:
-        sums = gate_sums(log_gate, heads)  # 1
-        reach = reach_of(q, k, log_gate, sums.edge, scale) if prune else None  # 2
+        sums, most = gate_sums(log_gate, heads)  # 1
+        reach = reach_of(q, k, sums.edge, most, scale) if prune else None  # 2
     flash_forward(  # 3
         _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(out, heads), _statistic(lse, k),
         reach=reach, documents=documents,
@@ -103,7 +104,7 @@ def _backward_pass(
     grad_q, grad_k, grad_v = gradients_for(q, k, v)
     room = torch.empty_like if log_gate is None else torch.zeros_like
     by_query, by_key = room(lse), room(lse)
-    sums = None if log_gate is None else gate_sums(log_gate, heads)  # 1
+    sums = None if log_gate is None else gate_sums(log_gate, heads)[0]  # 1
     delta, row_shift = prepare(out, grad, lse, sums, heads, 0, None)  # 2
     flash_backward(  # 3
         _by_group(q, heads), _by_head(k), _by_head(v), sums, scale, _by_group(grad, heads), _statistic(delta, k),
@@ -155,12 +156,18 @@ def attend_gated(
 
 
 def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, scale: float) -> float:
-    """The share of the causal triangle, in blocks of 64 tokens, that the kernel does not skip."""
-    batch, length, heads, _ = k.shape
+    """The share of the causal triangle, in blocks of 64 tokens, that the kernel does not skip; on any device."""
+    length, heads = k.shape[1:3]
     ends = torch.arange(EDGE - 1, length + EDGE - 1, EDGE, device=q.device).clamp(max=length - 1)
     edge = log_gate.double().clamp(min=-1e4).cumsum(1)[:, ends] * LOG2E  # (B, blocks, Hc)
-    edge = edge.transpose(1, 2).reshape(batch * heads, -1, len(ends))
+    edge = edge.transpose(1, 2).unflatten(1, (heads, -1))  # (B, H, 1 | G, blocks)
     longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(1) for x in (q, k))
-    first = reach_within(scale * longest_q, longest_k, log_gate, edge, q.dtype).first
+    longest_q = longest_q.unflatten(1, (heads, edge.shape[2], -1)).amax(3)
+    margin = math.log(length) + MARGINS[q.dtype]
+    bound = (2 * abs(scale) * longest_q * longest_k.unsqueeze(2) + margin).unsqueeze(3) * LOG2E  # see `reach_of`
+    if log_gate.amax() > 0:
+        bound = torch.full_like(bound, torch.inf)
+    before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
+    first = torch.searchsorted((-edge).contiguous(), -(before + bound))
     blocks = torch.arange(1, len(ends) + 1, device=q.device)
-    return float((blocks - first // EDGE).double().mean() / blocks.double().mean())
+    return float((blocks - first).double().mean() / blocks.double().mean())

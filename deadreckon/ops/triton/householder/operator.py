@@ -180,9 +180,9 @@ def _routes(
     """Sums of gates, what they leave in reach (unless it is known), documents."""
     if log_gate is None:
         return Routes(None, None, documents, scale)
-    sums = gate_sums(log_gate, k.shape[2])
+    sums, most = gate_sums(log_gate, k.shape[2])
     if reach is None and prune:
-        reach = reach_of(q, k, log_gate, sums.edge, scale, growth_of(w, beta))
+        reach = reach_of(q, k, sums.edge, most, scale, growth_of(w, beta))
     return Routes(sums, reach, documents, scale)
 
 

@@ -136,7 +136,7 @@ def power_forward(
     final_values, final_moments = _state_like(q, None, 0, 0)
     saved = [q.new_empty(0, dtype=dtype), q.new_empty(0, dtype=torch.float32)]
     with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, chunks.heads)
+        sums = None if log_gate is None else gate_sums(log_gate, chunks.heads)[0]
         unit = key_unit(k, moments, p, chunk)
         scaled_q, _ = normalise(q, None, dtype)  # 1
         scaled_k, _ = normalise(k, unit, dtype)
@@ -221,7 +221,7 @@ def power_backward(
     grad = dense(grad)
     grad_q, grad_k, grad_v, grad_gate, *grad_initial = _gradients_for(q, k, v, log_gate, p, stateful)
     with torch.cuda.device_of(q):
-        sums = None if log_gate is None else gate_sums(log_gate, chunks.heads)
+        sums = None if log_gate is None else gate_sums(log_gate, chunks.heads)[0]
         scaled_q, query_unit = normalise(q, None, dtype)  # 1
         scaled_k, _ = normalise(k, unit, dtype)
         delta = minus_delta(out, grad)
