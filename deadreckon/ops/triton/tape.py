@@ -256,6 +256,8 @@ class Recorder(TorchDispatchMode):
         storage = _storage(x)
         if seen is not None:
             seen.append(storage)
+        if storage not in self.known:
+            raise AssertionError("a tensor that is used on tape is neither given nor made there")
         return Place(self.known[storage], tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
     def _new(self, x: Tensor) -> int:
