@@ -76,6 +76,7 @@ def test_reach_is_what_bounds_say(length: int, strength: float, per_query_head: 
     """Block by block against the inequality itself: two blocks are in each other's reach or not."""
     numbers = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, length, heads, 8, generator=numbers).to(DEVICE) for heads in (6, 2))
+    q[:, :, 2::3] *= 4  # the last of a group are the longest
     log_gate = (-strength * torch.rand(2, length, 6 if per_query_head else 2, generator=numbers)).to(DEVICE)
     log_gate[1, :, 0] *= -1  # gates that grow leave all in reach: of their own head, and of no other
     sums, most = gates.gate_sums(log_gate, 2)
