@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from itertools import product
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ MODES: dict[str, tuple[Mode, ...]] = {"cpu": ("eager",), "cuda": ("eager", "comp
 GENERATED = {"cpu": "2x128", "cuda": "16x2048"}  # sizes of models that generate
 PROMPTS = {"cpu": ("1x128",), "cuda": ("1x512", "1x16384", "16x2048")}
 GENERATIONS = 5  # that are timed
+ISSUED = 3  # steps whose issue by the host is timed
 GROUP = 4  # query heads a key head, of these
 VOCABULARY = 32000
 HEADINGS = ["layers x width", "", "parameters", "first step", "step", "tokens/s", "×", "peak memory"]
@@ -87,13 +89,11 @@ class Steps(NamedTuple):
 
     cells: Row  # of its row, without the ratio
     speed: float  # tokens a second
-    parts: list[Row]  # where the time goes, if asked for
+    step: Callable[[], Tensor]  # one more
 
 
-def measure(
-    make: Callable[[], torch.nn.Module], tokens: Tensor, compiled: bool, rounds: int, profile: bool = False
-) -> Steps:
-    """Times training steps; with `profile`, also by part."""
+def measure(make: Callable[[], torch.nn.Module], tokens: Tensor, compiled: bool, rounds: int) -> Steps:
+    """Times training steps."""
     device = tokens.device.type
     model = make()
     step = training_step(model, tokens, compiled)
@@ -103,10 +103,19 @@ def measure(
     count = sum(x.numel() for x in model.parameters())
     speed = tokens.numel() / time
     cells = [f"{count / 1e6:.0f} M", f"{first:.1f} s", f"{1e3 * time:.1f} ms", f"{speed:,.0f}", memory]
-    parts = parts_of(step, device) if profile else []
-    if profile:
-        parts.append(["issued by the host in", milliseconds(host_seconds(step, device)), "", ""])
-    return Steps(cells, speed, parts)
+    return Steps(cells, speed, step)
+
+
+def profile(step: Callable[[], Tensor], device: str) -> list[Row]:
+    """Where a step's time goes; on a GPU also how long the host takes to issue it."""
+    try:
+        parts = parts_of(step, device)
+    except Exception as error:  # what was timed is worth more
+        return [[explain(error), "", "", ""]]
+    if device == "cuda":
+        host = median(host_seconds(step, device) for _ in range(ISSUED))
+        parts.append(["issued by the host in", milliseconds(host), "", ""])
+    return parts
 
 
 def run(flags: Text) -> None:
@@ -141,16 +150,16 @@ def run(flags: Text) -> None:
                 head_dim=flags.head_dim, qk_norm=flags.qk_norm,
             )  # fmt: skip
             try:
-                profile = flags.profile and name != LLAMA
-                steps = measure(make, tokens, mode == "compiled", flags.rounds, profile)
+                steps = measure(make, tokens, mode == "compiled", flags.rounds)
             except Exception as error:
                 yield [size, f"{title} ({explain(error)})", *[""] * (len(HEADINGS) - 2)]
             else:
                 bases |= {size: steps.speed} if (name, mode) == (LLAMA, "eager") else {}
                 *cells, memory = steps.cells
                 yield [size, title, *cells, ratio(steps.speed, bases.get(size, 0.0)), memory]
-                if profile:
-                    profiles[f"{size}, {title}: a step"] = steps.parts
+                if flags.profile and name != LLAMA:
+                    profiles[f"{size}, {title}: a step"] = profile(steps.step, device)
+                del steps
             gc.collect()  # a model and its optimizer are in circles
             empty_cache(device)
 
