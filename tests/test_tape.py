@@ -352,38 +352,39 @@ def test_prompts(on_tape: list[Taped]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")  # cuDNN adds up dq in any order
 @pytest.mark.parametrize("gate", [None, "learned"])
 def test_on_a_gpu(gate: str | None) -> None:
-    """By default: halves and cuDNN's dense blocks, several levels, in a captured graph, and no more memory."""
+    """By default: several levels, in a captured graph too, and no more memory."""
     case = Case("householder", gate, length=3000, batch=1, heads=2, group=2, width=64, value_width=64)
-    leaves = {name: x.to("cuda", torch.bfloat16).requires_grad_() for name, x in case.inputs().items()}
+    exact = ("w", "beta", "log_gate")
+    leaves = {
+        name: x.to("cuda", torch.float32 if name in exact else torch.bfloat16).requires_grad_()
+        for name, x in case.inputs().items()
+    }
 
     def step() -> list[Tensor]:
         out = case.attend(leaves, impl="triton")
         return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))]
 
-    torch.use_deterministic_algorithms(True)  # cuDNN adds up dq in any order
-    try:
-        passes = householder._forward_pass, householder._backward_pass
-        for one in passes:
-            one.tapes.clear()
-        found, peaks = list[list[Tensor]](), list[int]()
-        for _ in range(4):
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            found.append([x.clone() for x in step()])
-            peaks.append(torch.cuda.max_memory_allocated() - before)
-        assert all(written is not None for one in passes for written in one.tapes.values())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        for x in leaves.values():
-            x.data.mul_(0.5)
-        graph.replay()
-        expected = step()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    passes = householder._forward_pass, householder._backward_pass
+    for one in passes:
+        one.tapes.clear()
+    found, peaks = list[list[Tensor]](), list[int]()
+    for _ in range(4):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found.append([x.clone() for x in step()])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert all(written is not None for one in passes for written in one.tapes.values())
     for later in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], later, strict=True))
     assert max(peaks[2:]) <= peaks[0]
-    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in leaves.values():
+            x.mul_(0.5)
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(captured, step(), strict=True))
