@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -65,3 +66,13 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fused, "PROGRAMS", 1)
     monkeypatch.setattr(fused, "SPARE", 6)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """No dice in any kernel; and memory that nobody has written to is NaN."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -414,14 +413,6 @@ def test_precision(case: Case, dtype: torch.dtype) -> None:
         plain["angles"] = max(plain["angles"], rounding * magnified(case, expected))
     wrong = {name: (ours[name], plain[name]) for name in expected if ours[name] > 2 * plain[name]}
     assert not wrong, wrong
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """No dice in any kernel; and memory that nobody has written to is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

@@ -312,7 +312,7 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> list[Taped]:
     ids=["path-fox", "path", "fox"],
 )
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.usefixtures("short_walks")
+@pytest.mark.usefixtures("short_walks", "deterministic")
 def test_attention(case: Case, packed: bool, on_tape: list[Taped], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what it is without a tape, other numbers and documents of other lengths included.
 
