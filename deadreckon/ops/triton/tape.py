@@ -207,15 +207,15 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
-            raise AssertionError("what is on tape may not depend on what is in a tensor")
         before = list[int]()  # storages of what it takes
         arguments, options = _mapped((args, kwargs), partial(self._place, seen=before))
         results = func(*args, **kwargs)
+        if isinstance(results, bool | int | float):
+            raise AssertionError(f"what is on tape may not depend on what is in a tensor, as {func} does")
         if func in _ALLOCATIONS:
             self.steps.append(_Room(self._new(results), tuple(results.shape), results.stride(), results.dtype).play)
             return results
-        many = (results,) if isinstance(results, Tensor) or results is None else tuple(results)
+        many = results if isinstance(results, tuple | list) else (results,)
         fresh = [(i, x) for i, x in enumerate(many) if isinstance(x, Tensor) and _storage(x) not in before]
         if fresh or func._schema.is_mutable:
             _mapped(arguments, self._use)
