@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ def test_models_give_what_they_give_without(options: dict[str, Any], monkeypatch
     torch.testing.assert_close(whole.cpu()[mask.bool().cpu()], expected[mask.bool().cpu()], **limit)
     for pieces in ((0, 2, 12, 19, 20, 21, 24), (0, 1, 2, 3, 4, 5, 6, 24)):
         cache, found = DynamicCache(config=model.config), []
-        for start, end in zip(pieces, pieces[1:], strict=False):
+        for start, end in pairwise(pieces):
             piece, seen = ids[:, start:end], mask[:, :end]
             found.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
         found = torch.cat(found, dim=1).cpu()

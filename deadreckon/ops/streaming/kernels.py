@@ -225,6 +225,13 @@ def _look_at_segment(
     tl.store(partial.greatest + partial_at + query, b_greatest, mask=m_query)
 
 
+@triton.jit
+def _look_at_nothing(partial, partial_at, G: tl.constexpr, BG: tl.constexpr):
+    query = tl.arange(0, BG)
+    tl.store(partial.weight + partial_at + query, tl.zeros([BG], tl.float32), mask=query < G)
+    tl.store(partial.greatest + partial_at + query, tl.full([BG], -1e30, tl.float32), mask=query < G)
+
+
 @Kernel
 @triton.jit
 def _look(
@@ -249,10 +256,13 @@ def _look(
     p_q += i_n * G * D
     partial_at = (i_n * parts + i_part) * G
     if i_part * CHUNK < ROOM:
-        _look_at_tail(
-            p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N,
-            ROOM, G, GATES, ROUTES, POWER, STICKS, D, E, BG, BD, BE, CHUNK, DTYPE, TYPE,
-        )  # fmt: skip
+        if i_part * CHUNK <= tokens:
+            _look_at_tail(
+                p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale,
+                unit, N, ROOM, G, GATES, ROUTES, POWER, STICKS, D, E, BG, BD, BE, CHUNK, DTYPE, TYPE,
+            )  # fmt: skip
+        else:  # there is more room than tokens
+            _look_at_nothing(partial, partial_at, G, BG)
     else:
         p_part = p_parts + (i_row * (parts - ROOM // CHUNK) + i_part - ROOM // CHUNK) * 3
         p_segments += i_row * (SPLIT - ROOM // CHUNK) * FIELDS
@@ -269,9 +279,7 @@ def _look(
                     TYPE,
                 )  # fmt: skip
         else:  # there are more programs than parts
-            query = tl.arange(0, BG)
-            tl.store(partial.weight + partial_at + query, tl.zeros([BG], tl.float32), mask=query < G)
-            tl.store(partial.greatest + partial_at + query, tl.full([BG], -1e30, tl.float32), mask=query < G)
+            _look_at_nothing(partial, partial_at, G, BG)
 
 
 @Kernel

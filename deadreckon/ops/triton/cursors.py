@@ -33,19 +33,19 @@ def slot_of(place, KEPT: tl.constexpr):
 @Kernel
 @triton.jit
 def _gru(
-    p_x, p_b, p_u, p_c, p_first, p_place, p_state, p_out, s_place, T, H: tl.constexpr, BH: tl.constexpr,
-    KEPT: tl.constexpr,
+    p_x, p_b, p_u, p_c, p_first, p_place, p_state, p_out, s_place, T,
+    H: tl.constexpr, BH: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """One row. With KEPT, of one token, the state before is found, and that after it left, by place."""
     i_b = tl.program_id(0).to(tl.int64)
     past, unit = tl.arange(0, BH), tl.arange(0, BH)
     m_unit = unit < H
-    # Down the columns, sums are within a thread and across warps: along rows they would be shuffles.
-    p_u += unit[None, :] * H + past[:, None]
+    p_u += (unit[None, :] * H + past[:, None]) if KEPT else (past[:, None] * 3 * H + unit[None, :])
+    S: tl.constexpr = H * H if KEPT else H
     m_u = m_unit[None, :] & (past < H)[:, None]
     b_ur = tl.load(p_u, mask=m_u, other=0.0).to(tl.float32)
-    b_uz = tl.load(p_u + H * H, mask=m_u, other=0.0).to(tl.float32)
-    b_un = tl.load(p_u + 2 * H * H, mask=m_u, other=0.0).to(tl.float32)
+    b_uz = tl.load(p_u + S, mask=m_u, other=0.0).to(tl.float32)
+    b_un = tl.load(p_u + 2 * S, mask=m_u, other=0.0).to(tl.float32)
     b_r0 = tl.load(p_b + unit, mask=m_unit, other=0.0).to(tl.float32)
     b_z0 = tl.load(p_b + H + unit, mask=m_unit, other=0.0).to(tl.float32)
     b_n0 = tl.load(p_b + 2 * H + unit, mask=m_unit, other=0.0).to(tl.float32)
@@ -101,12 +101,14 @@ def gru(
     batch, length, rows = x.shape
     hidden = rows // 3
     out = x.new_empty(batch, length, hidden)
-    b, u, c, state = b.contiguous(), u.contiguous(), c.contiguous(), state if by_place else state.contiguous()
+    b, c, state = b.contiguous(), c.contiguous(), state if by_place else state.contiguous()
+    # With units side by side threads add up a few of their own and meet, where along rows they would shuffle.
+    u = u.contiguous() if by_place else u.float().mT.contiguous()
     with torch.cuda.device_of(x):
         _gru[(batch,)](
             x.contiguous(), b, u, c, first, places, state, out, _stride(places), length,
             H=hidden, BH=max(16, power_of_two(hidden)), KEPT=state.shape[1] if by_place else 0,
-            num_warps=16 if hidden > 64 else 4,
+            num_warps=8 if hidden > 64 else 4,
         )  # fmt: skip
     return out
 
