@@ -122,6 +122,20 @@ def test_sixth_powers() -> None:
 
 
 @pytest.mark.usefixtures("small_tail")
+def test_wide_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than 512 bytes: programs have half as many tokens of the tail, here two of them."""
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 2 * TAIL)
+    monkeypatch.setattr("deadreckon.ops.streaming.kernels.CHUNK", 2 * TAIL)
+    case = Case(None, "learned", length=2 * TAIL + 33, batch=1, heads=1, group=2, width=136)
+    past, stream = Past(), Stream(case)
+    stream.attend(0, 30, past)
+    for token in range(30, case.length):
+        stream.attend(token, token + 1, past)
+    assert isinstance(past.decoder, KernelDecoder)
+    assert past.decoder.partial.weight.shape[1] == past.decoder.programs + 2
+
+
+@pytest.mark.usefixtures("small_tail")
 def test_sticks_of_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail of three chunks, segments of several parts; logits of which one takes all, or that take nothing."""
     monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 3 * TAIL)

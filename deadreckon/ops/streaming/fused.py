@@ -18,7 +18,7 @@ from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import channels_of
 from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.streaming.decode import Tail, add_tail, close_tail, seen_from_tail
-from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, look, placed
+from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, chunk_for, look, placed
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.segments import Change, Fields, Segment
 from deadreckon.ops.streaming.stream import Kernels
@@ -76,7 +76,7 @@ class KernelDecoder:
         if isinstance(score, int):
             self.state = _no_state(held, rows, 1 if tail.total is None else tail.total.shape[1], score)
             state_parts, dtype = STATE_PARTS, self.state.factor.dtype
-        shape = (heads, room // CHUNK + self.programs + state_parts, group)
+        shape = (heads, room // chunk_for(held["k"], held["v"]) + self.programs + state_parts, group)
         out = torch.empty(*shape, held["v"].shape[2], dtype=dtype, device=device)
         self.partial = Partial(out, out.new_empty(shape), out.new_empty(shape, dtype=torch.float32))
         self.segments = torch.zeros(rows, self.programs, FIELDS, dtype=torch.int64, device=device)

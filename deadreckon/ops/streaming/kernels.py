@@ -353,6 +353,16 @@ def placed(x: Tensor | None, base: Tensor, alignment: int = 16) -> int:
     return distance // x.element_size()
 
 
+def is_narrow(k: Tensor, v: Tensor) -> bool:
+    """Whether a key and a value, (..., D) and (..., E), take 512 bytes each at most."""
+    return max(k.shape[-1], v.shape[-1]) * k.element_size() <= 512
+
+
+def chunk_for(k: Tensor, v: Tensor) -> int:
+    """Tokens of the tail that a program turns: fewer of wide heads, or one program alone had all shared memory."""
+    return CHUNK if is_narrow(k, v) else CHUNK // 2
+
+
 def look(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None,
     last: Last, partial: Partial, state: State | None, segments: Tensor, parts: Tensor, scale: float,
@@ -369,8 +379,9 @@ def look(
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
     out = q.new_empty(heads, group, value_width)
     programs = partial.weight.shape[1]
-    row = max(width, value_width) * q.element_size()  # bytes
-    block = 64 if row <= 512 else 32  # more keys and values, and fewer programs would have shared memory at a time
+    chunk = chunk_for(q, v)
+    # More keys and values on their way, and fewer programs would have shared memory at a time.
+    block, stages = (64, 3) if is_narrow(q, v) else (32, 2)
     of_row = heads // len(last.tokens)
     power, rows = (0, 0) if state is None else state.channels.shape
     split = programs - (STATE_PARTS if power else 0)
@@ -379,12 +390,12 @@ def look(
     _look[(programs, heads)](
         q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, of_row, room, rows, split,
         G=group, GATES=gates, ROUTES=w is not None, POWER=power, STICKS=sticks, D=width,
-        E=value_width, BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=CHUNK, FIELDS=FIELDS,
+        E=value_width, BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=chunk, FIELDS=FIELDS,
         BLOCK=block, STATE_ROWS=max(1, min(32, tile // (queries * values))), DTYPE=DTYPES[q.dtype], TYPE=kind,
-        num_warps=4 if width <= 256 else 8, num_stages=3,
+        num_warps=4 if width <= 256 else 8, num_stages=stages,
     )  # fmt: skip
     _combine[(heads, group, values // COMBINED)](
-        out, partial, last.tokens, of_row, programs, split, room // CHUNK,
+        out, partial, last.tokens, of_row, programs, split, room // chunk,
         G=group, POWER=power, STICKS=sticks, E=value_width, BE=COMBINED, BLOCK=min(256, power_of_two(programs)),
         TYPE=kind, num_warps=4,
     )  # fmt: skip
