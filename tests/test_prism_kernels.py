@@ -11,7 +11,7 @@ from test_prism import VOCABULARY, make_model
 from torch import Tensor
 from transformers import DynamicCache
 
-from deadreckon.encodings.cursors import COPY_WIDTH, KEPT, _chances, order_of
+from deadreckon.encodings.cursors import COPY_WIDTH, KEPT, _chances
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.filters.histogram import filter_next, histogram_filter
 from deadreckon.ops import cursors
@@ -175,7 +175,7 @@ def test_a_step_is_so_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("layers", "heads", "kv_heads", "pairs", "copy"), [(3, 4, 2, 3, 5), (1, 2, 2, 2, 0)])
 def test_each_cursor_is_one_filter(layers: int, heads: int, kv_heads: int, pairs: int, copy: int) -> None:
     """Query cursors that walk, key cursors that walk, query cursors that jump, each in order."""
-    order = order_of(layers, heads, kv_heads, pairs, copy, torch.device("cpu"))
+    order = cursors.order_of(layers, heads, kv_heads, pairs, copy, torch.device("cpu"))
     walks, walking_keys, jumping = [], [], []
     for layer in range(layers):
         for head in range(heads):

@@ -7,80 +7,33 @@
 One in five key cursors only ever steps forward: a token is at its place in the document. The query cursors that meet
 it may jump there (the copy branch), by causal self-attention over tokens with one more choice, not to jump.
 
-Of e_t, only inner products matter, and those of f(0) … f(P − 1) are the same in fewer dimensions: most of the waves are
-so long that they hardly differ. For d = 340 there are 32 for 64 positions, 80 for 256, 104 for 512.
+Of e_t, only inner products matter, which are the same in r ≤ d dimensions: see `waves.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from deadreckon.encodings.base import BY_PLACE, CROPPABLE, GROWING, Context, Sizes
 from deadreckon.encodings.maps import Projection, SelfInitialised, in_step
 from deadreckon.encodings.recurrence import Recurrence
+from deadreckon.encodings.waves import table_of_waves, waves_in
 from deadreckon.filters.histogram import filter_next, histogram_filter, superpose
-from deadreckon.ops.cursors import by_kernels, jump, jumps, mapped
+from deadreckon.ops.cursors import by_kernels, jump, jumps, mapped, order_of
 from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.token import maps_of_token
-from deadreckon.ops.tracing import operator, traced, without_autocast
+from deadreckon.ops.tracing import traced, without_autocast
 
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys
 KEPT = CROPPABLE + 2  # places: one is left when `crop` has undone so many, and one more token may have been interrupted
 HELD = {"cpu": 1 << 24, "cuda": 1 << 28}  # pairs of a token and where it may jump to that are held at a time
 ROOM = {"cpu": 64, "cuda": 1024}  # tokens that there is room for in the copy branch's cache, at the least
-
-
-@cache
-@torch.inference_mode(False)  # or one that is made there would be of no use for training
-def waves(positions: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """f of all positions (P, r), turned so that all but r ≤ d channels are zero to rounding, and these alike in size.
-
-    Channels that differ in size would lose more when they are rounded to half precision.
-    """
-    steps = torch.arange(0, width, 2, dtype=torch.float64)
-    phase = torch.arange(positions, dtype=torch.float64)[:, None] * base ** (-steps / width)
-    u, s, _ = torch.linalg.svd(torch.cat([phase.sin(), phase.cos()], dim=-1), full_matrices=False)
-    rank = min(8 * math.ceil(int((s > s[0] * torch.finfo(dtype).eps).sum()) / 8), len(s))
-    order = torch.arange(rank, dtype=torch.float64)
-    cosines = (torch.pi * (order[:, None] + 0.5) * order / rank).cos() * (2 / rank) ** 0.5  # turns, and mixes
-    cosines[:, 0] *= 0.5**0.5
-    return (u[:, :rank] * s[:rank] @ cosines.T).to(device, dtype)
-
-
-def _table(like: Tensor, positions: int, width: int, base: float) -> Tensor:
-    """`waves` as an operator, on the device and in the dtype of a tensor."""
-    return waves(positions, width, base, like.device, like.dtype).clone()
-
-
-def _table_room(like: Tensor, positions: int, width: int, base: float) -> Tensor:
-    with _disable_current_modes():  # how many waves there are has to be computed
-        channels = waves(positions, width, base, torch.device("cpu"), like.dtype).shape[1]
-    return like.new_empty(positions, channels)
-
-
-table_of_waves = operator("deadreckon::waves", _table, _table_room)
-
-
-@cache
-@torch.inference_mode(False)
-def order_of(layers: int, heads: int, kv_heads: int, cursors: int, copy: int, device: torch.device) -> Tensor:
-    """Which filter each cursor of a layer's heads is, query heads first: (layers, Hq + H, C), −1 for fixed ones."""
-    key = torch.arange(layers * kv_heads * cursors)
-    fixed = key % copy == 0 if copy else key < 0
-    jumping = fixed.view(-1, 1, cursors).expand(-1, heads // kv_heads, -1).flatten()  # the query cursors that meet them
-    walking = int((~jumping).sum())
-    queries = torch.where(jumping, walking + int((~fixed).sum()) + jumping.cumsum(0), (~jumping).cumsum(0)) - 1
-    keys = torch.where(fixed, -1, walking + (~fixed).cumsum(0) - 1)
-    parts = (queries.view(layers, heads, cursors), keys.view(layers, kv_heads, cursors))
-    return torch.cat(parts, dim=1).to(device, torch.int32)
 
 
 class Gates(NamedTuple):
@@ -191,7 +144,7 @@ class Cursors(SelfInitialised, nn.Module):
         """Superpositions (B, T, heads, C, r) for each layer, in a dtype: histograms are never of half precision."""
         with without_autocast(x):
             x, context, tokens = _unpacked(x, context)
-            table = table_of_waves(at_least_single(x).detach(), self.positions, self.width, self.base).to(dtype)
+            table = self._table(x, dtype)
             in_place = x.shape[1] == 1 and context.recent is not None and "histogram" in context.recent
             if in_place and self.recurrence.in_one_kernel(x):
                 superpositions = self._step(x, context, table)
@@ -203,6 +156,12 @@ class Cursors(SelfInitialised, nn.Module):
             places = context.positions.clamp(0, self.positions - 1)
             streams = self._sort(superpositions, table[places].expand(len(x), -1, -1))
             return Streams(*(_packed(e, tokens) for e in streams)).of_layers()
+
+    def _table(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(P, r), where each position is."""
+        if by_kernels(x):
+            return waves_in(self.positions, self.width, self.base, x.device, dtype)
+        return table_of_waves(at_least_single(x).detach(), self.positions, self.width, self.base).to(dtype)
 
     def _superpositions(self, x: Tensor, context: Context, table: Tensor) -> Tensor:
         """Superpositions (B, T, F, r) of whole rows, or of a piece, which leaves what the next one needs."""
@@ -273,7 +232,8 @@ class Cursors(SelfInitialised, nn.Module):
             reset = torch.where(padding[..., None], 1.0, reset)
             stays = torch.arange(3, device=x.device) == 2
             move = torch.where(padding[..., None, None], stays.to(move.dtype), move)
-        gamma, found = 1 + at_least_single(self.sharpness).exp(), []
+        gamma = 1 + at_least_single(self.sharpness).exp()
+        found = []
         if self.walking:
             part = slice(self.walking)
             gates = Gates(reset[:, :, part], move[:, :, part], gamma[part], None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,20 @@ def mapped(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return y if bias is None else y + bias
     x = at_least_single(x)
     return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+@cache
+@torch.inference_mode(False)
+def order_of(layers: int, heads: int, kv_heads: int, cursors: int, copy: int, device: torch.device) -> Tensor:
+    """Which filter each cursor of a layer's heads is, query heads first: (layers, Hq + H, C), −1 for fixed ones."""
+    key = torch.arange(layers * kv_heads * cursors)
+    fixed = key % copy == 0 if copy else key < 0
+    jumping = fixed.view(-1, 1, cursors).expand(-1, heads // kv_heads, -1).flatten()  # the query cursors that meet them
+    walking = int((~jumping).sum())
+    queries = torch.where(jumping, walking + int((~fixed).sum()) + jumping.cumsum(0), (~jumping).cumsum(0)) - 1
+    keys = torch.where(fixed, -1, walking + (~fixed).cumsum(0) - 1)
+    parts = (queries.view(layers, heads, cursors), keys.view(layers, kv_heads, cursors))
+    return torch.cat(parts, dim=1).to(device, torch.int32)
 
 
 def gru(
