@@ -145,8 +145,8 @@ class Cursors(SelfInitialised, nn.Module):
         with without_autocast(x):
             x, context, tokens = _unpacked(x, context)
             table = self._table(x, dtype)
-            in_place = x.shape[1] == 1 and context.recent is not None and "histogram" in context.recent
-            if in_place and self.recurrence.in_one_kernel(x):
+            later = context.recent is not None and "histogram" in context.recent
+            if later and x.shape[1] == 1 and self.recurrence.in_one_kernel(x) and not self.noisy:
                 superpositions = self._step(x, context, table)
             else:
                 superpositions = self._superpositions(x, context, table)
@@ -253,13 +253,16 @@ class Cursors(SelfInitialised, nn.Module):
     def _decide(self, part: nn.Linear, hidden: Tensor) -> Tensor:
         """The logits of gates, in training with noise, which only clear decisions withstand."""
         logits = _apply(part, hidden)
-        silent = not self.training or not (isinstance(self.noise, Tensor) or self.noise)
-        return logits if silent else logits + self.noise * torch.randn_like(logits)
+        return logits + self.noise * torch.randn_like(logits) if self.noisy else logits
+
+    @property
+    def noisy(self) -> bool:
+        return self.training and (isinstance(self.noise, Tensor) or bool(self.noise))
 
     def _recur(self, x: Tensor, context: Context) -> Tensor:
         """Hidden states (B, T, hidden), at least in single precision."""
         recent, real = context.recent, (context.positions >= 0).unsqueeze(-1)
-        past, first = _recall(context, "hidden", len(x)), self.recurrence.first(at_least_single(x))
+        past, first = _recall(context, "hidden", len(x)), self.recurrence.first(x)
         before = first.expand(len(x), -1) if past is None else past
         waiting = 0 if recent is None else (-context.positions[:, :1]).clamp(0, x.shape[1])  # (B, 1) tokens of padding
         if self.recurrence.in_one_kernel(x):
@@ -283,9 +286,7 @@ class Cursors(SelfInitialised, nn.Module):
         """Where jumping cursors jump to at tokens from start to end: (B, n, F, P + 1), the last for not at all."""
         q, k = (_apply(part, x).unflatten(-1, (-1, COPY_WIDTH)) for part in (self.copy_query, self.copy_key))
         none = self._decide(self.no_copy, hidden)
-        keys = (
-            k.transpose(1, 2) if context.recent is None else _kept_keys(context, k)
-        )  # (B, F, S, W), each at its place
+        keys = k.transpose(1, 2) if context.recent is None else _kept_keys(context, k)  # (B, F, S, W), by place
 
         def copies(start: int, end: int) -> Tensor:
             tokens = slice(start, end)

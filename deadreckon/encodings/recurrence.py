@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deadreckon.encodings.maps import SelfInitialised
 from deadreckon.ops.cursors import LARGEST, by_kernels, gru, mapped
+from deadreckon.ops.modules import is_plain
 from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.tracing import operator, room_like
 
@@ -99,8 +100,9 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
         return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
 
     def first(self, x: Tensor) -> Tensor:
-        """The hidden state before a sequence begins (hidden,), for tokens x."""
-        return x.new_zeros(self.hidden_size) if self.start is None else self.start.to(x.dtype)
+        """The hidden state before a sequence begins (hidden,), for tokens x; at least in single precision."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return x.new_zeros(self.hidden_size, dtype=dtype) if self.start is None else self.start.to(dtype)
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
         """Hidden states (B, T, hidden) after each token of x, from the one before the first (B, hidden)."""
@@ -125,7 +127,7 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
 
     def in_one_kernel(self, x: Tensor) -> bool:
         """Whether :meth:`by_kernel` serves."""
-        return by_kernels(x) and self.hidden_size <= LARGEST
+        return by_kernels(x) and self.hidden_size <= LARGEST and is_plain(self)
 
     def by_kernel(self, x: Tensor, places: Tensor, state: Tensor, by_place: bool = False) -> Tensor:
         """As :meth:`forward`, in float32; where a place (B or 1, T) is below 0, the state is the first.

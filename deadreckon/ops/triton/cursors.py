@@ -115,6 +115,7 @@ def gru(
 
 def _stride(places: Tensor) -> int:
     """From row to row; one row serves all."""
+    assert places.shape[1] == 1 or places.stride(1) == 1
     return places.stride(0) if places.shape[0] > 1 else 0
 
 
