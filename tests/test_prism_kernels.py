@@ -97,6 +97,7 @@ def test_histograms_of_one_token(jumping: int) -> None:
     actions, sharpness = draw(4, 1, filters, 4), draw(filters)
     copy = draw(4, 1, jumping, positions + 1).softmax(-1) if jumping else None
     kept = draw(4, KEPT, filters, positions).softmax(-1)
+    kept[2, :-1] = 0  # of padding, nothing but the start at place -1 has been left
     before = torch.stack([kept[row, (max(-1, int(places[row]) - 1)) % KEPT] for row in range(4)])
     reset, move = actions[..., 0].sigmoid(), actions[..., 1:].softmax(-1)
     reset[2], move[2] = 1, torch.tensor([0, 0, 1])
@@ -129,23 +130,28 @@ def test_histograms_of_one_token(jumping: int) -> None:
 @pytest.mark.usefixtures("with_kernels")
 @torch.no_grad()
 def test_models_give_what_they_give_without(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole pass, pieces that are cut further, single tokens, and a row that is padded."""
+    """A whole pass, pieces that are cut further, single tokens, and a row that is padded.
+
+    At most four times the error that PyTorch makes in float32: sums are in another order, and pieces have their own.
+    """
     monkeypatch.setattr("deadreckon.encodings.cursors.HELD", {"cpu": 600, "cuda": 600})
-    model, ids = make_model(**options).eval(), torch.randint(1, VOCABULARY, (2, 24))
+    model, ids = make_model(layers=2, content=0.3, **options).eval(), torch.randint(1, VOCABULARY, (2, 18))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    expected = model.double()(ids, attention_mask=mask).logits
-    model, ids, mask = model.float().to(DEVICE), ids.to(DEVICE), mask.to(DEVICE)
-    limit: dict[str, Any] = {"rtol": 0, "atol": 1e-4, "check_dtype": False}
-    whole = model(ids, attention_mask=mask).logits
-    torch.testing.assert_close(whole.cpu()[mask.bool().cpu()], expected[mask.bool().cpu()], **limit)
-    for pieces in ((0, 2, 12, 19, 20, 21, 24), (0, 1, 2, 3, 4, 5, 6, 24)):
+    expected, real = model.double()(ids, attention_mask=mask).logits, mask.bool()
+    with torch.enable_grad():  # which kernels have no part in
+        plain = model.float()(ids, attention_mask=mask).logits.detach()
+    allowed = 4 * float((plain - expected)[real].abs().max())
+    limit: dict[str, Any] = {"rtol": 0, "atol": allowed, "check_dtype": False}
+    model, ids, mask = model.to(DEVICE), ids.to(DEVICE), mask.to(DEVICE)
+    whole = model(ids, attention_mask=mask).logits.cpu()
+    torch.testing.assert_close(whole[real], expected[real], **limit)
+    for pieces in ((0, 2, 11, 15, 16, 17, 18), (0, 1, 2, 3, 4, 5, 18)):
         cache, found = DynamicCache(config=model.config), []
         for start, end in pairwise(pieces):
             piece, seen = ids[:, start:end], mask[:, :end]
             found.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
-        found = torch.cat(found, dim=1).cpu()
-        torch.testing.assert_close(found[mask.bool().cpu()], expected[mask.bool().cpu()], **limit)
+        torch.testing.assert_close(torch.cat(found, dim=1).cpu()[real], expected[real], **limit)
 
 
 @pytest.mark.usefixtures("with_kernels")
