@@ -190,9 +190,9 @@ def attend_next(
             and their heads, score and scale.
         past: what the pieces before have left; ``Past()`` for the first.
         impl: ``"blockwise"`` (PyTorch), ``"triton"`` (the first piece as for :func:`attend`, single tokens, and along
-            Householder steps long pieces, too; other pieces are read by PyTorch's attention in any case; halves with
-            nothing but softmax may have D up to 512) or ``"auto"``: the kernels on CUDA devices where they serve, else
-            ``"blockwise"``. ``"reference"`` does not stream.
+            Householder steps long pieces, too; other pieces are read by PyTorch's attention in any case; D up to 512 in
+            half precision, with softmax and no transport) or ``"auto"``: the kernels on CUDA devices where they serve,
+            else ``"blockwise"``. ``"reference"`` does not stream.
 
     Returns:
         (B, T, Hq, E), in the dtype of q.

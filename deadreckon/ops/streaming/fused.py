@@ -331,9 +331,9 @@ def turned_next(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor
 
 def reason_against_first(q: Tensor, v: Tensor, factors: Factors) -> str | None:
     """What kernels for a first piece would need and do not have: without gradients, halves may have wider keys."""
-    plain = factors.transport is None and factors.log_gate is None and factors.score == "softmax"
+    still = factors.transport is None and factors.score == "softmax"
     wide = q.shape[3] > WIDEST_HEAD and v.shape[3] <= WIDEST_HEAD // 2 and q.dtype != torch.float32
-    if plain and wide and not cramped(q):
+    if still and wide and not cramped(q):
         return reason_against_next(q, v, factors)
     return reason_against(q, v, factors, packed=False)
 
