@@ -133,6 +133,7 @@ def test_models_give_what_they_give_without(options: dict[str, Any], monkeypatch
     """A whole pass, pieces that are cut further, single tokens, and a row that is padded.
 
     At most four times the error that PyTorch makes in float32: sums are in another order, and pieces have their own.
+    On a GPU four times that: filters take logarithms and powers by one instruction each.
     """
     monkeypatch.setattr("deadreckon.encodings.cursors.HELD", {"cpu": 600, "cuda": 600})
     model, ids = make_model(layers=2, content=0.3, **options).eval(), torch.randint(1, VOCABULARY, (2, 18))
@@ -141,7 +142,7 @@ def test_models_give_what_they_give_without(options: dict[str, Any], monkeypatch
     expected, real = model.double()(ids, attention_mask=mask).logits, mask.bool()
     with torch.enable_grad():  # which kernels have no part in
         plain = model.float()(ids, attention_mask=mask).logits.detach()
-    allowed = 4 * float((plain - expected)[real].abs().max())
+    allowed = (4 if DEVICE == "cpu" else 16) * float((plain - expected)[real].abs().max())
     limit: dict[str, Any] = {"rtol": 0, "atol": allowed, "check_dtype": False}
     model, ids, mask = model.to(DEVICE), ids.to(DEVICE), mask.to(DEVICE)
     whole = model(ids, attention_mask=mask).logits.cpu()
