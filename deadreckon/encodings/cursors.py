@@ -168,13 +168,13 @@ class Cursors(SelfInitialised, nn.Module):
         length, recent = x.shape[1], context.recent
         if recent is not None and length > 1:  # which would write over what `crop` may need of the state before
             recent.update({name: recent[name].clone() for name in BY_PLACE if name in recent})
-        cut, found = length if recent is None else max(0, length - CROPPABLE - 1), []
-        last = _recall(context, "histogram", len(x))
+        cut = 0 if recent is None else max(0, length - CROPPABLE - 1)
+        last, found = _recall(context, "histogram", len(x)), []
         for filters in self._filters(x, context):
             before, kept, some = None if last is None else last[:, filters.part], [], []
-            for start, end in filters.spans(cut, length):
+            for start, end in [(0, length)] if recent is None else filters.spans(cut, length):
                 gates = filters.gates(start, end)
-                if start < cut:
+                if recent is None or start < cut:
                     e, before = gates.superpositions(table, before)
                 else:
                     h = gates.histograms(self.positions, before)
@@ -241,14 +241,19 @@ class Cursors(SelfInitialised, nn.Module):
         if self.jumping:
             part, copies = slice(self.walking, None), self._copies(x, hidden, context)
             gates = Gates(reset[:, :, part], move[:, :, part], gamma[part], None)
-            choices = self.positions + 1 if by_kernels(x) else context.seen + length
-            size = HELD.get(x.device.type, HELD["cpu"]) // (choices * self.jumping * len(x))
 
             def jumping(start: int, end: int) -> Gates:
                 return gates.between(start, end)._replace(copy=copies(start, end))
 
-            found.append(Filters(part, jumping, length if context.recent is None else max(1, size)))
+            found.append(Filters(part, jumping, self._size(x, context)))
         return found
+
+    def _size(self, x: Tensor, context: Context) -> int:
+        """Of how many tokens it is held at a time where they may jump to. Whole rows are not divided."""
+        if context.recent is None:
+            return x.shape[1]
+        choices = self.positions + 1 if by_kernels(x) else context.seen + x.shape[1]
+        return max(1, HELD.get(x.device.type, HELD["cpu"]) // (choices * self.jumping * len(x)))
 
     def _decide(self, part: nn.Linear, hidden: Tensor) -> Tensor:
         """The logits of gates, in training with noise, which only clear decisions withstand."""
