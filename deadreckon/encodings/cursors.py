@@ -143,7 +143,8 @@ class Cursors(SelfInitialised, nn.Module):
     def forward(self, x: Tensor, context: Context, dtype: torch.dtype) -> list[Streams] | list[Filtered]:
         """Superpositions (B, T, heads, C, r) for each layer, in a dtype: histograms are never of half precision."""
         with without_autocast(x):
-            x, context, tokens = _unpacked(x, context)
+            # Kernels multiply halves as they are; else several maps read, and keep, the same copy.
+            x, context, tokens = _unpacked(x if by_kernels(x) else at_least_single(x), context)
             table = self._table(x, dtype)
             later = context.recent is not None and "histogram" in context.recent
             if later and x.shape[1] == 1 and self.recurrence.in_one_kernel(x) and not self.noisy:
@@ -161,7 +162,7 @@ class Cursors(SelfInitialised, nn.Module):
         """(P, r), where each position is."""
         if by_kernels(x):
             return waves_in(self.positions, self.width, self.base, x.device, dtype)
-        return table_of_waves(at_least_single(x).detach(), self.positions, self.width, self.base).to(dtype)
+        return table_of_waves(x.detach(), self.positions, self.width, self.base).to(dtype)
 
     def _superpositions(self, x: Tensor, context: Context, table: Tensor) -> Tensor:
         """Superpositions (B, T, F, r) of whole rows, or of a piece, which leaves what the next one needs."""

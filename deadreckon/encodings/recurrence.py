@@ -120,10 +120,8 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
 
     def from_hidden(self, dtype: torch.dtype) -> Tensor:
         """The hidden-to-hidden matrix as it is used."""
-        if self.norm is None:
-            return self.weight_hh_l0.to(dtype)
         w = self.weight_hh_l0.to(dtype)
-        return w * (self.norm * self.loudness.to(dtype) / w.norm())
+        return w if self.norm is None else w * (self.norm * self.loudness.to(dtype) / w.norm())
 
     def in_one_kernel(self, x: Tensor) -> bool:
         """Whether :meth:`by_kernel` serves."""
