@@ -30,12 +30,12 @@ from triton.runtime.jit import JITFunction
 import deadreckon.ops.triton.gated.gates
 import deadreckon.ops.triton.householder.levels
 import deadreckon.ops.triton.tiles
-from deadreckon.filters.triton import filter_fused, superpose_fused
+from deadreckon.filters.triton import filter_fused, step, superpose_fused
 from deadreckon.ops.factors import Factors, Form, Householder, Power, Rotation, Score
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
-from deadreckon.ops.triton import pointwise, token
+from deadreckon.ops.triton import cursors, pointwise, token
 from deadreckon.ops.triton.attend import attend_fused
 from deadreckon.ops.triton.directions import directions_forward
 from deadreckon.ops.triton.loss import cross_entropy_
@@ -159,6 +159,31 @@ def call_filter(dtype: torch.dtype, length: int, positions: int, copy: bool) -> 
     (h.float().sum() + e.float().sum()).backward()
 
 
+def call_cursors(dtype: torch.dtype, hidden: int, positions: int) -> None:
+    """PRISM's: of a piece, and of one token."""
+    u, bias, places = (
+        torch.randn(3 * hidden, hidden).to(dtype),
+        torch.randn(3 * hidden).to(dtype),
+        torch.arange(70)[None],
+    )
+    table, order, weights = (
+        torch.randn(positions, 104).to(dtype),
+        torch.zeros(3, 4, dtype=torch.int32),
+        torch.ones(2, 4),
+    )
+    for tokens in (70, 1):
+        x, here = torch.randn(2, tokens, 3 * hidden), places[:, :tokens]
+        state = torch.zeros(2, 66, hidden) if tokens == 1 else torch.zeros(2, hidden)
+        cursors.gru(x, bias, u, bias, None, here, state, tokens == 1)
+        q, keys, none = torch.randn(2, tokens, 5, 32), torch.randn(2, 5, 128, 32), torch.randn(2, tokens, 5)
+        heads = [torch.randn(2, tokens, n, 64).to(dtype) for n in (2, 1)]
+        e = torch.randn(2, tokens, 9, 104).to(dtype)
+        cursors.widen(*heads, e, table, here, order, weights[:, 0].contiguous().to(dtype), weights.to(dtype), 1.0, 1.0)
+    cursors.jumps(torch.randn(2, 70, 5, 32), keys, torch.randn(2, 70, 5), places, positions, dtype)
+    copy = cursors.jump(q, keys, q, none, here, positions)
+    step(torch.randn(2, 1, 9, 4), torch.ones(9).to(dtype), copy, torch.zeros(2, 66, 9, positions), here, dtype, 1e-8)
+
+
 def call_power(
     dtype: torch.dtype, length: int, group: int, width: int, p: int, gated: bool, form: Form = "chunked"
 ) -> None:
@@ -216,6 +241,7 @@ call_token(torch.bfloat16, 64)
 call_pointwise(torch.bfloat16)
 call_around(torch.bfloat16, 512)
 call_filter(torch.bfloat16, 20, 512, copy=True)
+call_cursors(torch.bfloat16, 100, 512)
 call_power(torch.bfloat16, 1100, 2, 64, 2, True)
 if not QUICK:
     call(torch.bfloat16, 1100, 1, 64, "householder", False, packed=True)
@@ -237,7 +263,10 @@ if not QUICK:
     if SHARED > 99 * 1024:  # keys as wide are left to PyTorch there
         decode(torch.float32, 256, gated=False, routes=False, turns=True)
         decode(torch.bfloat16, 480, gated=False, routes=False)
+        with torch.no_grad():
+            attend_fused(*(torch.randn(1, 300, 1, n).bfloat16() for n in (480, 480, 128)), Factors(), 0.1, None)
     call_filter(torch.float32, 1, 99, copy=False)
+    call_cursors(torch.float32, 32, 4096)
     call_filter(torch.float32, 20, 4096, copy=False)
     call_power(torch.bfloat16, 2100, 1, 128, 2, False)
     call_power(torch.bfloat16, 4100, 1, 32, 4, True)

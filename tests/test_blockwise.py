@@ -12,9 +12,11 @@ import torch
 from cases import GATES, SCORES, TRANSPORTS, Case, relative_errors, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.bench.timing import peak_bytes
+from deadreckon.ops.blockwise import attend
 from deadreckon.ops.blockwise.dense import DenseBlocks
 from deadreckon.ops.blockwise.runs import Gate
 
@@ -185,6 +187,24 @@ def test_memory_is_linear_in_length(transport: str | None, score: object, gate: 
 
     # 128 × 128 logits of a tile are a constant; measure where they no longer count.
     assert peak(4096) < 2.6 * peak(2048)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_wide_heads_by_the_kernel_that_takes_them(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is a GPU's: here its definition, of what it is given, heads of as many channels as it can have."""
+
+    def efficient(backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, None]:
+        assert backend == "efficient" and causal
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        assert [x.shape[3] for x in (q, k, v)] == [304, 304, 16]
+        logits = (scale * q @ k.mT).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -torch.inf)
+        return logits.softmax(-1) @ v, None
+
+    monkeypatch.setattr(attend, "dense_forward", efficient)
+    case = Case(length=9, group=group, width=300, value_width=12)
+    leaves = case.inputs()
+    found = attend.wide(leaves["q"], leaves["k"], leaves["v"], 300**-0.5, "efficient")
+    torch.testing.assert_close(found, case.attend(leaves, impl="reference"))
 
 
 def test_gradcheck() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import deadreckon as dr
-from deadreckon.encodings.cursors import Cursors, waves
+from deadreckon.encodings.cursors import Cursors
 from deadreckon.encodings.recurrence import Recurrence
+from deadreckon.encodings.waves import waves
 
 
 @pytest.mark.parametrize(("dtype", "channels"), [(torch.float32, 32), (torch.float64, 48)])

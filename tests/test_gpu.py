@@ -82,6 +82,25 @@ def test_single_tokens_of_other_scores(score: Any, gate: str | None) -> None:
     assert (past.folded is not None) == isinstance(score, dr.Power)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_wide_heads_take_memory_that_is_linear(dtype: torch.dtype) -> None:
+    """Of one pass, and of a later piece: T × T logits of a head would take more than all that is allowed."""
+    length, sizes = 4096, ((8, 480), (2, 480), (2, 64))
+    q, k, v = (torch.randn(1, length, *size, device="cuda").to(dtype) for size in sizes)
+    dr.attend(q[:, :64], k[:, :64], v[:, :64])
+    past, found = dr.Past(), list[torch.Tensor]()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    whole = dr.attend(q, k, v)
+    for start, end in ((0, 1000), (1000, length)):
+        found.append(dr.attend_next(q[:, start:end], k[:, start:end], v[:, start:end], past=past))
+    assert torch.cuda.max_memory_allocated() - before < 8 * length**2 * q.element_size()
+    expected = dr.attend(q[:, :1100].double(), k[:, :1100].double(), v[:, :1100].double(), impl="blockwise")
+    allowed = 2**-6 if dtype == torch.bfloat16 else 1e-5
+    for output in (whole, torch.cat(found, dim=1)):
+        torch.testing.assert_close(output[:, :1100].double(), expected, rtol=0, atol=allowed)
+
+
 def test_single_tokens_with_wide_keys() -> None:
     """As PRISM's are: at most twice the error that one pass in PyTorch makes, whose weights are rounded, too."""
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deadreckon as dr
-from deadreckon.ops.streaming.fused import STREAM
+from deadreckon.ops.streaming.fused import STREAM, reason_against_first
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 from deadreckon.ops.triton.kernel import Kernel
@@ -71,6 +71,45 @@ def test_householder_routes(case: Case) -> None:
     assert expected.waiting is not None
     for name, x in expected.waiting.fields().items():
         assert torch.equal(past.waiting[name], x)
+
+
+@pytest.mark.parametrize(("length", "gate"), [(1, None), (70, "learned"), (200, None)])
+def test_keys_wider_than_attend_takes(length: int, gate: str | None) -> None:
+    """Of halves: weights are rounded once, and so are the outputs, which are no larger than values."""
+    leaves = Case(None, gate, length=length, batch=1, width=264).inputs()
+    log_gate = leaves["log_gate"].to(DEVICE, torch.float32) if gate else None
+    q, k, v = (leaves[name].to(DEVICE, torch.float16) for name in "qkv")
+    expected = dr.attend(q.double(), k.double(), v.double(), log_gate=log_gate, impl="reference")
+    found = dr.attend_next(q, k, v, log_gate=log_gate, past=Past(), impl="triton")
+    allowed = 2 * torch.finfo(torch.float16).eps * float(v.abs().max())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"width": 264}, None),
+        ({"width": 520}, "D a multiple of 8 up to 512 for a later piece, got 520"),
+        ({"value_width": 136}, "D a multiple of 8 up to 256, got 264"),
+        ({"dtype": torch.float32}, "D a multiple of 8 up to 256, got 264"),
+        ({"factors": dr.Factors(log_gate=torch.zeros(1, 3, 2, device=DEVICE))}, None),
+        ({"factors": dr.Factors(score="stick-breaking")}, "D a multiple of 8 up to 256, got 264"),
+        ({"cramped": True}, "D a multiple of 8 up to 256, got 264"),
+    ],
+)
+def test_wide_keys_that_kernels_take(
+    change: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {
+        "width": 264,
+        "value_width": 16,
+        "dtype": torch.bfloat16,
+        "factors": dr.Factors(),
+        **change,
+    }
+    monkeypatch.setattr("deadreckon.ops.streaming.fused.cramped", lambda x: "cramped" in change)
+    q, v = (torch.zeros(1, 3, 2, given[name], dtype=given["dtype"], device=DEVICE) for name in ("width", "value_width"))
+    assert reason_against_first(q, v, given["factors"]) == reason
 
 
 @pytest.mark.parametrize("transport", [None, "rotation", "rotation of values", "rotation per query head"])

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import deadreckon as dr
-from deadreckon.encodings.cursors import COPY_WIDTH, Cursors, waves
+from deadreckon.encodings.cursors import COPY_WIDTH, Cursors
 from deadreckon.encodings.prism import Prism
+from deadreckon.encodings.waves import waves
 
 SMALL = {"positions": 9, "width": 6, "cursors": 3, "hidden": 5}
 VOCABULARY = 13

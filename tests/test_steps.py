@@ -19,7 +19,10 @@ from deadreckon.models.graphs import Steps
 
 CLOSE = {"rtol": 0, "atol": 1e-4}
 SMALL = {"positions": 12, "width": 8, "cursors": 2, "hidden": 5}
-OPTIONS = {"sympow:4": {"p": 4}, "prism": SMALL, "prism:walking": {**SMALL, "copy": 0}}  # as tests name them
+BY_KERNELS = "prism:kernels"  # whose cursors are moved by kernels, too, as they are on a GPU
+OPTIONS = {
+    "sympow:4": {"p": 4}, "prism": SMALL, BY_KERNELS: SMALL, "prism:walking": {**SMALL, "copy": 0},
+}  # fmt: skip  # as tests name them
 
 
 class Rerun:
@@ -41,7 +44,7 @@ class Rerun:
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Tails of 8 tokens, few programs, and steps that are graphs while grad mode is off."""
     monkeypatch.setattr("deadreckon.ops.streaming.fused.ROOM", 8)
     for module in ("decode", "routes"):
@@ -56,6 +59,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "deadreckon.models.huggingface.wanted", lambda ids, model: not torch.is_grad_enabled() and not model.training
     )
     monkeypatch.setattr("deadreckon.models.huggingface.Steps", lambda *arguments: Steps(*arguments, Rerun))
+    if hasattr(request.node, "callspec") and BY_KERNELS in request.node.callspec.params.values():
+        for module in ("ops.cursors", "encodings.maps"):
+            monkeypatch.setattr(f"deadreckon.{module}.has_kernels", lambda x: True)
     Rerun.captured, Rerun.replayed, Rerun.interrupted = 0, 0, None
     yield
     Rerun.interrupted = None
@@ -92,7 +98,9 @@ def decode(model: dr.DeadReckonForCausalLM, ids: Tensor, cache: DynamicCache, st
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values", "stickbreaking", "sympow:4", "prism"])
+@pytest.mark.parametrize(
+    "encoding", ["path-fox", "learned-rotation-values", "stickbreaking", "sympow:4", "prism", BY_KERNELS]
+)
 @torch.no_grad()
 def test_steps_give_what_one_pass_gives(encoding: str) -> None:
     """Across closings of tails; a second sequence in the same graph; then the first goes on."""
@@ -125,7 +133,7 @@ def test_steps_that_inference_mode_captured_serve_outside_too() -> None:
     assert Rerun.captured == 1
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope", "prism"])
+@pytest.mark.parametrize("encoding", ["path-fox", "selective-rope", "prism", BY_KERNELS])
 @torch.no_grad()
 def test_states_of_a_graph_are_forked_cropped_chosen_and_copied(encoding: str) -> None:
     model, ids = kernel_model(encoding), prompts(2, 18)
@@ -152,7 +160,7 @@ def test_states_of_a_graph_are_forked_cropped_chosen_and_copied(encoding: str) -
     assert Rerun.captured == 2
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "rope-path", "selective-rope", "prism"])
+@pytest.mark.parametrize("encoding", ["path-fox", "rope-path", "selective-rope", BY_KERNELS])
 @torch.no_grad()
 def test_cropped_sequences_stay_in_their_graph(encoding: str) -> None:
     """As those of assisted decoding are, round by round: with all tokens that wait undone, too."""
@@ -169,7 +177,7 @@ def test_cropped_sequences_stay_in_their_graph(encoding: str) -> None:
     assert (Rerun.captured, Rerun.replayed - before) == (1, 9)
 
 
-@pytest.mark.parametrize("encoding", ["path-fox", "stickbreaking", "prism"])
+@pytest.mark.parametrize("encoding", ["path-fox", "stickbreaking", "prism", BY_KERNELS])
 @torch.no_grad()
 def test_masked_rows_are_decoded_by_graphs(encoding: str) -> None:
     model, ids = kernel_model(encoding), prompts(2, 16)

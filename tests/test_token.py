@@ -20,6 +20,11 @@ from deadreckon.ops.token import directions_of_token, maps_of_token
 
 __all__ = ["as_on_a_gpu"]  # a fixture
 
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="interprets kernels; on a GPU, test_steps_gpu.py has models",
+)
+
 
 @pytest.mark.parametrize(("batch", "inputs", "rows"), [(1, 70, (5,)), (3, 1100, (7, 2, 9)), (2, 64, (32, 1))])
 def test_maps_of_one_token(batch: int, inputs: int, rows: tuple[int, ...]) -> None:
@@ -91,6 +96,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
+@interpreted
 @pytest.mark.parametrize(
     ("encoding", "expected"),
     [
@@ -112,6 +118,7 @@ def test_steps_of_models_give_what_one_pass_gives(encoding: str, expected: list[
     torch.testing.assert_close(decode(model, ids, cache, 2), logits[:, 2:], **CLOSE)
 
 
+@interpreted
 @torch.no_grad()
 def test_what_stands_in_a_maps_place_is_called(launches: list[str]) -> None:
     """A module of another class, as adapters are: it adds to the logit. A hook; a function in place of `forward`."""

@@ -7,63 +7,33 @@
 One in five key cursors only ever steps forward: a token is at its place in the document. The query cursors that meet
 it may jump there (the copy branch), by causal self-attention over tokens with one more choice, not to jump.
 
-Of e_t, only inner products matter, and those of f(0) … f(P − 1) are the same in fewer dimensions: most of the waves are
-so long that they hardly differ. For d = 340 there are 32 for 64 positions, 80 for 256, 104 for 512.
+Of e_t, only inner products matter, which are the same in r ≤ d dimensions: see `waves.py`.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from deadreckon.encodings.base import BY_PLACE, CROPPABLE, GROWING, Context, Sizes
-from deadreckon.encodings.maps import Projection, SelfInitialised
+from deadreckon.encodings.maps import Projection, SelfInitialised, in_step
 from deadreckon.encodings.recurrence import Recurrence
-from deadreckon.filters.histogram import histogram_filter, superpose
+from deadreckon.encodings.waves import table_of_waves, waves_in
+from deadreckon.filters.histogram import filter_next, histogram_filter, superpose
+from deadreckon.ops.cursors import by_kernels, jump, jumps, mapped, order_of
 from deadreckon.ops.pointwise import at_least_single
-from deadreckon.ops.tracing import operator, traced, without_autocast
+from deadreckon.ops.token import maps_of_token
+from deadreckon.ops.tracing import traced, without_autocast
 
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys
 KEPT = CROPPABLE + 2  # places: one is left when `crop` has undone so many, and one more token may have been interrupted
-HELD = {"cpu": 1 << 24, "cuda": 1 << 28}  # pairs of a token and one it may jump to that are held at a time
+HELD = {"cpu": 1 << 24, "cuda": 1 << 28}  # pairs of a token and where it may jump to that are held at a time
 ROOM = {"cpu": 64, "cuda": 1024}  # tokens that there is room for in the copy branch's cache, at the least
-
-
-@cache
-@torch.inference_mode(False)  # or one that is made there would be of no use for training
-def waves(positions: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """f of all positions (P, r), turned so that all but r ≤ d channels are zero to rounding, and these alike in size.
-
-    Channels that differ in size would lose more when they are rounded to half precision.
-    """
-    steps = torch.arange(0, width, 2, dtype=torch.float64)
-    phase = torch.arange(positions, dtype=torch.float64)[:, None] * base ** (-steps / width)
-    u, s, _ = torch.linalg.svd(torch.cat([phase.sin(), phase.cos()], dim=-1), full_matrices=False)
-    rank = min(8 * math.ceil(int((s > s[0] * torch.finfo(dtype).eps).sum()) / 8), len(s))
-    order = torch.arange(rank, dtype=torch.float64)
-    cosines = (torch.pi * (order[:, None] + 0.5) * order / rank).cos() * (2 / rank) ** 0.5  # turns, and mixes
-    cosines[:, 0] *= 0.5**0.5
-    return (u[:, :rank] * s[:rank] @ cosines.T).to(device, dtype)
-
-
-def _table(like: Tensor, positions: int, width: int, base: float) -> Tensor:
-    """`waves` as an operator, on the device and in the dtype of a tensor."""
-    return waves(positions, width, base, like.device, like.dtype).clone()
-
-
-def _table_room(like: Tensor, positions: int, width: int, base: float) -> Tensor:
-    with _disable_current_modes():  # how many waves there are has to be computed
-        channels = waves(positions, width, base, torch.device("cpu"), like.dtype).shape[1]
-    return like.new_empty(positions, channels)
-
-
-table_of_waves = operator("deadreckon::waves", _table, _table_room)
 
 
 class Gates(NamedTuple):
@@ -87,6 +57,28 @@ class Gates(NamedTuple):
         """Their superpositions (B, T, F, d), and the last histograms (B, F, P)."""
         gates = self.reset, self.move, self.gamma
         return superpose(*gates, table, copy=self.copy, initial=before, final=True)
+
+
+class Filters(NamedTuple):
+    """Some of the cursors: which, their gates at tokens from start to end, and of how many tokens these fit at once."""
+
+    part: slice
+    gates: Callable[[int, int], Gates]
+    size: int
+
+    def spans(self, cut: int, length: int) -> list[tuple[int, int]]:
+        """Tokens to filter at a time; none lies on both sides of the cut."""
+        edges = {*range(0, cut, self.size), *range(cut, length, self.size), length}
+        return list(pairwise(sorted(edges)))
+
+
+class Filtered(NamedTuple):
+    """What a kernel makes the queries and keys of a layer from."""
+
+    superpositions: Tensor  # (B, T, F, r), of all filters
+    table: Tensor  # (P, r)
+    places: Tensor  # (B or 1, T)
+    order: Tensor  # (Hq + H, C), which filter a cursor is; −1 for those that are at the token's place
 
 
 class Streams(NamedTuple):
@@ -148,42 +140,76 @@ class Cursors(SelfInitialised, nn.Module):
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
 
-    def forward(self, x: Tensor, context: Context, dtype: torch.dtype) -> list[Streams]:
+    def forward(self, x: Tensor, context: Context, dtype: torch.dtype) -> list[Streams] | list[Filtered]:
         """Superpositions (B, T, heads, C, r) for each layer, in a dtype: histograms are never of half precision."""
         with without_autocast(x):
-            x, context, tokens = _unpacked(at_least_single(x), context)
-            table = table_of_waves(x.detach(), self.positions, self.width, self.base).to(dtype)
-            if context.recent is None:
-                filters = self._filters(x, context)
-                superpositions = torch.cat([gates.superpositions(table, before)[0] for gates, before in filters], dim=2)
+            # Kernels multiply halves as they are; else several maps read, and keep, the same copy.
+            x, context, tokens = _unpacked(x if by_kernels(x) else at_least_single(x), context)
+            table = self._table(x, dtype)
+            later = context.recent is not None and "histogram" in context.recent
+            if later and x.shape[1] == 1 and self.recurrence.in_one_kernel(x) and not self.noisy:
+                superpositions = self._step(x, context, table)
             else:
-                superpositions = self._advance(x, context, table)
+                superpositions = self._superpositions(x, context, table)
+            if tokens is None and by_kernels(x):
+                order = order_of(*self.query_shape[:2], *self.key_shape[1:], self.copy, x.device)
+                return [Filtered(superpositions, table, context.positions, of_layer) for of_layer in order]
             places = context.positions.clamp(0, self.positions - 1)
             streams = self._sort(superpositions, table[places].expand(len(x), -1, -1))
             return Streams(*(_packed(e, tokens) for e in streams)).of_layers()
 
-    def _advance(self, x: Tensor, context: Context, table: Tensor) -> Tensor:
-        """Superpositions (B, T, F, r) of a piece, so many tokens at a time that all of them see few keys together."""
-        length, seen = x.shape[1], (context.seen + x.shape[1]) * max(1, self.jumping) * len(x)
-        size = max(1, HELD.get(x.device.type, HELD["cpu"]) // seen)
-        assert context.recent is not None
-        if length > 1:  # which would write over what `crop` may need of the state before
-            context.recent.update({name: context.recent[name].clone() for name in BY_PLACE if name in context.recent})
-        found = []
-        for start in range(0, length, size):
-            some = context if size >= length else context.of_tokens(start, start + size)
-            filters = self._filters(x[:, start : start + size], some)
-            kept = [_superpose_and_keep(gates, table, before) for gates, before in filters]
-            _remember(some, "histogram", torch.cat([h for _, h in kept], dim=2))
-            found.append(torch.cat([e for e, _ in kept], dim=2))
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+    def _table(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """(P, r), where each position is."""
+        if by_kernels(x):
+            return waves_in(self.positions, self.width, self.base, x.device, dtype)
+        return table_of_waves(x.detach(), self.positions, self.width, self.base).to(dtype)
+
+    def _superpositions(self, x: Tensor, context: Context, table: Tensor) -> Tensor:
+        """Superpositions (B, T, F, r) of whole rows, or of a piece, which leaves what the next one needs."""
+        length, recent = x.shape[1], context.recent
+        if recent is not None and length > 1:  # which would write over what `crop` may need of the state before
+            recent.update({name: recent[name].clone() for name in BY_PLACE if name in recent})
+        cut = 0 if recent is None else max(0, length - CROPPABLE - 1)
+        last, found = _recall(context, "histogram", len(x)), []
+        for filters in self._filters(x, context):
+            before, kept, some = None if last is None else last[:, filters.part], [], []
+            for start, end in [(0, length)] if recent is None else filters.spans(cut, length):
+                gates = filters.gates(start, end)
+                if recent is None or start < cut:
+                    e, before = gates.superpositions(table, before)
+                else:
+                    h = gates.histograms(self.positions, before)
+                    e, before = h.to(table.dtype) @ table, h[:, -1]
+                    kept.append(h)
+                some.append(e)
+            found.append(_joined(some))
+            if kept:
+                _remember(context, "histogram", _joined(kept), filters.part, self.walking + self.jumping)
+        return _joined(found, dim=2)
+
+    def _step(self, x: Tensor, context: Context, table: Tensor) -> Tensor:
+        """Superpositions (B, 1, F, r) of one more token, by kernels that find and leave what is kept where it is."""
+        recent, places, copy = context.recent, context.positions, None
+        assert recent is not None
+        hidden = self.recurrence.by_kernel(x, places, recent["hidden"], by_place=True)
+        parts = [self.gates, self.no_copy] if self.jumping else [self.gates]
+        if in_step(hidden, *parts):
+            actions, *none = maps_of_token(hidden, [(part.weight, part.bias, "none", 1.0) for part in parts])
+        else:
+            actions, *none = (_apply(part, hidden) for part in parts)
+        if self.jumping:
+            q, k = (_apply(part, x).unflatten(-1, (-1, COPY_WIDTH)) for part in (self.copy_query, self.copy_key))
+            copy = jump(q, _room_for_keys(context, k), k, none[0], places, self.positions)
+        actions = actions.unflatten(-1, (-1, 4))
+        h = filter_next(actions, self.sharpness, copy, recent["histogram"], places, table.dtype)
+        return (h @ table).unsqueeze(1)
 
     @torch.no_grad()
     def read(self, x: Tensor, context: Context) -> Reading:
         """What the cursors do on whole sequences x: gates and histograms. Fixed key cursors always step forward."""
         x = at_least_single(x)
-        filters = [gates for gates, _ in self._filters(x, context)]
-        histograms = [gates.histograms(self.positions, None) for gates in filters]
+        gates = [filters.gates(0, x.shape[1]) for filters in self._filters(x, context)]
+        histograms = [some.histograms(self.positions, None) for some in gates]
         places = context.positions.clamp(0, self.positions - 1).expand(x.shape[:2])
         fixed = {
             "reset": x.new_zeros(*x.shape[:2], 1),
@@ -191,78 +217,91 @@ class Cursors(SelfInitialised, nn.Module):
             "histograms": torch.nn.functional.one_hot(places, self.positions).to(x.dtype),
         }
         walked = {
-            "reset": torch.cat([gates.reset for gates in filters], dim=2).unsqueeze(-1),
-            "move": torch.cat([gates.move for gates in filters], dim=2),
+            "reset": torch.cat([some.reset for some in gates], dim=2).unsqueeze(-1),
+            "move": torch.cat([some.move for some in gates], dim=2),
             "histograms": torch.cat(histograms, dim=2),
         }
         return Reading(**{name: self._sort(walked[name], fixed[name]) for name in fixed})
 
-    def _filters(self, x: Tensor, context: Context) -> list[tuple[Gates, Tensor | None]]:
-        """Gates of the cursors that only walk and of those that also jump, with their histograms so far."""
-        hidden = self._recur(x, context)
+    def _filters(self, x: Tensor, context: Context) -> list[Filters]:
+        """The cursors that only walk, and those that also jump."""
+        hidden, length = self._recur(x, context), x.shape[1]
         actions = self._decide(self.gates, hidden).unflatten(-1, (-1, 4))
         reset, move = actions[..., 0].sigmoid(), actions[..., 1:].softmax(-1)
-        copy = self._copies(x, hidden, context) if self.jumping else None
         if context.recent is not None:  # padding leaves a cursor where it starts
             padding = (context.positions < 0).expand(x.shape[:2])
             reset = torch.where(padding[..., None], 1.0, reset)
             stays = torch.arange(3, device=x.device) == 2
             move = torch.where(padding[..., None, None], stays.to(move.dtype), move)
-            if copy is not None:
-                none = pad(copy.new_zeros(self.positions), (0, 1), value=1.0)
-                copy = torch.where(padding[..., None, None], none, copy)
         gamma = 1 + at_least_single(self.sharpness).exp()
-        kept = _recall(context, "histogram", len(x))
-        filters: list[tuple[Gates, Tensor | None]] = []
-        for part, jumps in ((slice(self.walking), None), (slice(self.walking, None), copy)):
-            if gamma[part].numel():
-                before = None if kept is None else kept[:, part]
-                filters.append((Gates(reset[:, :, part], move[:, :, part], gamma[part], jumps), before))
-        return filters
+        found = []
+        if self.walking:
+            part = slice(self.walking)
+            gates = Gates(reset[:, :, part], move[:, :, part], gamma[part], None)
+            found.append(Filters(part, gates.between, length))
+        if self.jumping:
+            part, copies = slice(self.walking, None), self._copies(x, hidden, context)
+            gates = Gates(reset[:, :, part], move[:, :, part], gamma[part], None)
+
+            def jumping(start: int, end: int) -> Gates:
+                return gates.between(start, end)._replace(copy=copies(start, end))
+
+            found.append(Filters(part, jumping, self._size(x, context)))
+        return found
+
+    def _size(self, x: Tensor, context: Context) -> int:
+        """Of how many tokens it is held at a time where they may jump to. Whole rows are not divided."""
+        if context.recent is None:
+            return x.shape[1]
+        choices = self.positions + 1 if by_kernels(x) else context.seen + x.shape[1]
+        return max(1, HELD.get(x.device.type, HELD["cpu"]) // (choices * self.jumping * len(x)))
 
     def _decide(self, part: nn.Linear, hidden: Tensor) -> Tensor:
         """The logits of gates, in training with noise, which only clear decisions withstand."""
         logits = _apply(part, hidden)
-        silent = not self.training or not (isinstance(self.noise, Tensor) or self.noise)
-        return logits if silent else logits + self.noise * torch.randn_like(logits)
+        return logits + self.noise * torch.randn_like(logits) if self.noisy else logits
+
+    @property
+    def noisy(self) -> bool:
+        return self.training and (isinstance(self.noise, Tensor) or bool(self.noise))
 
     def _recur(self, x: Tensor, context: Context) -> Tensor:
-        """Hidden states (B, T, hidden)."""
+        """Hidden states (B, T, hidden), at least in single precision."""
         recent, real = context.recent, (context.positions >= 0).unsqueeze(-1)
-        past = _recall(context, "hidden", len(x))
-        before = self.recurrence.first(x).expand(len(x), -1) if past is None else past
+        past, first = _recall(context, "hidden", len(x)), self.recurrence.first(x)
+        before = first.expand(len(x), -1) if past is None else past
         waiting = 0 if recent is None else (-context.positions[:, :1]).clamp(0, x.shape[1])  # (B, 1) tokens of padding
-        if past is not None and x.shape[1] == 1:  # without a question to the device, for which the host would wait
-            hidden = torch.where(real, self.recurrence(x, before), self.recurrence.first(x))
+        if self.recurrence.in_one_kernel(x):
+            hidden = self.recurrence.by_kernel(x, context.positions, before)
+        elif past is not None and x.shape[1] == 1:  # without a question to the device, for which the host would wait
+            hidden = torch.where(real, self.recurrence(x, before), first)
         elif isinstance(waiting, Tensor) and bool(waiting.any()):
             # Rows begin at their first token and end with what nobody reads; then they go back to where they were.
             order = torch.arange(x.shape[1], device=x.device) + waiting
             rolled = x.gather(1, (order % x.shape[1]).unsqueeze(-1).expand_as(x))
             hidden = self.recurrence(rolled, before)
             back = (order - 2 * waiting).clamp(min=0).unsqueeze(-1).expand_as(hidden)
-            hidden = torch.where(real, hidden.gather(1, back), self.recurrence.first(x))
+            hidden = torch.where(real, hidden.gather(1, back), first)
         else:
             hidden = self.recurrence(x, before)
         if recent is not None:
             _remember(context, "hidden", hidden)
         return hidden
 
-    def _copies(self, x: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """Where jumping cursors jump to: (B, T, F, P + 1), the last for not at all."""
+    def _copies(self, x: Tensor, hidden: Tensor, context: Context) -> Callable[[int, int], Tensor]:
+        """Where jumping cursors jump to at tokens from start to end: (B, n, F, P + 1), the last for not at all."""
         q, k = (_apply(part, x).unflatten(-1, (-1, COPY_WIDTH)) for part in (self.copy_query, self.copy_key))
-        k = k.transpose(1, 2) if context.recent is None else _kept_keys(context, k)  # (B, F, S, W), each at its place
-        keys = k.shape[2]
-        scores = (q.transpose(1, 2) @ k.mT).transpose(1, 2) * COPY_WIDTH**-0.5  # (B, T, F, S)
-        places = torch.arange(keys, device=x.device)
-        seen = places <= context.positions[..., None]  # (B or 1, T, S); of padding, before 0, there are none
-        scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
-        chances = torch.cat([scores, self._decide(self.no_copy, hidden).unsqueeze(-1)], dim=-1).softmax(-1)
-        jumps, none = chances[..., :keys], chances[..., keys:]
-        # A token beyond the last position is at the last position.
-        beyond = (jumps * (places >= self.positions - 1)).sum(-1, keepdim=True)
-        order = torch.arange(self.positions - 1, device=x.device)
-        within = jumps.gather(-1, order.clamp(max=keys - 1).expand(*jumps.shape[:3], -1)) * (order < keys)
-        return torch.cat([within, beyond, none], dim=-1)
+        none = self._decide(self.no_copy, hidden)
+        keys = k.transpose(1, 2) if context.recent is None else _kept_keys(context, k)  # (B, F, S, W), by place
+
+        def copies(start: int, end: int) -> Tensor:
+            tokens = slice(start, end)
+            places = context.positions[:, tokens]
+            if by_kernels(x):
+                return jumps(q[:, tokens], keys, none[:, tokens], places, self.positions, x.dtype)
+            return _chances(q[:, tokens], keys, none[:, tokens], places, self.positions)
+
+        return copies
 
     def _sort(self, filtered: Tensor, fixed: Tensor) -> Streams:
         """Cursors as heads have them, from what the filters (B, T, F, ·) and fixed cursors (B, T, ·) are at."""
@@ -283,31 +322,44 @@ def _order(last: Tensor) -> Tensor:
 
 
 def _apply(part: nn.Linear, x: Tensor) -> Tensor:
-    """A linear map in the dtype of x."""
-    return linear(x, part.weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype))
+    """A linear map of x, at least in single precision."""
+    return mapped(x, part.weight, part.bias)
 
 
-def _superpose_and_keep(gates: Gates, table: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Superpositions, and the last histograms (B, up to 65, F, P)."""
-    length = gates.reset.shape[1]
-    cut, earlier = max(0, length - CROPPABLE - 1), []
-    if cut:
-        e, before = gates.between(0, cut).superpositions(table, before)
-        earlier.append(e)
-    h = gates.between(cut, length).histograms(len(table), before)
-    return torch.cat([*earlier, h.to(table.dtype) @ table], dim=1), h
+def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def _remember(context: Context, name: str, x: Tensor) -> None:
+def _chances(q: Tensor, k: Tensor, none: Tensor, positions: Tensor, most: int) -> Tensor:
+    """Where cursors jump to, (B, T, F, P + 1): q (B, T, F, W) over keys (B, F, S, W) by place, and none (B, T, F)."""
+    keys = k.shape[2]
+    scores = (q.transpose(1, 2) @ k.mT).transpose(1, 2) * COPY_WIDTH**-0.5  # (B, T, F, S)
+    places = torch.arange(keys, device=q.device)
+    seen = places <= positions[..., None]  # (B or 1, T, S); of padding, before 0, there are none
+    scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
+    chances = torch.cat([scores, none.unsqueeze(-1)], dim=-1).softmax(-1)
+    jumps, none = chances[..., :keys], chances[..., keys:]
+    # A token beyond the last position is at the last position.
+    beyond = (jumps * (places >= most - 1)).sum(-1, keepdim=True)
+    order = torch.arange(most - 1, device=q.device)
+    within = jumps.gather(-1, order.clamp(max=keys - 1).expand(*jumps.shape[:3], -1)) * (order < keys)
+    return torch.cat([within, beyond, none], dim=-1)
+
+
+def _remember(context: Context, name: str, x: Tensor, part: slice = slice(None), among: int | None = None) -> None:
     """Keeps x (B, T, ...) of the last tokens by their places, so many that `crop` can undo CROPPABLE and one is left.
 
     One token is written where nothing is that the state before it might need: in place, as a CUDA graph needs it.
+
+    Args:
+        part: of the dimension behind T, which x is of; all of it has so many `among`.
     """
     assert context.recent is not None
     x, kept = x[:, -CROPPABLE - 1 :], context.recent.get(name)
-    kept = x.new_zeros(len(x), KEPT, *x.shape[2:]) if kept is None else kept
+    if kept is None:
+        kept = x.new_zeros(len(x), KEPT, x.shape[2] if among is None else among, *x.shape[3:])
     rows = torch.arange(len(x), device=x.device).unsqueeze(1)
-    kept[rows, context.positions[:, -x.shape[1] :] % KEPT] = x
+    kept[:, :, part][rows, context.positions[:, -x.shape[1] :] % KEPT] = x
     context.recent[name] = kept
 
 
@@ -323,7 +375,16 @@ def _recall(context: Context, name: str, batch: int) -> Tensor | None:
 
 
 def _kept_keys(context: Context, k: Tensor) -> Tensor:
-    """The copy branch's cache (B, F, S, W) with the keys of new tokens (B, T, F, W), each where its place says.
+    """The copy branch's cache (B, F, S, W) with the keys of new tokens (B, T, F, W), each where its place says."""
+    kept = _room_for_keys(context, k)
+    rows = torch.arange(len(k), device=k.device).unsqueeze(1)
+    # A row with padding has none of these tokens at the last place.
+    kept[rows, :, torch.where(context.positions < 0, kept.shape[2] - 1, context.positions)] = k
+    return kept
+
+
+def _room_for_keys(context: Context, k: Tensor) -> Tensor:
+    """The copy branch's cache (B, F, S, W) with room for new tokens (B, T, F, W).
 
     S is the room there is, so that a CUDA graph serves until that is used up. Nothing looks beyond a token's place.
     """
@@ -333,11 +394,7 @@ def _kept_keys(context: Context, k: Tensor) -> Tensor:
         grown = k.new_zeros(len(k), k.shape[2], _room(needed, k.device), COPY_WIDTH)
         if kept is not None:
             grown[:, :, : kept.shape[2]] = kept
-        kept = grown
-    rows = torch.arange(len(k), device=k.device).unsqueeze(1)
-    # A row with padding has none of these tokens at the last place.
-    kept[rows, :, torch.where(context.positions < 0, kept.shape[2] - 1, context.positions)] = k
-    context.recent[GROWING] = kept
+        kept = context.recent[GROWING] = grown
     return kept
 
 

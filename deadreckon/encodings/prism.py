@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from deadreckon.encodings.base import Context, Encoding, Sizes
-from deadreckon.encodings.cursors import Cursors
+from deadreckon.encodings.cursors import Cursors, Filtered
 from deadreckon.encodings.recurrence import Recurrence
+from deadreckon.ops.cursors import widen
 from deadreckon.ops.factors import Factors
 from deadreckon.ops.pointwise import at_least_single
 
@@ -129,10 +130,14 @@ class Prism(Encoding):
                 f"prism: expected a module of cursors before layer {self.layer}, got none; say where by `modules`, "
                 "and give that layer this encoding"
             )
-        queries, keys = context.shared[here][self.layer - self.source]  # (B, T, Hq, C, r), (B, T, H, C, r)
-        mix, alpha = at_least_single(self.mix).sigmoid(), at_least_single(self.alpha)
+        found = context.shared[here][self.layer - self.source]
         # The logits will be scaled by D^(−1/2), which these channels are not meant to be.
-        gain = (1 - mix).unsqueeze(-1) * alpha.abs() * (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
+        unscaled = (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
+        if isinstance(found, Filtered):
+            return widen(q, k, *found, self.mix, self.alpha, unscaled, self.width**0.5)
+        queries, keys = found  # (B, T, Hq, C, r), (B, T, H, C, r)
+        mix, alpha = at_least_single(self.mix).sigmoid(), at_least_single(self.alpha)
+        gain = (1 - mix).unsqueeze(-1) * alpha.abs() * unscaled
         queries = queries * (_to_norm(queries, self.width) * gain.unsqueeze(-1))
         keys = keys * _to_norm(keys, self.width)
         q = q * mix.to(q.dtype).unsqueeze(-1)

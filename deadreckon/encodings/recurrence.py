@@ -3,7 +3,7 @@
     r, z = σ(W x_t + b + U h_{t−1} + c),   n = tanh(W x_t + b + r ⊙ (U h_{t−1} + c)),   h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
 each with its third of the rows of W, U, b and c. A tracer would unroll PyTorch's, for one length alone: while one looks
-on, it is one operator, `unrolled`.
+on, it is one operator, `unrolled`. Without gradients, on a GPU, W x is one product and the rest one kernel.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from deadreckon.encodings.maps import SelfInitialised
+from deadreckon.ops.cursors import LARGEST, by_kernels, gru, mapped
+from deadreckon.ops.modules import is_plain
 from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.tracing import operator, room_like
 
@@ -98,16 +100,40 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
         return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
 
     def first(self, x: Tensor) -> Tensor:
-        """The hidden state before a sequence begins (hidden,), for tokens x."""
-        return x.new_zeros(self.hidden_size) if self.start is None else self.start.to(x.dtype)
+        """The hidden state before a sequence begins (hidden,), for tokens x; at least in single precision."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return x.new_zeros(self.hidden_size, dtype=dtype) if self.start is None else self.start.to(dtype)
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
-        """Hidden states (B, T, hidden) after each token of x, from the one before the first (B, hidden); x's dtype."""
-        from_input, from_hidden, *biases = (w.to(x.dtype) for w in self.all_weights[0])
-        if self.norm is not None:
-            from_hidden = from_hidden * (self.norm * self.loudness.to(x.dtype) / from_hidden.norm())
-        train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
-        weights, before = [from_input, from_hidden, *biases], before.unsqueeze(0).contiguous()  # cuDNN takes no other
+        """Hidden states (B, T, hidden) after each token of x, from the one before the first (B, hidden)."""
+        x = at_least_single(x)
+        from_input, _, *biases = (w.to(x.dtype) for w in self.all_weights[0])
+        before, weights = before.unsqueeze(0).contiguous(), [from_input, self.from_hidden(x.dtype), *biases]
         if torch.compiler.is_compiling():
             return unrolled(x, before.squeeze(0), *weights)
+        if x.is_cuda:  # cuDNN wants them in one piece, and would copy them one by one, and say so
+            sizes, shapes = [w.numel() for w in weights], [w.shape for w in weights]
+            parts = torch.cat([w.flatten() for w in weights]).split(sizes)
+            weights = [w.view(shape) for w, shape in zip(parts, shapes, strict=True)]
+        train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
         return torch.gru(x, before, weights, True, 1, 0.0, train, False, True)[0]
+
+    def from_hidden(self, dtype: torch.dtype) -> Tensor:
+        """The hidden-to-hidden matrix as it is used."""
+        w = self.weight_hh_l0.to(dtype)
+        return w if self.norm is None else w * (self.norm * self.loudness.to(dtype) / w.norm())
+
+    def in_one_kernel(self, x: Tensor) -> bool:
+        """Whether :meth:`by_kernel` serves."""
+        return by_kernels(x) and self.hidden_size <= LARGEST and is_plain(self)
+
+    def by_kernel(self, x: Tensor, places: Tensor, state: Tensor, by_place: bool = False) -> Tensor:
+        """As :meth:`forward`, in float32; where a place (B or 1, T) is below 0, the state is the first.
+
+        Args:
+            state: before the first token, (B, hidden); or, of one token, (B, kept, hidden), where it is found, and the
+                one after it left, by place.
+        """
+        w, u, b, c = self.all_weights[0]
+        matrix = u if self.norm is None else self.from_hidden(torch.float32)
+        return gru(mapped(x, w), b, matrix, c, self.start, places, state, by_place)

@@ -119,6 +119,21 @@ def superpose(
     return (e, last) if final else e
 
 
+def filter_next(
+    actions: Tensor, sharpness: Tensor, copy: Tensor | None, kept: Tensor, places: Tensor, dtype: torch.dtype,
+    eps: float = 1e-8,
+) -> Tensor:  # fmt: skip
+    """Histograms (B, C, P), in a dtype, after one more token, by one kernel: see `deadreckon/filters/triton.py`.
+
+    Args:
+        actions: (B, 1, C, 4) logits of gates; γ = 1 + exp(sharpness (C,)); copy as above, of the last cursors alone.
+        kept: (B, K, C, P) histograms by place modulo K, the token's (B or 1, 1): read, and written, where they are.
+    """
+    from deadreckon.filters.triton import step
+
+    return step(actions, sharpness, copy, kept, places, dtype, eps)
+
+
 def _superpose_reference(
     reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, table: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,9 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from deadreckon.filters.operators import filter_operator, superposition_operator
+from deadreckon.ops.triton.cursors import slot_of
+from deadreckon.ops.triton.kernel import Kernel
+from deadreckon.ops.triton.pointwise import sigmoid
 from deadreckon.ops.triton.tiles import INTERPRETED, power_of_two
 
 WIDEST = 4096  # positions
@@ -64,6 +67,16 @@ def _moved(b_from, up, down, stay, position, P: tl.constexpr):
 
 
 @triton.jit
+def _sharpened(b_new, gamma, eps, m_p, P: tl.constexpr, BP: tl.constexpr):
+    """(new + ε)^γ, normalised."""
+    b_log = gamma * _log2(b_new + eps)
+    if P != BP:
+        b_log = tl.where(m_p, b_log, float("-inf"))
+    b_power = tl.exp2(b_log - tl.max(b_log, 0))
+    return b_power * (1.0 / tl.sum(b_power, 0))
+
+
+@triton.jit
 def _filter_forward(
     p_reset, p_move, p_gamma, p_copy, p_state, p_out, p_final, eps, FIRST, STEPS, T, C, s_b, s_c, s_p,
     P: tl.constexpr, BP: tl.constexpr,
@@ -84,17 +97,51 @@ def _filter_forward(
             p_row = p_copy + i_at * (P + 1)
             b_copy = tl.load(p_row + position, mask=m_p, other=0.0).to(tl.float32)
             b_new = b_new * tl.load(p_row + P).to(tl.float32) + total * b_copy
-        b_log = gamma * _log2(b_new + eps)
-        if P != BP:
-            b_log = tl.where(m_p, b_log, float("-inf"))
-        b_power = tl.exp2(b_log - tl.max(b_log, 0))
-        b_h = b_power * (1.0 / tl.sum(b_power, 0))
+        b_h = _sharpened(b_new, gamma, eps, m_p, P, BP)
         if p_out is not None:
             p_row = p_out + ((i_b * STEPS + t) * C + i_c) * P
             tl.store(p_row + position, b_h.to(p_out.dtype.element_ty), mask=m_p)
         total = tl.full([], 1.0, tl.float32)
     if p_final is not None:
         tl.store(p_final + i_n * P + position, b_h, mask=m_p)
+
+
+@Kernel
+@triton.jit
+def _filter_step(
+    p_action, p_sharpness, p_copy, p_kept, p_place, p_h, eps, s_place, s_row, C, WALKING,
+    P: tl.constexpr, BP: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """One token, from the logits of its gates; the histogram before it is found, and that after it left, by place."""
+    i_n = tl.program_id(0).to(tl.int64)
+    i_b, i_c = i_n // C, i_n % C
+    position = tl.arange(0, BP)
+    m_p = position < P
+    place = tl.load(p_place + i_b * s_place)
+    p_action += i_b * s_row + i_c * 4
+    reset = sigmoid(tl.load(p_action))
+    to_up, to_down, to_stay = tl.load(p_action + 1), tl.load(p_action + 2), tl.load(p_action + 3)
+    likeliest = tl.maximum(tl.maximum(to_up, to_down), to_stay)
+    up, down, stay = tl.exp(to_up - likeliest), tl.exp(to_down - likeliest), tl.exp(to_stay - likeliest)
+    every = up + down + stay
+    # Padding leaves a cursor where it starts.
+    reset, stay = tl.where(place < 0, 1.0, reset), tl.where(place < 0, 1.0, stay / every)
+    up, down = tl.where(place < 0, 0.0, up / every), tl.where(place < 0, 0.0, down / every)
+    gamma = 1 + tl.exp(tl.load(p_sharpness + i_c).to(tl.float32))
+    p_kept += (i_b * KEPT * C + i_c) * P + position
+    b_h = tl.load(p_kept + slot_of(tl.maximum(place - 1, -1), KEPT) * C * P, mask=m_p, other=0.0)
+    total = tl.sum(b_h, 0)
+    b_from = (1 - reset) * b_h + tl.where(position == 0, reset * total, 0.0)
+    b_new = _moved(b_from, up, down, stay, position, P)
+    if p_copy is not None:
+        jumps = i_c >= WALKING  # of padding none do
+        p_row = p_copy + (i_b * (C - WALKING) + i_c - WALKING) * (P + 1)
+        b_copy = tl.load(p_row + position, mask=m_p & jumps, other=0.0)
+        b_new = b_new * tl.load(p_row + P, mask=jumps, other=1.0) + total * b_copy
+    b_h = _sharpened(b_new, gamma, eps, m_p, P, BP)
+    tl.debug_barrier()  # padding may leave it where it has been read
+    tl.store(p_kept + slot_of(place, KEPT) * C * P, b_h, mask=m_p)
+    tl.store(p_h + i_n * P + position, b_h.to(p_h.dtype.element_ty), mask=m_p)
 
 
 @triton.jit
@@ -209,6 +256,36 @@ def retreat(
         reset, move, gamma, copy, state, out, grad, carry, grad_reset, grad_move, grad_gamma, grad_copy,
         eps, first, steps, length, cursors, *state.stride(), P=positions, BP=padded, num_warps=warps,
     )  # fmt: skip
+
+
+def step(
+    actions: Tensor,
+    sharpness: Tensor,
+    copy: Tensor | None,
+    kept: Tensor,
+    places: Tensor,
+    dtype: torch.dtype,
+    eps: float,
+) -> Tensor:
+    """Histograms (B, C, P), in a dtype, after one more token, which are also left by place.
+
+    Args:
+        actions: (B, 1, C, 4) float32 logits of reset, up, down and stay, the last two dimensions contiguous.
+        sharpness: (C,), γ = 1 + exp of it.
+        copy: (B, 1, jumping, P + 1) of the last cursors, contiguous.
+        kept: (B, places, C, P) float32, contiguous: the histogram after a token lies at its place, modulo as many.
+        places: (B or 1, 1) int64, of the token; before 0 it is padding.
+    """
+    batch, slots, cursors, positions = kept.shape
+    padded, warps = _tile(positions)
+    h = kept.new_empty(batch, cursors, positions, dtype=dtype)
+    with torch.cuda.device_of(kept):
+        _filter_step[(batch * cursors,)](
+            actions, sharpness, copy, kept, places, h, eps, places.stride(0) if len(places) > 1 else 0,
+            actions.stride(0), cursors, cursors if copy is None else cursors - copy.shape[2],
+            P=positions, BP=padded, KEPT=slots, num_warps=warps,
+        )  # fmt: skip
+    return h
 
 
 filter_fused = filter_operator("deadreckon::histogram_filter", advance, retreat)

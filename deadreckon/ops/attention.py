@@ -128,16 +128,18 @@ def _attend_shards(
         return attend_parallel(q, k, v, factors, scale, documents, cp, kernels)
 
 
-def _reason_against_kernels(q: Tensor, v: Tensor, factors: Factors, packed: bool, later: bool = False) -> str | None:
-    """What the Triton kernels would need and do not have, for a later piece if it is one. Imports Triton, if any."""
+def _reason_against_kernels(
+    q: Tensor, v: Tensor, factors: Factors, packed: bool, piece: Literal["none", "first", "later"] = "none"
+) -> str | None:
+    """What the Triton kernels would need and do not have, for a piece of a sequence if it is one. Imports Triton."""
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"tensors on a CUDA device (or TRITON_INTERPRET=1), got {q.device}"
     if not HAS_TRITON:
         return "the package triton, which is not installed"
-    if later:
-        from deadreckon.ops.streaming.fused import reason_against_next
+    if piece != "none":
+        from deadreckon.ops.streaming.fused import reason_against_first, reason_against_next
 
-        return reason_against_next(q, v, factors)
+        return (reason_against_first if piece == "first" else reason_against_next)(q, v, factors)
     from deadreckon.ops.triton.attend import reason_against
 
     return reason_against(q, v, factors, packed)
@@ -188,8 +190,9 @@ def attend_next(
             and their heads, score and scale.
         past: what the pieces before have left; ``Past()`` for the first.
         impl: ``"blockwise"`` (PyTorch), ``"triton"`` (the first piece as for :func:`attend`, single tokens, and along
-            Householder steps long pieces, too; other pieces are read by PyTorch's attention in any case) or ``"auto"``:
-            the kernels on CUDA devices where they serve, else ``"blockwise"``. ``"reference"`` does not stream.
+            Householder steps long pieces, too; other pieces are read by PyTorch's attention in any case; D up to 512 in
+            half precision, with softmax and no transport) or ``"auto"``: the kernels on CUDA devices where they serve,
+            else ``"blockwise"``. ``"reference"`` does not stream.
 
     Returns:
         (B, T, Hq, E), in the dtype of q.
@@ -216,7 +219,7 @@ def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementat
         raise ValueError(f"impl: expected 'auto', 'blockwise' or 'triton' for a piece of a sequence, got {impl!r}")
     if impl == "blockwise" or (impl == "auto" and not q.is_cuda):
         return PYTORCH
-    reason = _reason_against_kernels(q, v, factors, packed=False, later=not first)
+    reason = _reason_against_kernels(q, v, factors, packed=False, piece="first" if first else "later")
     if reason is None:
         from deadreckon.ops.streaming.fused import STREAM
 

@@ -13,7 +13,7 @@ from deadreckon.ops.blockwise.documents import unpacked
 from deadreckon.ops.blockwise.power import attend_power_blockwise
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import turned
-from deadreckon.ops.blockwise.stock import backend_for
+from deadreckon.ops.blockwise.stock import WIDEST, Backend, backend_for, dense_forward, width_for
 from deadreckon.ops.blockwise.tree import attend_tree
 from deadreckon.ops.factors import Factors, Power
 
@@ -41,10 +41,24 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Softmax attention with nothing on the route. Equal widths, or PyTorch may choose a kernel that builds T × T."""
     width, value_width = q.shape[3], v.shape[3]
     widest = max(width, value_width)
+    if q.is_cuda and widest > WIDEST:
+        return wide(q, k, v, scale, "efficient")
     if width != value_width:
         q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
     output = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
         is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
+    return output.transpose(1, 2)[..., :value_width]
+
+
+def wide(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Backend) -> Tensor:
+    """The same by one kernel, for heads that others are too narrow for: PyTorch would build T × T in single precision.
+
+    Values stay as narrow as they are, which it is fast for; key heads are there for each query head.
+    """
+    group, value_width = q.shape[2] // k.shape[2], v.shape[3]
+    q, k, v = (pad(x, (0, width_for(backend, x.shape[3]) - x.shape[3])) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, dim=2) if group > 1 else x for x in (k, v))
+    output, _ = dense_forward(backend, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, causal=True)
     return output.transpose(1, 2)[..., :value_width]

@@ -16,12 +16,15 @@ from torch.nn.functional import pad
 aten = torch.ops.aten
 Backend = Literal["cpu", "cudnn", "flash", "efficient"]
 ALIGNED = 32  # rows that the efficient kernel wants a log-sum-exp to be padded to
+WIDEST = 256  # channels of heads that flash and cuDNN take
 
 
 def backend_for(x: Tensor) -> Backend | None:
-    """Which kernel serves this device and dtype; None for float64 on a GPU and devices that have no kernel."""
+    """Which kernel serves x's device, dtype and channels; None for float64 on a GPU and devices that have no kernel."""
     if x.device.type == "cpu":
         return "cpu"
+    if x.device.type == "cuda" and x.shape[-1] > WIDEST and x.dtype != torch.float64:
+        return "efficient"
     if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
         capability = torch.cuda.get_device_capability(x.device)
         return "cudnn" if capability >= (9, 0) and torch.backends.cuda.cudnn_sdp_enabled() else "flash"

@@ -18,11 +18,11 @@ from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import channels_of
 from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.streaming.decode import Tail, add_tail, close_tail, seen_from_tail
-from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, look, placed
+from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, chunk_for, look, placed
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.segments import Change, Fields, Segment
 from deadreckon.ops.streaming.stream import Kernels
-from deadreckon.ops.triton.attend import DTYPES, attend_fused, reason_against, turned
+from deadreckon.ops.triton.attend import DTYPES, WIDEST_HEAD, attend_fused, reason_against, turned
 from deadreckon.ops.triton.householder.operator import ascend
 from deadreckon.ops.triton.tiles import cramped
 from deadreckon.ops.triton.turn import turned_token
@@ -76,7 +76,7 @@ class KernelDecoder:
         if isinstance(score, int):
             self.state = _no_state(held, rows, 1 if tail.total is None else tail.total.shape[1], score)
             state_parts, dtype = STATE_PARTS, self.state.factor.dtype
-        shape = (heads, room // CHUNK + self.programs + state_parts, group)
+        shape = (heads, room // chunk_for(held["k"], held["v"]) + self.programs + state_parts, group)
         out = torch.empty(*shape, held["v"].shape[2], dtype=dtype, device=device)
         self.partial = Partial(out, out.new_empty(shape), out.new_empty(shape, dtype=torch.float32))
         self.segments = torch.zeros(rows, self.programs, FIELDS, dtype=torch.int64, device=device)
@@ -327,6 +327,15 @@ def turned_next(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor
         return turned(q, k, v, factors)
     turn = turned_token if q.shape[1] == 1 and q.dtype != torch.float64 else turned_later
     return turn(q, k, v, factors, start)
+
+
+def reason_against_first(q: Tensor, v: Tensor, factors: Factors) -> str | None:
+    """What kernels for a first piece would need and do not have: without gradients, halves may have wider keys."""
+    still = factors.transport is None and factors.score == "softmax"
+    wide = q.shape[3] > WIDEST_HEAD and v.shape[3] <= WIDEST_HEAD // 2 and q.dtype != torch.float32
+    if still and wide and not cramped(q):
+        return reason_against_next(q, v, factors)
+    return reason_against(q, v, factors, packed=False)
 
 
 def reason_against_next(q: Tensor, v: Tensor, factors: Factors) -> str | None:

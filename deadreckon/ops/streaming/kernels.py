@@ -225,6 +225,13 @@ def _look_at_segment(
     tl.store(partial.greatest + partial_at + query, b_greatest, mask=m_query)
 
 
+@triton.jit
+def _look_at_nothing(partial, partial_at, G: tl.constexpr, BG: tl.constexpr):
+    query = tl.arange(0, BG)
+    tl.store(partial.weight + partial_at + query, tl.zeros([BG], tl.float32), mask=query < G)
+    tl.store(partial.greatest + partial_at + query, tl.full([BG], -1e30, tl.float32), mask=query < G)
+
+
 @Kernel
 @triton.jit
 def _look(
@@ -249,10 +256,13 @@ def _look(
     p_q += i_n * G * D
     partial_at = (i_n * parts + i_part) * G
     if i_part * CHUNK < ROOM:
-        _look_at_tail(
-            p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale, unit, N,
-            ROOM, G, GATES, ROUTES, POWER, STICKS, D, E, BG, BD, BE, CHUNK, DTYPE, TYPE,
-        )  # fmt: skip
+        if i_part * CHUNK <= tokens:
+            _look_at_tail(
+                p_q, p_k, p_v, p_gate, b_w, beta, last, partial, p_product, partial_at, i_n, i_part, tokens, scale,
+                unit, N, ROOM, G, GATES, ROUTES, POWER, STICKS, D, E, BG, BD, BE, CHUNK, DTYPE, TYPE,
+            )  # fmt: skip
+        else:  # there is more room than tokens
+            _look_at_nothing(partial, partial_at, G, BG)
     else:
         p_part = p_parts + (i_row * (parts - ROOM // CHUNK) + i_part - ROOM // CHUNK) * 3
         p_segments += i_row * (SPLIT - ROOM // CHUNK) * FIELDS
@@ -269,9 +279,7 @@ def _look(
                     TYPE,
                 )  # fmt: skip
         else:  # there are more programs than parts
-            query = tl.arange(0, BG)
-            tl.store(partial.weight + partial_at + query, tl.zeros([BG], tl.float32), mask=query < G)
-            tl.store(partial.greatest + partial_at + query, tl.full([BG], -1e30, tl.float32), mask=query < G)
+            _look_at_nothing(partial, partial_at, G, BG)
 
 
 @Kernel
@@ -345,6 +353,16 @@ def placed(x: Tensor | None, base: Tensor, alignment: int = 16) -> int:
     return distance // x.element_size()
 
 
+def is_narrow(k: Tensor, v: Tensor) -> bool:
+    """Whether a key and a value, (..., D) and (..., E), take 512 bytes each at most."""
+    return max(k.shape[-1], v.shape[-1]) * k.element_size() <= 512
+
+
+def chunk_for(k: Tensor, v: Tensor) -> int:
+    """Tokens of the tail that a program turns: fewer of wide heads, or one program alone had all shared memory."""
+    return CHUNK if is_narrow(k, v) else CHUNK // 2
+
+
 def look(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None,
     last: Last, partial: Partial, state: State | None, segments: Tensor, parts: Tensor, scale: float,
@@ -361,8 +379,9 @@ def look(
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]
     out = q.new_empty(heads, group, value_width)
     programs = partial.weight.shape[1]
-    row = max(width, value_width) * q.element_size()  # bytes
-    block = 64 if row <= 512 else 32  # more keys and values, and fewer programs would have shared memory at a time
+    chunk = chunk_for(q, v)
+    # More keys and values on their way, and fewer programs would have shared memory at a time.
+    block, stages = (64, 3) if is_narrow(q, v) else (32, 2)
     of_row = heads // len(last.tokens)
     power, rows = (0, 0) if state is None else state.channels.shape
     split = programs - (STATE_PARTS if power else 0)
@@ -371,12 +390,12 @@ def look(
     _look[(programs, heads)](
         q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, of_row, room, rows, split,
         G=group, GATES=gates, ROUTES=w is not None, POWER=power, STICKS=sticks, D=width,
-        E=value_width, BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=CHUNK, FIELDS=FIELDS,
+        E=value_width, BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=chunk, FIELDS=FIELDS,
         BLOCK=block, STATE_ROWS=max(1, min(32, tile // (queries * values))), DTYPE=DTYPES[q.dtype], TYPE=kind,
-        num_warps=4 if width <= 256 else 8, num_stages=3,
+        num_warps=4 if width <= 256 else 8, num_stages=stages,
     )  # fmt: skip
     _combine[(heads, group, values // COMBINED)](
-        out, partial, last.tokens, of_row, programs, split, room // CHUNK,
+        out, partial, last.tokens, of_row, programs, split, room // chunk,
         G=group, POWER=power, STICKS=sticks, E=value_width, BE=COMBINED, BLOCK=min(256, power_of_two(programs)),
         TYPE=kind, num_warps=4,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from deadreckon.ops.triton.stick.operator import stick_breaking
 from deadreckon.ops.triton.tiles import cramped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST_HEAD = 256  # channels; those of keys may be more where there are no gradients: `streaming/fused.py`
 
 
 def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
@@ -61,7 +62,7 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
 def _widest_head(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> int:
     """Up to what D and E the tiles of softmax and sticks are in a multiprocessor's shared memory."""
     _, steps = factors.parts()
-    widest = 128 if steps is not None else 256
+    widest = 128 if steps is not None else WIDEST_HEAD
     has_large_tiles = steps is not None or factors.log_gate is not None or packed
     if factors.score == "stick-breaking" and steps is None:
         has_large_tiles = max(q.shape[3], v.shape[3]) > 128 and cramped(q)
@@ -94,7 +95,7 @@ def attend_fused(
         return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q))[0]
     if steps is not None:
         return attend_householder(q, k, v, steps, log_gate, cu_seqlens, scale)
-    if log_gate is not None or cu_seqlens is not None:
+    if log_gate is not None or cu_seqlens is not None or q.shape[3] > WIDEST_HEAD:
         return attend_gated(q, k, v, log_gate, cu_seqlens, scale)
     return plain(q, k, v, scale)
 

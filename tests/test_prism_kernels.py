@@ -1,0 +1,199 @@
+"""PRISM's cursors by kernels, which serve where there are no gradients: against PyTorch in float64, and in models."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from test_prism import VOCABULARY, make_model
+from torch import Tensor
+from transformers import DynamicCache
+
+from deadreckon.encodings.cursors import COPY_WIDTH, KEPT, _chances
+from deadreckon.encodings.recurrence import Recurrence
+from deadreckon.filters.histogram import filter_next, histogram_filter
+from deadreckon.ops import cursors
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPSILON = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    for module in ("ops.cursors", "encodings.maps"):
+        monkeypatch.setattr(f"deadreckon.{module}.has_kernels", lambda x: x.dtype != torch.float64)
+
+
+def draw(*shape: int) -> Tensor:
+    """In float64, numbers that float32 has."""
+    return torch.randn(*shape).double()
+
+
+def single(*given: Tensor) -> list[Tensor]:
+    """As kernels get them."""
+    return [x.float().to(DEVICE) for x in given]
+
+
+@pytest.mark.parametrize(("hidden", "norm", "start"), [(5, None, False), (70, 3.0, True)])
+@pytest.mark.usefixtures("with_kernels")
+@torch.no_grad()
+def test_gru_is_one_kernel(hidden: int, norm: float | None, start: bool) -> None:
+    """Of rows with padding, from the state that it leaves there; a state's error is at most T times that of a step."""
+    torch.manual_seed(0)
+    network, x, before = Recurrence(8, hidden, norm, start).double(), draw(2, 7, 8), draw(2, hidden)
+    for parameter in network.parameters():
+        parameter.copy_(parameter.float() + 0.3 * torch.randn(parameter.shape))
+    places = torch.arange(7) + torch.tensor([[3], [-2]])
+    expected = network(x, before)
+    expected[1, :2] = network.first(x)
+    expected[1:, 2:] = network(x[1:, 2:], network.first(x).expand(1, -1))
+    found = network.float().to(DEVICE).by_kernel(*single(x), places.to(DEVICE), *single(before))
+    limit: dict[str, Any] = {"rtol": 0, "atol": 7 * hidden * EPSILON, "check_dtype": False}
+    torch.testing.assert_close(found.cpu(), expected, **limit)
+    kept = torch.zeros(2, KEPT, hidden, device=DEVICE)
+    kept[0, 2], kept[1, -1] = single(before)[0]
+    for t in range(7):  # token by token: states are found, and left, by place
+        one = network.by_kernel(*single(x[:, t : t + 1]), places[:, t : t + 1].to(DEVICE), kept, by_place=True)
+        torch.testing.assert_close(one.cpu(), expected[:, t : t + 1], **limit)
+    for row in range(2):
+        assert torch.equal(kept[row, places[row] % KEPT][-1], one[row, 0])
+
+
+@pytest.mark.parametrize("positions", [6, 150])
+def test_jumps_are_what_softmax_gives(positions: int) -> None:
+    """Beyond the last position, too, of rows with padding; probabilities are off by what their logits are, about 8."""
+    torch.manual_seed(0)
+    (batch, length, jumping), room = (2, 140, 3), 200
+    q, k, none = draw(batch, length, jumping, COPY_WIDTH), draw(batch, jumping, room, COPY_WIDTH), draw(2, length, 3)
+    places = torch.arange(length) + torch.tensor([[20], [-5]])
+    expected = _chances(q, k, none, places, positions)
+    limit: dict[str, Any] = {"rtol": 0, "atol": 8 * COPY_WIDTH * EPSILON, "check_dtype": False}
+    found = cursors.jumps(*single(q, k, none), places.to(DEVICE), positions, torch.float32)
+    torch.testing.assert_close(found.cpu(), expected, **limit)
+    one_row = _chances(q, k, none, places[:1], positions)
+    found = cursors.jumps(*single(q, k, none), places[:1].to(DEVICE), positions, torch.float32)
+    torch.testing.assert_close(found.cpu(), one_row, **limit)
+    for t in (0, 4, 5, 6, 139):
+        keys, token = k.float().to(DEVICE), slice(t, t + 1)
+        new = torch.stack([k[row, :, max(0, int(places[row, t]))] for row in range(2)]).unsqueeze(1)
+        for row in range(2):
+            keys[row, :, max(0, int(places[row, t])) :] = torch.nan  # nobody has been there
+        given = single(q[:, token]), single(new), single(none[:, token])
+        found = cursors.jump(*given[0], keys, *given[1], *given[2], places[:, token].to(DEVICE), positions)
+        torch.testing.assert_close(found.cpu(), expected[:, token], **limit)
+        for row in range(2):
+            place = int(places[row, t])
+            assert torch.equal(keys[row, :, place].cpu(), k[row, :, place].float()) or place < 0
+
+
+@pytest.mark.parametrize("jumping", [0, 3])
+def test_histograms_of_one_token(jumping: int) -> None:
+    """Of four rows: one goes on, one begins behind padding, one is padding, and one has been round the ring."""
+    torch.manual_seed(0)
+    filters, positions, places = 5, 11, torch.tensor([[7], [0], [-3], [KEPT + 2]])
+    actions, sharpness = draw(4, 1, filters, 4), draw(filters)
+    copy = draw(4, 1, jumping, positions + 1).softmax(-1) if jumping else None
+    kept = draw(4, KEPT, filters, positions).softmax(-1)
+    kept[2, :-1] = 0  # of padding, nothing but the start at place -1 has been left
+    before = torch.stack([kept[row, (max(-1, int(places[row]) - 1)) % KEPT] for row in range(4)])
+    reset, move = actions[..., 0].sigmoid(), actions[..., 1:].softmax(-1)
+    reset[2], move[2] = 1, torch.tensor([0, 0, 1])
+    gamma, walking = 1 + sharpness.exp(), filters - jumping
+    if copy is not None:
+        copy[2] = torch.tensor([0.0] * positions + [1])
+    parts = ((slice(walking), None), (slice(walking, None), copy))
+    expected = torch.cat(
+        [
+            histogram_filter(
+                reset[:, :, part], move[:, :, part], gamma[part], positions=positions, copy=jumps,
+                initial=before[:, part], impl="reference",
+            )
+            for part, jumps in parts if gamma[part].numel()
+        ], dim=2,
+    )  # fmt: skip
+    ring = kept.float().to(DEVICE)
+    given = None if copy is None else single(copy)[0]
+    found = filter_next(*single(actions, sharpness), given, ring, places.to(DEVICE), torch.float32)
+    # A logarithm is off by 2^-22, times γ below 1 + e³; a sum of as many numbers as there are positions.
+    torch.testing.assert_close(found.cpu(), expected[:, 0], rtol=0, atol=1e-5, check_dtype=False)
+    for row in range(4):
+        slot = int(places[row]) % KEPT
+        assert torch.equal(ring[row, slot], found[row])
+        kept[row, slot] = ring[row, slot].double()
+    assert torch.equal(ring.cpu(), kept.float())
+
+
+@pytest.mark.parametrize("options", [{}, {"copy": 0}, {"copy": 2, "start": True}], ids=str)
+@pytest.mark.usefixtures("with_kernels")
+@torch.no_grad()
+def test_models_give_what_they_give_without(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole pass, pieces that are cut further, single tokens, and a row that is padded.
+
+    At most four times the error that PyTorch makes in float32: sums are in another order, and pieces have their own.
+    On a GPU four times that: filters take logarithms and powers by one instruction each.
+    """
+    monkeypatch.setattr("deadreckon.encodings.cursors.HELD", {"cpu": 600, "cuda": 600})
+    model, ids = make_model(layers=2, content=0.3, **options).eval(), torch.randint(1, VOCABULARY, (2, 18))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected, real = model.double()(ids, attention_mask=mask).logits, mask.bool()
+    with torch.enable_grad():  # which kernels have no part in
+        plain = model.float()(ids, attention_mask=mask).logits.detach()
+    allowed = (4 if DEVICE == "cpu" else 16) * float((plain - expected)[real].abs().max())
+    limit: dict[str, Any] = {"rtol": 0, "atol": allowed, "check_dtype": False}
+    model, ids, mask = model.to(DEVICE), ids.to(DEVICE), mask.to(DEVICE)
+    whole = model(ids, attention_mask=mask).logits.cpu()
+    torch.testing.assert_close(whole[real], expected[real], **limit)
+    for pieces in ((0, 2, 11, 15, 16, 17, 18), (0, 1, 2, 3, 4, 5, 18)):
+        cache, found = DynamicCache(config=model.config), []
+        for start, end in pairwise(pieces):
+            piece, seen = ids[:, start:end], mask[:, :end]
+            found.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
+        torch.testing.assert_close(torch.cat(found, dim=1).cpu()[real], expected[real], **limit)
+
+
+@pytest.mark.usefixtures("with_kernels")
+@torch.no_grad()
+def test_a_step_is_so_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of cursors: network, gates, jumps and filters; and one for each layer."""
+    launched = list[str]()
+
+    def counted(name: str, launch: Any) -> Any:
+        return lambda *arguments, **more: (launched.append(name), launch(*arguments, **more))[1]
+
+    for module, name in (
+        ("encodings.recurrence", "gru"), ("encodings.cursors", "maps_of_token"), ("encodings.cursors", "jump"),
+        ("encodings.cursors", "filter_next"), ("encodings.prism", "widen"),
+    ):  # fmt: skip
+        where = f"deadreckon.{module}.{name}"
+        monkeypatch.setattr(where, counted(name, pytest.importorskip(f"deadreckon.{module}").__dict__[name]))
+    model, ids = make_model().eval().to(DEVICE), torch.randint(1, VOCABULARY, (2, 6), device=DEVICE)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    launched.clear()
+    model(ids[:, :1], past_key_values=cache)
+    layers = model.config.num_hidden_layers
+    assert launched == ["gru", "maps_of_token", "jump", "filter_next", *["widen"] * layers]
+
+
+@pytest.mark.parametrize(("layers", "heads", "kv_heads", "pairs", "copy"), [(3, 4, 2, 3, 5), (1, 2, 2, 2, 0)])
+def test_each_cursor_is_one_filter(layers: int, heads: int, kv_heads: int, pairs: int, copy: int) -> None:
+    """Query cursors that walk, key cursors that walk, query cursors that jump, each in order."""
+    order = cursors.order_of(layers, heads, kv_heads, pairs, copy, torch.device("cpu"))
+    walks, walking_keys, jumping = [], [], []
+    for layer in range(layers):
+        for head in range(heads):
+            for pair in range(pairs):
+                met = (layer * kv_heads + head // (heads // kv_heads)) * pairs + pair
+                (jumping if copy and met % copy == 0 else walks).append((layer, head, pair))
+        for head in range(kv_heads):
+            for pair in range(pairs):
+                if copy and ((layer * kv_heads + head) * pairs + pair) % copy == 0:
+                    assert order[layer, heads + head, pair] == -1
+                else:
+                    walking_keys.append((layer, heads + head, pair))
+    for number, cursor in enumerate([*walks, *walking_keys, *jumping]):
+        assert order[cursor] == number
