@@ -367,6 +367,19 @@ def test_prompts(on_tape: list[Taped]) -> None:
         assert same(ours, expected)
 
 
+@pytest.mark.usefixtures("short_walks", "on_tape")
+def test_prompts_with_and_without_autocast() -> None:
+    """Two blocks are closed: their products are multiplied, in single precision."""
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v, w = (torch.randn(1, 320, 1, 8, generator=numbers).to(DEVICE) for _ in range(4))
+    w, beta = torch.nn.functional.normalize(w, dim=-1), torch.ones(1, 320, 1, device=DEVICE)
+    inputs = q, k, v, w, beta, None, 0.3, 256
+    expected = householder.ascend(*inputs)
+    for autocast in (True, False, True):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            assert same(householder.ascend(*inputs), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")  # cuDNN adds up dq in any order
 @pytest.mark.parametrize("gate", [None, "learned"])
