@@ -96,13 +96,14 @@ def test_reach_is_what_bounds_say(length: int, strength: float, per_query_head: 
     torch.testing.assert_close(reach.last // 64, seen.sum(2).int(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("poison", ["q", "k", "gate"])
+@pytest.mark.parametrize("poison", ["q", "k", "gate", "growth"])
 def test_what_is_no_number_bounds_nothing(poison: str) -> None:
+    """That of one token."""
     q, k = torch.ones(2, 1, 256, 1, 8, device=DEVICE).clone().unbind()
-    log_gate = torch.full((1, 256, 1), -1e3, device=DEVICE)
-    {"q": q, "k": k, "gate": log_gate}[poison][:, 64:128] = float("nan")
+    log_gate, w = torch.full((1, 256, 1), -1e3, device=DEVICE), torch.zeros(1, 256, 1, 8, device=DEVICE)
+    {"q": q, "k": k, "gate": log_gate, "growth": w}[poison][:, 100] = float("nan")
     sums, most = gates.gate_sums(log_gate, 1)
-    reach = gates.reach_of(q, k, sums.edge, most, 0.5)
+    reach = gates.reach_of(q, k, sums.edge, most, 0.5, gates.growth_of(w, log_gate))
     assert reach.first.flatten().tolist() == [0] * 4
     assert reach.last.flatten().tolist() == [256] * 4
 
