@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import Case, relative_errors
+from cases import Case, relative_errors, run
 
 import deadreckon as dr
 from deadreckon.ops.triton.gated import gates
@@ -94,6 +94,21 @@ def test_reach_is_what_bounds_say(length: int, strength: float, per_query_head: 
     blocks = seen.shape[3]
     torch.testing.assert_close(reach.first // 64, (blocks - seen.sum(3)).int(), rtol=0, atol=0)
     torch.testing.assert_close(reach.last // 64, seen.sum(2).int(), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("short_walks", "deterministic")
+def test_packed_blocks_that_gates_leave_nothing_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that documents would let see a block: it has no weight, rather than what memory held before.
+
+    Gates are so strong that exponentials are zero: nothing is lost to rounding.
+    """
+    case = Case("householder", "learned", length=400, batch=1, heads=1, group=1, forgetting=1000)
+    bounds = torch.tensor([0, 40, 400], dtype=torch.int32, device=DEVICE)
+    found = []
+    for least in (1, 1000):
+        monkeypatch.setattr(gates, "PRUNED", least)
+        found.append(run(case, torch.float32, DEVICE, impl="triton", cu_seqlens=bounds))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.parametrize("poison", ["q", "k", "gate", "growth"])
