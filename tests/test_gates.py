@@ -123,6 +123,19 @@ def test_what_is_no_number_bounds_nothing(poison: str) -> None:
     assert reach.last.flatten().tolist() == [256] * 4
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="memory that is not touched costs nothing on a CPU alone")
+def test_heads_that_lie_far_apart() -> None:
+    """2³¹ elements from the first head to the third, as of a million tokens head by head: 32 bits hold no such place."""
+    memory = torch.empty(2**32 + 16, dtype=torch.float16)
+    x = memory.as_strided((1, 2, 3, 8), (0, 8, 2**30, 1), 2**31)
+    x.copy_(torch.tensor([1.0, 2.0, 3.0])[:, None].expand(x.shape))
+    memory[:16] = 0
+    w = x[:, :, :, :1]
+    assert gates.longest(x).flatten().tolist() == [8, 32, 72]
+    expected = torch.tensor([2.0, 11.0, 26.0]).log() * 2
+    torch.testing.assert_close(gates.growth_of(w, torch.full((1, 2, 3), 3.0)).flatten(), expected)
+
+
 @pytest.mark.parametrize(("gates_of", "length"), [(2, 100), (6, 100), (2, 1100)])
 def test_gradients_of_gates_are_sums_from_the_end(gates_of: int, length: int) -> None:
     """Of all routes that end later, less those that begin later, to the rounding of the result."""

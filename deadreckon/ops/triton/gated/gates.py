@@ -81,7 +81,7 @@ def gate_sums(log_gate: Tensor, heads: int) -> tuple[Sums, Tensor]:
 def _longest(p_x, p_out, s_x, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
     s_b, s_t, s_h = s_x
     pid = tl.program_id(0)
-    i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
+    i_h, i_tile, i_b = (pid % HEADS).to(tl.int64), pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
     row = i_tile * 64 + tl.arange(0, 64)
     b_x = load_rows(p_x + i_b * s_b + i_h * s_h, row, s_t, tl.arange(0, BW), row < T, W, BW).to(tl.float32)
     b_square = tl.sum(b_x * b_x, 1)
@@ -107,7 +107,7 @@ def longest(x: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["T", "TILES", "HEADS"])
 def _growth(p_w, p_beta, p_out, s_w, s_beta, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
     pid = tl.program_id(0)
-    i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
+    i_h, i_tile, i_b = (pid % HEADS).to(tl.int64), pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
     row = i_tile * 64 + tl.arange(0, 64)
     b_w = load_rows(p_w + i_b * s_w[0] + i_h * s_w[2], row, s_w[1], tl.arange(0, BW), row < T, W, BW).to(tl.float32)
     p_beta += i_b * s_beta[0] + i_h * s_beta[2]
