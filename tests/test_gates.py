@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import Case, relative_errors
+from cases import Case, relative_errors, run
 
 import deadreckon as dr
 from deadreckon.ops.triton.gated import gates
@@ -96,15 +96,44 @@ def test_reach_is_what_bounds_say(length: int, strength: float, per_query_head: 
     torch.testing.assert_close(reach.last // 64, seen.sum(2).int(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("poison", ["q", "k", "gate"])
+@pytest.mark.usefixtures("short_walks", "deterministic")
+def test_packed_blocks_that_gates_leave_nothing_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that documents would let see a block: it has no weight, rather than what memory held before.
+
+    Gates are so strong that exponentials are zero: nothing is lost to rounding.
+    """
+    case = Case("householder", "learned", length=400, batch=1, heads=1, group=1, forgetting=1000)
+    bounds = torch.tensor([0, 40, 400], dtype=torch.int32, device=DEVICE)
+    found = []
+    for least in (1, 1000):
+        monkeypatch.setattr(gates, "PRUNED", least)
+        found.append(run(case, torch.float32, DEVICE, impl="triton", cu_seqlens=bounds))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("poison", ["q", "k", "gate", "growth"])
 def test_what_is_no_number_bounds_nothing(poison: str) -> None:
+    """That of one token."""
     q, k = torch.ones(2, 1, 256, 1, 8, device=DEVICE).clone().unbind()
-    log_gate = torch.full((1, 256, 1), -1e3, device=DEVICE)
-    {"q": q, "k": k, "gate": log_gate}[poison][:, 64:128] = float("nan")
+    log_gate, w = torch.full((1, 256, 1), -1e3, device=DEVICE), torch.zeros(1, 256, 1, 8, device=DEVICE)
+    {"q": q, "k": k, "gate": log_gate, "growth": w}[poison][:, 100] = float("nan")
     sums, most = gates.gate_sums(log_gate, 1)
-    reach = gates.reach_of(q, k, sums.edge, most, 0.5)
+    reach = gates.reach_of(q, k, sums.edge, most, 0.5, gates.growth_of(w, log_gate))
     assert reach.first.flatten().tolist() == [0] * 4
     assert reach.last.flatten().tolist() == [256] * 4
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="memory that is not touched costs nothing on a CPU alone")
+def test_heads_that_lie_far_apart() -> None:
+    """2³¹ elements from the first head to the third, as of a million tokens head by head: more than 32 bits hold."""
+    memory = torch.empty(2**32 + 16, dtype=torch.float16)
+    x = memory.as_strided((1, 2, 3, 8), (0, 8, 2**30, 1), 2**31)
+    x.copy_(torch.tensor([1.0, 2.0, 3.0])[:, None].expand(x.shape))
+    memory[:16] = 0
+    w = x[:, :, :, :1]
+    assert gates.longest(x).flatten().tolist() == [8, 32, 72]
+    expected = torch.tensor([2.0, 11.0, 26.0]).log() * 2
+    torch.testing.assert_close(gates.growth_of(w, torch.full((1, 2, 3), 3.0)).flatten(), expected)
 
 
 @pytest.mark.parametrize(("gates_of", "length"), [(2, 100), (6, 100), (2, 1100)])

@@ -183,6 +183,21 @@ def test_tensors_from_elsewhere_are_refused() -> None:
         function(torch.ones(2))
 
 
+def test_nothing_takes_the_place_of_what_is_gone() -> None:
+    """The number that is written is a tensor that nobody has seen, perhaps where one was that is gone."""
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x + 1
+        x[0] = 0
+        return x
+
+    gone = taped(function)
+    gone(torch.ones(2))
+    with pytest.raises(AssertionError, match="neither given nor made there"):
+        gone(torch.ones(2))
+
+
 def test_an_error_leaves_no_tape() -> None:
     broken = True
 
@@ -307,7 +322,7 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> list[Taped]:
     "case",
     [
         Case("householder", "learned", length=150, heads=1, group=2, width=8, value_width=16),
-        Case("householder", None, length=150, heads=2, group=1, width=8, value_width=8, batch=1),
+        Case("householder", None, length=300, heads=2, group=1, width=8, value_width=8, batch=1),  # three blocks
         Case(None, "learned", length=150, heads=1, group=2, width=8, value_width=16),
     ],
     ids=["path-fox", "path", "fox"],
@@ -350,6 +365,19 @@ def test_prompts(on_tape: list[Taped]) -> None:
         ours, expected = householder.ascend(*inputs), householder._ascend.function(*inputs)
         assert type(ours) is type(expected)
         assert same(ours, expected)
+
+
+@pytest.mark.usefixtures("short_walks", "on_tape")
+def test_prompts_with_and_without_autocast() -> None:
+    """Two blocks are closed: their products are multiplied, in single precision."""
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v, w = (torch.randn(1, 320, 1, 8, generator=numbers).to(DEVICE) for _ in range(4))
+    w, beta = torch.nn.functional.normalize(w, dim=-1), torch.ones(1, 320, 1, device=DEVICE)
+    inputs = q, k, v, w, beta, None, 0.3, 256
+    expected = householder.ascend(*inputs)
+    for autocast in (True, False, True):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            assert same(householder.ascend(*inputs), expected)
 
 
 @pytest.mark.gpu

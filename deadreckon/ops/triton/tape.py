@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 SWITCH = "DEADRECKON_TAPES"  # in the environment: 0 to have everything worked out anew
@@ -179,14 +180,15 @@ class Tape(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Writes down what this thread does with tensors while it is entered.
 
-    Memory is known by its storage. All that comes to be is seen here, so that a storage in the place of one that is
-    gone counts as new.
+    Memory is known by its storage. Of a storage that is gone a weak reference is left, and so nothing else, such as the
+    number in ``x[0] = 1``, which comes to be unseen, is taken for it.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.steps = list[Any]()
         self.known = dict[int, int]()  # storages and their buffers
+        self.weak = list[StorageWeakRef]()  # of all of them
         self.used = list[int]()  # of each buffer: the last step that does
         self.by_address = True
         self.inputs = list[tuple[int, int]]()
@@ -262,7 +264,8 @@ class Recorder(TorchDispatchMode):
 
     def _new(self, x: Tensor) -> int:
         """The buffer that a tensor, which the next step makes, is in."""
-        self.known[_storage(x)] = len(self.used)
+        self.weak.append(StorageWeakRef(x.untyped_storage()))
+        self.known[self.weak[-1].cdata] = len(self.used)
         self.used.append(len(self.steps))
         return len(self.used) - 1
 

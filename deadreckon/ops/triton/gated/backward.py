@@ -81,12 +81,12 @@ def _query_gradients(
     )
     row = first_row + tl.arange(0, BM)
     m_row = row < ROWS
-    b_start, begin, inner = first_keys(
+    b_start, oldest, begin, inner = first_keys(
         p_first + i_c * BLOCKS, p_start, origin_q, origin_k, first_row, row, ROWS, whole, BN, PRUNED, PACKED
     )
     if PACKED:
         if not CAUSAL:
-            if begin >= keys:  # no row sees any of these keys, and nothing reads this gradient
+            if oldest >= keys:  # no row sees any of these keys, and nothing reads this gradient
                 return
     p_q += i_b * s_qb + i_h * s_qh + i_g * s_qg + i_pair * s_qp
     p_k += i_b * s_kb + i_h * s_kh + i_pair * s_kp

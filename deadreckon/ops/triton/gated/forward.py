@@ -49,13 +49,13 @@ def first_keys(
     p_first, p_start, origin_q, origin_k, first_row, row, rows, whole,
     BN: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Where the documents of a tile's rows start; the first key that any row sees or gates leave to any, and the first
-    from which on keys are of the same document as all rows."""
+    """Where the documents of a tile's rows start, and the first of them; the first key that any row sees or gates leave
+    to any, and the first from which on keys are of the same document as all rows."""
     begin = 0
     if PRUNED:
         reached = tl.load(p_first + (origin_q + first_row) // 64)
         begin = tl.minimum(tl.maximum(reached - origin_k, 0), whole)
-    b_start, inner = row, begin
+    b_start, oldest, inner = row, 0, begin
     if PACKED:
         last_row = tl.minimum(first_row + row.shape[0], rows) - 1
         b_start = tl.load(p_start + origin_q + tl.minimum(row, last_row)) - origin_k
@@ -63,7 +63,7 @@ def first_keys(
         youngest = tl.load(p_start + origin_q + last_row) - origin_k
         begin = tl.minimum(tl.maximum(begin, oldest // BN * BN), whole)
         inner = tl.minimum(tl.maximum(begin, (youngest + BN - 1) // BN * BN), whole)
-    return b_start, begin, inner
+    return b_start, oldest, begin, inner
 
 
 @triton.jit
@@ -135,12 +135,12 @@ def _forward(
     p_rest += i_c * BLOCKS * 64
     p_edge += i_c * BLOCKS
     reference = edge_before(p_edge, origin_q + first_row) if GATED else 0.0
-    b_start, begin, inner = first_keys(
+    b_start, oldest, begin, inner = first_keys(
         p_first + i_c * BLOCKS, p_start, origin_q, origin_k, first_row, row, ROWS, whole, BN, PRUNED, PACKED
     )
     if PACKED:
         if not CAUSAL:
-            if begin >= keys:  # no row sees any of these keys, and nothing reads this output
+            if oldest >= keys:  # no row sees any of these keys, and nothing reads this output
                 return
     b_acc = tl.zeros([BM, BE], tl.float32)
     b_max = tl.full([BM], float("-inf"), tl.float32)

@@ -81,14 +81,19 @@ def gate_sums(log_gate: Tensor, heads: int) -> tuple[Sums, Tensor]:
 def _longest(p_x, p_out, s_x, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
     s_b, s_t, s_h = s_x
     pid = tl.program_id(0)
-    i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
+    i_h, i_tile, i_b = (pid % HEADS).to(tl.int64), pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
     row = i_tile * 64 + tl.arange(0, 64)
     b_x = load_rows(p_x + i_b * s_b + i_h * s_h, row, s_t, tl.arange(0, BW), row < T, W, BW).to(tl.float32)
-    tl.store(p_out + (i_b * HEADS + i_h) * TILES + i_tile, tl.max(tl.sum(b_x * b_x, 1), 0))
+    b_square = tl.sum(b_x * b_x, 1)
+    b_square = tl.where(b_square == b_square, b_square, float("inf"))  # a maximum passes over what is no number
+    tl.store(p_out + (i_b * HEADS + i_h) * TILES + i_tile, tl.max(b_square, 0))
 
 
 def longest(x: Tensor) -> Tensor:
-    """The greatest square of a length of x (B, T, heads, D) in each 64 tokens: (B, heads, blocks)."""
+    """The greatest square of a length of x (B, T, heads, D) in each 64 tokens: (B, heads, blocks).
+
+    Infinite where one is no number.
+    """
     batch, length, heads, width = x.shape
     tiles = ceil_div(length, 64)
     squares = x.new_empty(batch, heads, tiles, dtype=torch.float32)
@@ -102,7 +107,7 @@ def longest(x: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["T", "TILES", "HEADS"])
 def _growth(p_w, p_beta, p_out, s_w, s_beta, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr):
     pid = tl.program_id(0)
-    i_h, i_tile, i_b = pid % HEADS, pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
+    i_h, i_tile, i_b = (pid % HEADS).to(tl.int64), pid // HEADS % TILES, (pid // (HEADS * TILES)).to(tl.int64)
     row = i_tile * 64 + tl.arange(0, 64)
     b_w = load_rows(p_w + i_b * s_w[0] + i_h * s_w[2], row, s_w[1], tl.arange(0, BW), row < T, W, BW).to(tl.float32)
     p_beta += i_b * s_beta[0] + i_h * s_beta[2]
@@ -129,12 +134,11 @@ def growth_of(w: Tensor, beta: Tensor) -> Tensor:
 
 @triton.jit
 def _greatest(p_x, count, BB: tl.constexpr):
-    """Of so many numbers, infinite if one of them is none."""
+    """Of so many numbers."""
     block = tl.arange(0, BB)
     b_most = tl.full([BB], float("-inf"), tl.float32)
     for start in range(0, count, BB):
-        b_x = tl.load(p_x + start + block, mask=start + block < count, other=float("-inf"))
-        b_most = tl.maximum(b_most, tl.where(b_x == b_x, b_x, float("inf")))
+        b_most = tl.maximum(b_most, tl.load(p_x + start + block, mask=start + block < count, other=float("-inf")))
     return tl.max(b_most, 0)
 
 
@@ -158,7 +162,8 @@ def _reach(
         for start in range(0, BLOCKS, BB):
             place = start + tl.arange(0, BB)
             b_growth += tl.load(p_growth + i_n * BLOCKS + place, mask=place < BLOCKS, other=0.0)
-        bound *= tl.exp(tl.minimum(tl.sum(b_growth, 0), 60.0))  # more prunes no less
+        growth = tl.sum(b_growth, 0)
+        bound *= tl.where(growth < 60, tl.exp(growth), float("inf"))  # so much leaves all in reach, as no number does
     bound = (bound + beside) * 1.4426950408889634
     # Sums of gates that grow bound nothing, nor does what is no number.
     bounds = (bound == bound) & (_greatest(p_most + i_c * BLOCKS, BLOCKS, BB) <= 0)

@@ -319,5 +319,8 @@ def multiply_back(
         )  # fmt: skip
         first += 2 * pairs
     if first < products.shape[1]:
-        grad[:, -1] = 0 if above is None else above[:, -1]
+        if above is None:
+            grad[:, -1].zero_()
+        else:
+            grad[:, -1] = above[:, -1]
     return grad

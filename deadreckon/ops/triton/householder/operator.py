@@ -37,6 +37,7 @@ from deadreckon.ops.blockwise.runs import LEAF, Run, levels
 from deadreckon.ops.factors import Householder
 from deadreckon.ops.layout import dense
 from deadreckon.ops.saving import saving
+from deadreckon.ops.tracing import without_autocast
 from deadreckon.ops.triton.gated.delta import prepare
 from deadreckon.ops.triton.gated.gates import (
     gate_gradient,
@@ -300,7 +301,7 @@ def ascend(
     to_top: bool = False,
 ) -> Ascended:  # fmt: skip
     """The forward pass, and what a sequence that comes in pieces keeps of it: `closed` tokens, queries at the top."""
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q), without_autocast(q):  # products are of single precision, also when read off a tape
         return _ascend(q, k, v, directions(w), beta, log_gate, scale, closed, to_top)
 
 
