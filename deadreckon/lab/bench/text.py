@@ -110,11 +110,11 @@ def profile(step: Callable[[], Tensor], device: str) -> list[Row]:
     """Where a step's time goes; on a GPU also how long the host takes to issue it."""
     try:
         parts = parts_of(step, device)
+        if device == "cuda":
+            host = median(host_seconds(step, device) for _ in range(ISSUED))
+            parts.append(["issued by the host in", milliseconds(host), "", ""])
     except Exception as error:  # what was timed is worth more
         return [[explain(error), "", "", ""]]
-    if device == "cuda":
-        host = median(host_seconds(step, device) for _ in range(ISSUED))
-        parts.append(["issued by the host in", milliseconds(host), "", ""])
     return parts
 
 
