@@ -126,7 +126,10 @@ def test_what_is_no_number_bounds_nothing(poison: str) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="memory that is not touched costs nothing on a CPU alone")
 def test_heads_that_lie_far_apart() -> None:
     """2³¹ elements from the first head to the third, as of a million tokens head by head: more than 32 bits hold."""
-    memory = torch.empty(2**32 + 16, dtype=torch.float16)
+    try:
+        memory = torch.empty(2**32 + 16, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("this machine gives no addresses that it has no memory for")
     x = memory.as_strided((1, 2, 3, 8), (0, 8, 2**30, 1), 2**31)
     x.copy_(torch.tensor([1.0, 2.0, 3.0])[:, None].expand(x.shape))
     memory[:16] = 0
