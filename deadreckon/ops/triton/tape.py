@@ -1,8 +1,8 @@
 """What an operator launches, written down and launched again: a route tree is worked out once for each kind of call.
 
-PaTH-FoX, forward and backward, is some fifty kernels and twenty operations of PyTorch, with views, grids and buffers
+PaTH-FoX, forward and backward, is some fifty kernels and a few operations of PyTorch, with views, grids and buffers
 that follow from shapes alone. To work these out takes Python several times as long as to launch what comes of it, and a
-small or quick layer then waits for the host. So the second call of a kind is written down: buffers with their sizes,
+GPU that is quicker waits for the host. So the second call of a kind is written down: buffers with their sizes,
 kernels with their arguments as places in buffers, PyTorch's operations. From the third on it is read off.
 
     inputs ─┐                         ┌─ new buffer 3: (16, 4097, 64), bfloat16
