@@ -70,8 +70,10 @@ def test_gates_that_forget_all_cost_no_digits(case: Case, impl: str) -> None:
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.parametrize("strength", [0.0, 0.2, 3.0, 1e4])
-@pytest.mark.parametrize("length", [64, 300, 9000])
+@pytest.mark.parametrize(
+    ("length", "strength"),
+    [*((length, strength) for length in (64, 300) for strength in (0.0, 0.2, 3.0, 1e4)), (9000, 0.2)],
+)
 def test_reach_is_what_bounds_say(length: int, strength: float, per_query_head: bool) -> None:
     """Block by block against the inequality itself: two blocks are in each other's reach or not."""
     numbers = torch.Generator().manual_seed(0)

@@ -17,6 +17,8 @@ from transformers import DynamicCache
 import deadreckon as dr
 from deadreckon.models.graphs import Steps
 
+ON_A_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, test_steps_gpu.py has graphs")
+pytestmark = ON_A_CPU
 CLOSE = {"rtol": 0, "atol": 1e-4}
 SMALL = {"positions": 12, "width": 8, "cursors": 2, "hidden": 5}
 BY_KERNELS = "prism:kernels"  # whose cursors are moved by kernels, too, as they are on a GPU

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_steps import CLOSE, Rerun, as_on_a_gpu, kernel_model, make_model
+from test_steps import CLOSE, ON_A_CPU, Rerun, as_on_a_gpu, kernel_model, make_model
 from test_streaming import prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +22,7 @@ from deadreckon.ops.streaming.fused import KernelDecoder
 from deadreckon.ops.streaming.past import Past
 
 __all__ = ["as_on_a_gpu"]  # a fixture
+pytestmark = ON_A_CPU
 
 
 def prefilled(model: dr.DeadReckonForCausalLM, ids: Tensor) -> DynamicCache:
