@@ -257,6 +257,8 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     function = Taped(lambda x: x + 1)
     function(torch.zeros(2))
     assert not function.tapes  # on a CPU
+    monkeypatch.delenv("DEADRECKON_TAPES", raising=False)
+    function(torch.zeros(2).as_subclass(OnGPU))
     monkeypatch.setenv("DEADRECKON_TAPES", "0")
     function(torch.zeros(2).as_subclass(OnGPU))
     assert not function.tapes
@@ -383,8 +385,9 @@ def test_prompts_with_and_without_autocast() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")  # cuDNN adds up dq in any order
 @pytest.mark.parametrize("gate", [None, "learned"])
-def test_on_a_gpu(gate: str | None) -> None:
-    """By default: several levels, in a captured graph too, and no more memory."""
+def test_on_a_gpu(gate: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several levels, in a captured graph too, and no more memory."""
+    monkeypatch.setenv("DEADRECKON_TAPES", "1")
     case = Case("householder", gate, length=3000, batch=1, heads=2, group=2, width=64, value_width=64)
     exact = ("w", "beta", "log_gate")
     leaves = {

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-SWITCH = "DEADRECKON_TAPES"  # in the environment: 0 to have everything worked out anew
+SWITCH = "DEADRECKON_TAPES"  # in the environment: 1 to use them; not the default before they have been timed on a GPU
 MOST = 256  # kinds of calls that are remembered of a function: lengths may all be different
 
 _aten = torch.ops.aten
@@ -295,7 +295,7 @@ class Taped:
     """A function of tensors, numbers and None, and of tuples of them, that is put on tape: see above.
 
     Attributes:
-        on: whether it is at all; by default on a GPU, unless the environment says no.
+        on: whether it is at all; by default on a GPU, if the environment says so.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -304,7 +304,7 @@ class Taped:
         self.on: bool | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        on = arguments[0].is_cuda and os.environ.get(SWITCH, "1") != "0" if self.on is None else self.on
+        on = arguments[0].is_cuda and os.environ.get(SWITCH, "0") != "0" if self.on is None else self.on
         if not on or recorder() is not None:
             return self.function(*arguments)
         tensors = list[Tensor]()
