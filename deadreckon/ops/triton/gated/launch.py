@@ -37,9 +37,8 @@ TILINGS = {
     },
 }
 
-WIDE = Tiling(
-    128, 32, 8, 2
-)  # forward, of halves with 512 channels: as many queries as there is room for, keys are read less
+# Forward, of halves with 512 channels: as many queries as there is room for, so that keys are read less often.
+WIDE = Tiling(128, 32, 8, 2)
 
 
 class Sums(NamedTuple):
