@@ -376,8 +376,9 @@ def test_models_stream_and_pad(copy: int, start: bool) -> None:
 
 def test_kernels_serve_the_cursors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: whole, with gradients, and in pieces."""
-    layer = make_layer(copy=2, cursors=1).float()
-    x, grad = torch.randn(2, 1, 70, 8).unbind()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = make_layer(copy=2, cursors=1).to(device, torch.float32)
+    x, grad = torch.randn(2, 1, 70, 8, device=device).unbind()
     cuts = [0, 1, 68, 70]
 
     def run() -> list[Tensor]:

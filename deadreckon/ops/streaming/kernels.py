@@ -363,6 +363,15 @@ def chunk_for(k: Tensor, v: Tensor) -> int:
     return CHUNK if is_narrow(k, v) else CHUNK // 2
 
 
+def tiles_for(k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """Tokens of segments that a program has before it at a time, how many such tiles are on their way, and warps.
+
+    With more of wide heads on their way, fewer programs would have shared memory at a time.
+    """
+    block, stages = (64, 3) if is_narrow(k, v) else (32, 2)
+    return block, stages, 4 if k.shape[-1] <= 256 else 8
+
+
 def look(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None,
     last: Last, partial: Partial, state: State | None, segments: Tensor, parts: Tensor, scale: float,
@@ -380,8 +389,7 @@ def look(
     out = q.new_empty(heads, group, value_width)
     programs = partial.weight.shape[1]
     chunk = chunk_for(q, v)
-    # More keys and values on their way, and fewer programs would have shared memory at a time.
-    block, stages = (64, 3) if is_narrow(q, v) else (32, 2)
+    block, stages, warps = tiles_for(q, v)
     of_row = heads // len(last.tokens)
     power, rows = (0, 0) if state is None else state.channels.shape
     split = programs - (STATE_PARTS if power else 0)
@@ -392,7 +400,7 @@ def look(
         G=group, GATES=gates, ROUTES=w is not None, POWER=power, STICKS=sticks, D=width,
         E=value_width, BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=chunk, FIELDS=FIELDS,
         BLOCK=block, STATE_ROWS=max(1, min(32, tile // (queries * values))), DTYPE=DTYPES[q.dtype], TYPE=kind,
-        num_warps=4 if width <= 256 else 8, num_stages=stages,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _combine[(heads, group, values // COMBINED)](
         out, partial, last.tokens, of_row, programs, split, room // chunk,

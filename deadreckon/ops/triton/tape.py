@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-SWITCH = "DEADRECKON_TAPES"  # in the environment: 1 to use them; not the default before they have been timed on a GPU
+SWITCH = "DEADRECKON_TAPES"  # in the environment: 0 to do without
 MOST = 256  # kinds of calls that are remembered of a function: lengths may all be different
 
 _aten = torch.ops.aten
@@ -116,7 +116,7 @@ class _Call:
         self.stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
         self.buffers: list[Any] = [None] * count
         self.starts = [0] * count  # their addresses
-        self.given = self._address if by_address else self.tensor  # what kernels are given of a place
+        self.by_address = by_address
 
     def hold(self, buffer: int, x: Tensor) -> None:
         """Puts it there: all of its storage, wherever in it x begins."""
@@ -135,9 +135,10 @@ class _Call:
             return whole
         return whole.as_strided(place.size, place.stride, place.start)
 
-    def _address(self, place: Any) -> Any:
-        if type(place) is not Place:
-            return place
+    def given(self, place: Any) -> Any:
+        """What kernels are given of a place; anything else as it is."""
+        if type(place) is not Place or not self.by_address:
+            return self.tensor(place)
         return self.starts[place.buffer] + place.start * place.type.itemsize
 
 
@@ -295,7 +296,7 @@ class Taped:
     """A function of tensors, numbers and None, and of tuples of them, that is put on tape: see above.
 
     Attributes:
-        on: whether it is at all; by default on a GPU, if the environment says so.
+        on: whether it is at all; by default on a GPU, unless the environment says otherwise.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -304,7 +305,7 @@ class Taped:
         self.on: bool | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        on = arguments[0].is_cuda and os.environ.get(SWITCH, "0") != "0" if self.on is None else self.on
+        on = arguments[0].is_cuda and os.environ.get(SWITCH, "1") != "0" if self.on is None else self.on
         if not on or recorder() is not None:
             return self.function(*arguments)
         tensors = list[Tensor]()
