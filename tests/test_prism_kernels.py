@@ -62,31 +62,38 @@ def test_gru_is_one_kernel(hidden: int, norm: float | None, start: bool) -> None
         assert torch.equal(kept[row, places[row] % KEPT][-1], one[row, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("positions", [6, 150])
-def test_jumps_are_what_softmax_gives(positions: int) -> None:
-    """Beyond the last position, too, of rows with padding; probabilities are off by what their logits are, about 8."""
+def test_jumps_are_what_softmax_gives(positions: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the last position, too, of rows with padding; probabilities are off by what their logits are, about 8.
+
+    Keys are of either precision, and no two looks at them see all.
+    """
+    monkeypatch.setattr("deadreckon.ops.triton.cursors.KEYS", 64)
     torch.manual_seed(0)
     (batch, length, jumping), room = (2, 140, 3), 200
     q, k, none = draw(batch, length, jumping, COPY_WIDTH), draw(batch, jumping, room, COPY_WIDTH), draw(2, length, 3)
+    k = k.to(dtype).double()
     places = torch.arange(length) + torch.tensor([[20], [-5]])
     expected = _chances(q, k, none, places, positions)
     limit: dict[str, Any] = {"rtol": 0, "atol": 8 * COPY_WIDTH * EPSILON, "check_dtype": False}
-    found = cursors.jumps(*single(q, k, none), places.to(DEVICE), positions, torch.float32)
+    given = single(q)[0], k.to(DEVICE, dtype), single(none)[0]
+    found = cursors.jumps(*given, places.to(DEVICE), positions, torch.float32)
     torch.testing.assert_close(found.cpu(), expected, **limit)
     one_row = _chances(q, k, none, places[:1], positions)
-    found = cursors.jumps(*single(q, k, none), places[:1].to(DEVICE), positions, torch.float32)
+    found = cursors.jumps(*given, places[:1].to(DEVICE), positions, torch.float32)
     torch.testing.assert_close(found.cpu(), one_row, **limit)
     for t in (0, 4, 5, 6, 139):
-        keys, token = k.float().to(DEVICE), slice(t, t + 1)
+        keys, token = k.to(DEVICE, dtype), slice(t, t + 1)
         new = torch.stack([k[row, :, max(0, int(places[row, t]))] for row in range(2)]).unsqueeze(1)
         for row in range(2):
             keys[row, :, max(0, int(places[row, t])) :] = torch.nan  # nobody has been there
-        given = single(q[:, token]), single(new), single(none[:, token])
-        found = cursors.jump(*given[0], keys, *given[1], *given[2], places[:, token].to(DEVICE), positions)
+        one_q, one_k, one_none = single(q[:, token], new, none[:, token])
+        found = cursors.jump(one_q, keys, one_k, one_none, places[:, token].to(DEVICE), positions)
         torch.testing.assert_close(found.cpu(), expected[:, token], **limit)
         for row in range(2):
             place = int(places[row, t])
-            assert torch.equal(keys[row, :, place].cpu(), k[row, :, place].float()) or place < 0
+            assert torch.equal(keys[row, :, place].cpu().double(), k[row, :, place]) or place < 0
 
 
 @pytest.mark.parametrize("jumping", [0, 3])
@@ -153,6 +160,21 @@ def test_models_give_what_they_give_without(options: dict[str, Any], monkeypatch
             piece, seen = ids[:, start:end], mask[:, :end]
             found.append(model(piece, attention_mask=seen, past_key_values=cache).logits)
         torch.testing.assert_close(torch.cat(found, dim=1).cpu()[real], expected[real], **limit)
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_pieces_of_halves() -> None:
+    """Keys of the copy branch are kept as halves, too: at most four times the error of a whole pass by PyTorch."""
+    model, ids = make_model(layers=2, copy=2).eval(), torch.randint(1, VOCABULARY, (2, 18))
+    with torch.no_grad():
+        expected = model.double()(ids).logits
+    model, ids = model.half().to(DEVICE), ids.to(DEVICE)
+    limit: dict[str, Any] = {"atol": 4 * float((model(ids).logits.cpu() - expected).abs().max()), "rtol": 0}
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        found = [model(ids[:, start:end], past_key_values=cache).logits for start, end in pairwise((0, 12, 16, 17, 18))]
+        for logits in (model(ids).logits, torch.cat(found, dim=1)):
+            torch.testing.assert_close(logits.cpu(), expected, check_dtype=False, **limit)
 
 
 @pytest.mark.usefixtures("with_kernels")

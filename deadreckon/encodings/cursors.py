@@ -198,7 +198,7 @@ class Cursors(SelfInitialised, nn.Module):
         else:
             actions, *none = (_apply(part, hidden) for part in parts)
         if self.jumping:
-            q, k = (_apply(part, x).unflatten(-1, (-1, COPY_WIDTH)) for part in (self.copy_query, self.copy_key))
+            q, k = self._meeting(x)
             copy = jump(q, _room_for_keys(context, k), k, none[0], places, self.positions)
         actions = actions.unflatten(-1, (-1, 4))
         h = filter_next(actions, self.sharpness, copy, recent["histogram"], places, table.dtype)
@@ -288,9 +288,16 @@ class Cursors(SelfInitialised, nn.Module):
             _remember(context, "hidden", hidden)
         return hidden
 
+    def _meeting(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the copy branch, (B, T, F, W): keys as halves where x is, since they are kept and read
+        for every token, queries at least in single precision.
+        """
+        q, k = (_apply(part, x).unflatten(-1, (-1, COPY_WIDTH)) for part in (self.copy_query, self.copy_key))
+        return q, k.to(x.dtype)
+
     def _copies(self, x: Tensor, hidden: Tensor, context: Context) -> Callable[[int, int], Tensor]:
         """Where jumping cursors jump to at tokens from start to end: (B, n, F, P + 1), the last for not at all."""
-        q, k = (_apply(part, x).unflatten(-1, (-1, COPY_WIDTH)) for part in (self.copy_query, self.copy_key))
+        q, k = self._meeting(x)
         none = self._decide(self.no_copy, hidden)
         keys = k.transpose(1, 2) if context.recent is None else _kept_keys(context, k)  # (B, F, S, W), by place
 

@@ -366,10 +366,9 @@ def chunk_for(k: Tensor, v: Tensor) -> int:
 def tiles_for(k: Tensor, v: Tensor) -> tuple[int, int, int]:
     """Tokens of segments that a program has before it at a time, how many such tiles are on their way, and warps.
 
-    With more of wide heads on their way, fewer programs would have shared memory at a time.
+    Of wide heads fewer, or one program alone had all shared memory.
     """
-    block, stages = (64, 3) if is_narrow(k, v) else (32, 2)
-    return block, stages, 4 if k.shape[-1] <= 256 else 8
+    return 64 if is_narrow(k, v) else 32, 3, 4
 
 
 def look(

@@ -20,7 +20,7 @@ from deadreckon.ops.triton.pointwise import sigmoid
 from deadreckon.ops.triton.tiles import DTYPES, LOG2E, ceil_div, mul_exact, padded, power_of_two
 
 TILE = 64  # tokens of a program that jumps, and keys that it looks at together
-KEYS = 128  # that a program of one token looks at together
+KEYS = 512  # that a program of one token looks at together: cursors of a single row are few programs
 
 
 @triton.jit
@@ -165,44 +165,51 @@ def _jumps(
     tl.store(p_out + P, tl.exp2(b_none - b_greatest) * b_share, mask=m_row)
 
 
+@triton.jit
+def _score(b_q, p_k, key, place, width, m_width, W: tl.constexpr):
+    """Logits of keys before a place, in units of log 2."""
+    m_key = key < place
+    b_k = tl.load(p_k + key[:, None] * W + width[None, :], mask=m_key[:, None] & m_width[None, :], other=0.0)
+    return tl.where(m_key, tl.sum(b_k.to(tl.float32) * b_q[None, :], 1), float("-inf"))
+
+
 @Kernel
 @triton.jit
 def _jump(
     p_q, p_k, p_new, p_none, p_place, p_out, scale, s_place, s_kb, s_kf, F,
     P: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One token of one cursor, whose programs are many: keys are read as they come."""
+    """One token of one cursor. Each lane has a sum of its own: until the end no thread waits for another."""
     i_f, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     width, lane = tl.arange(0, BW), tl.arange(0, STEP)
     m_width = width < W
     at = i_b * F + i_f
     place = tl.load(p_place + i_b * s_place)
     b_q = tl.load(p_q + at * W + width, mask=m_width, other=0.0) * scale
-    b_new = tl.load(p_new + at * W + width, mask=m_width, other=0.0)
+    b_own = tl.load(p_new + at * W + width, mask=m_width, other=0.0)
     none = tl.load(p_none + at) * 1.4426950408889634
     p_k += i_b * s_kb + i_f * s_kf
-    tl.store(p_k + place * W + width, b_new, mask=m_width & (place >= 0))
-    own = tl.where(place >= 0, tl.sum(b_q * b_new, 0), float("-inf"))
-    greatest = tl.maximum(none, own)
-    total = tl.exp2(none - greatest) + tl.exp2(own - greatest)
-    beyond = tl.where(place >= P - 1, tl.exp2(own - greatest), 0.0)
+    tl.store(p_k + place * W + width, b_own, mask=m_width & (place >= 0))
+    own = tl.where(place >= 0, tl.sum(b_q * b_own.to(tl.float32), 0), float("-inf"))
+    b_greatest = tl.full([STEP], -1e30, tl.float32)
+    b_total, b_beyond = tl.zeros([STEP], tl.float32), tl.zeros([STEP], tl.float32)
     for first in range(0, place, STEP):
         key = first + lane
-        m_key = key < place
-        b_k = tl.load(p_k + key[:, None] * W + width[None, :], mask=m_key[:, None] & m_width[None, :], other=0.0)
-        b_s = tl.where(m_key, tl.sum(b_k * b_q[None, :], 1), float("-inf"))
-        new = tl.maximum(greatest, tl.max(b_s, 0))
-        ratio, b_e = tl.exp2(greatest - new), tl.exp2(b_s - new)
-        total = total * ratio + tl.sum(b_e, 0)
-        beyond = beyond * ratio + tl.sum(tl.where(key >= P - 1, b_e, 0.0), 0)
-        greatest = new
+        b_s = _score(b_q, p_k, key, place, width, m_width, W)
+        b_new = tl.maximum(b_greatest, b_s)
+        b_ratio, b_e = tl.exp2(b_greatest - b_new), tl.exp2(b_s - b_new)
+        b_total = b_total * b_ratio + b_e
+        b_beyond = b_beyond * b_ratio + tl.where(key >= P - 1, b_e, 0.0)
+        b_greatest = b_new
+    greatest = tl.maximum(tl.max(b_greatest, 0), tl.maximum(none, own))
+    b_ratio = tl.exp2(b_greatest - greatest)
+    at_place = tl.exp2(own - greatest)
+    total = tl.sum(b_total * b_ratio, 0) + tl.exp2(none - greatest) + at_place
+    beyond = tl.sum(b_beyond * b_ratio, 0) + tl.where(place >= P - 1, at_place, 0.0)
     p_out += at * (P + 1)
     for first in range(0, P - 1, STEP):
         key = first + lane
-        m_key = key < place
-        b_k = tl.load(p_k + key[:, None] * W + width[None, :], mask=m_key[:, None] & m_width[None, :], other=0.0)
-        b_s = tl.where(m_key, tl.sum(b_k * b_q[None, :], 1), float("-inf"))
-        b_s = tl.where(key == place, own, b_s)
+        b_s = tl.where(key == place, own, _score(b_q, p_k, key, place, width, m_width, W))
         tl.store(p_out + key, tl.exp2(b_s - greatest) / total, mask=key < P - 1)
     tl.store(p_out + P - 1, beyond / total)
     tl.store(p_out + P, tl.exp2(none - greatest) / total)
@@ -213,7 +220,7 @@ def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int,
 
     Args:
         q: (B, T, F, W) float32, of any layout in B and T.
-        keys: (B, F, S, W) float32, by place; S beyond all places.
+        keys: (B, F, S, W) in any precision, by place; S beyond all places.
         none: (B, T, F) logits of no jump.
         dtype: of what all this was computed from: of halves, products need be no more precise than three of halves.
     """
@@ -229,14 +236,17 @@ def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int,
 
 
 def jump(q: Tensor, keys: Tensor, new: Tensor, none: Tensor, places: Tensor, positions: int) -> Tensor:
-    """The same of one token, q and new (B, 1, F, W), whose key takes its place among keys (B, F, S, W), contiguous."""
+    """The same of one token, q and new (B, 1, F, W), whose key takes its place among keys (B, F, S, W), contiguous.
+
+    The key is rounded as those are.
+    """
     batch, _, cursors, width = q.shape
     out = none.new_empty(batch, 1, cursors, positions + 1)
     with torch.cuda.device_of(q):
         _jump[(cursors, batch)](
-            q.contiguous(), keys, new.contiguous(), none.contiguous(), places, out, width**-0.5 * LOG2E,
-            _stride(places), *keys.stride()[:2], cursors,
-            P=positions, W=width, BW=power_of_two(width), STEP=KEYS, num_warps=4,
+            q.contiguous(), keys, new.to(keys.dtype).contiguous(), none.contiguous(), places, out,
+            width**-0.5 * LOG2E, _stride(places), *keys.stride()[:2], cursors,
+            P=positions, W=width, BW=power_of_two(width), STEP=KEYS, num_warps=8,
         )  # fmt: skip
     return out
 
