@@ -175,7 +175,7 @@ def call_cursors(dtype: torch.dtype, hidden: int, positions: int) -> None:
         x, here = torch.randn(2, tokens, 3 * hidden), places[:, :tokens]
         state = torch.zeros(2, 66, hidden) if tokens == 1 else torch.zeros(2, hidden)
         cursors.gru(x, bias, u, bias, None, here, state, tokens == 1)
-        q, keys, none = torch.randn(2, tokens, 5, 32), torch.randn(2, 5, 128, 32), torch.randn(2, tokens, 5)
+        q, keys, none = torch.randn(2, tokens, 5, 32), torch.randn(2, 5, 128, 32).to(dtype), torch.randn(2, tokens, 5)
         heads = [torch.randn(2, tokens, n, 64).to(dtype) for n in (2, 1)]
         e = torch.randn(2, tokens, 9, 104).to(dtype)
         cursors.widen(*heads, e, table, here, order, weights[:, 0].contiguous().to(dtype), weights.to(dtype), 1.0, 1.0)
