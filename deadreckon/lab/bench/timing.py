@@ -105,7 +105,7 @@ def peak_bytes(work: Work, device: str = "cpu") -> int:
 def shares(work: Work, device: str) -> list[tuple[float, int, str]]:
     """Seconds, calls and name of all that took any time, the longest first: kernels on CUDA, else operators."""
     kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CUDA if device == "cuda" else kinds.CPU]) as profile:
+    with torch.profiler.profile(activities=[kinds.CUDA if device == "cuda" else kinds.CPU], acc_events=True) as profile:
         work()
         if device == "cuda":
             torch.cuda.synchronize()

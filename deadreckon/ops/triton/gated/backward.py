@@ -19,6 +19,7 @@ from deadreckon.ops.triton.gated.launch import (
     Reach,
     Sums,
     difference,
+    edge_above,
     edge_before,
     gates_since,
 )
@@ -193,7 +194,7 @@ def _key_gradients(
     key = first_key + tl.arange(0, BN)
     m_key = key < KEYS
     i_pair = i_pair.to(tl.int64)
-    whole = tl.minimum((first_key + BN + 63) // 64 * 64, ROWS) if CAUSAL else 0  # gates refer to edges of 64
+    whole = tl.minimum(edge_above(first_key + BN, BN), ROWS) if CAUSAL else 0
     b_end, oldest, newest = key, 0, 0  # where the documents of these keys end, first and last of these ends
     if PACKED:
         last_key = tl.minimum(first_key + BN, KEYS) - 1

@@ -17,6 +17,7 @@ from deadreckon.ops.triton.gated.launch import (
     Sums,
     difference,
     edge_before,
+    edge_below,
     gates_since,
 )
 from deadreckon.ops.triton.kernel import Kernel
@@ -35,7 +36,7 @@ def query_tile(
     origin_k = start + i_pair * (left + right)
     if CAUSAL:
         first_row = (TILES - 1 - i_tile) * BM  # the longest rows first
-        whole, keys = first_row // 64 * 64, tl.minimum(first_row + BM, ROWS)  # gates refer to edges of 64
+        whole, keys = edge_below(first_row, BM), tl.minimum(first_row + BM, ROWS)
     else:
         first_row = i_tile * BM
         whole, keys = KEYS // BN * BN, KEYS

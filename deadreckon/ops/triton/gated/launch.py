@@ -50,6 +50,24 @@ class Sums(NamedTuple):
 
 
 @triton.jit
+def edge_below(row, SIZE: tl.constexpr):
+    """The last edge up to where a tile begins: that itself, unless tiles are smaller than blocks."""
+    if SIZE % 64 == 0:
+        return row
+    else:
+        return row // 64 * 64
+
+
+@triton.jit
+def edge_above(row, SIZE: tl.constexpr):
+    """The first edge from where a tile ends: that itself, unless tiles are smaller than blocks."""
+    if SIZE % 64 == 0:
+        return row
+    else:
+        return (row + 63) // 64 * 64
+
+
+@triton.jit
 def edge_before(p_edge, token):
     """The running sum of log gates up to the block of 64 tokens that one is in."""
     return tl.load(p_edge + token // 64 - 1, mask=token >= 64, other=0.0)

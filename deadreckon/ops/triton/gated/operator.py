@@ -168,6 +168,6 @@ def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, scale: float) -> floa
     if log_gate.amax() > 0:
         bound = torch.full_like(bound, torch.inf)
     before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
-    first = torch.searchsorted((-edge).contiguous(), -(before + bound))
+    first = torch.searchsorted((-edge).contiguous(), -(before + bound).contiguous())
     blocks = torch.arange(1, len(ends) + 1, device=q.device)
     return float((blocks - first).double().mean() / blocks.double().mean())

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deadreckon.ops.triton.gated.launch import Sums, difference, edge_before, gates_since
+from deadreckon.ops.triton.gated.launch import Sums, difference, edge_above, edge_before, edge_below, gates_since
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.power.chunks import Chunks, plus, tiling_for
 from deadreckon.ops.triton.tiles import DTYPES, load_columns, load_rows, mul, padded, store_rows, strides
@@ -87,8 +87,8 @@ def _forward(
     b_acc = tl.zeros([BM, BE], tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     for MASKED in tl.static_range(2):  # keys before the tile, then those in it
-        begin = first_row // 64 * 64 if MASKED else first_row // CHUNK * CHUNK
-        end = tl.minimum(first_row + BM, T) if MASKED else first_row // 64 * 64
+        begin = edge_below(first_row, BM) if MASKED else first_row // CHUNK * CHUNK
+        end = tl.minimum(first_row + BM, T) if MASKED else edge_below(first_row, BM)
         for j in range(begin, end, BN):
             key = j + tl.arange(0, BN)
             m_key = (key < end) | (not MASKED)
@@ -143,8 +143,8 @@ def _query_gradients(
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_by_query = tl.zeros([BM], tl.float32)
     for MASKED in tl.static_range(2):
-        begin = first_row // 64 * 64 if MASKED else first_row // CHUNK * CHUNK
-        end = tl.minimum(first_row + BM, T) if MASKED else first_row // 64 * 64
+        begin = edge_below(first_row, BM) if MASKED else first_row // CHUNK * CHUNK
+        end = tl.minimum(first_row + BM, T) if MASKED else edge_below(first_row, BM)
         for j in range(begin, end, BN):
             key = j + tl.arange(0, BN)
             m_key = (key < end) | (not MASKED)
@@ -198,7 +198,7 @@ def _key_gradients(
     p_edge += i_n * BLOCKS
     b_tile_gate = tl.zeros([BN], tl.float64)
     reference = 0.0
-    whole = tl.minimum((first_key + BN + 63) // 64 * 64, T)
+    whole = tl.minimum(edge_above(first_key + BN, BN), T)
     if GATED:
         reference = tl.load(p_edge + (whole - 1) // 64)  # at the last key
         b_tile_gate = gates_since(p_left, p_rest, p_edge, key, m_key, reference)
