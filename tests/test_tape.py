@@ -123,7 +123,9 @@ def test_buffers_are_dropped_after_their_last_use() -> None:
     assert [len(unused) for _, unused in written.steps] == [0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("change", ["type", "shape", "stride", "start", "number", "none", "shared", "deterministic"])
+@pytest.mark.parametrize(
+    "change", ["type", "shape", "stride", "start", "number", "none", "shared", "deterministic", "autocast"]
+)
 def test_another_kind_of_call_has_another_tape(change: str) -> None:
     calls = list[int]()
 
@@ -158,7 +160,8 @@ def test_another_kind_of_call_has_another_tape(change: str) -> None:
     with torch.random.fork_rng():
         try:
             torch.use_deterministic_algorithms(change == "deterministic")
-            apart(x, y, number)
+            with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+                apart(x, y, number)
         finally:
             torch.use_deterministic_algorithms(False)
     assert len(calls) == 3

@@ -334,9 +334,10 @@ def _kind(tensors: list[Tensor], x: Any) -> Any:
 
 def _surroundings(tensors: list[Tensor]) -> tuple[Any, ...]:
     """Which tensors share memory, and settings of PyTorch that kernels are chosen by."""
-    storages = [_storage(x) for x in tensors]
+    storages, kind = [_storage(x) for x in tensors], tensors[0].device.type
     return (
         tuple([storages.index(x) for x in storages]),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
     )
