@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
+from deadreckon.ops.triton.ahead import compiling
 from deadreckon.ops.triton.tape import recorder
 
 STAGES = 3  # Triton's own number of them
@@ -51,6 +52,9 @@ class Kernel:
 
     def launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Runs the kernel that is compiled for such arguments; compiles it, if there is none yet."""
+        if compiling():
+            self.function.warmup(*arguments, grid=grid, **constants)
+            return
         tape = recorder()
         if tape is None:
             self._launch(grid, arguments, constants)

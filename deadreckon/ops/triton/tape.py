@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from deadreckon.ops.triton.ahead import compiled_ahead, wanted
+
 SWITCH = "DEADRECKON_TAPES"  # in the environment: 0 to do without
 MOST = 256  # kinds of calls that are remembered of a function: lengths may all be different
 
@@ -302,6 +304,7 @@ class Taped:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.tapes: dict[Any, Tape | None] = {}  # by kind of call; None: seen once
+        self.compiled = set[Any]()  # sorts of calls whose kernels are there
         self.on: bool | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -317,11 +320,29 @@ class Taped:
             if len(self.tapes) >= MOST:
                 self.tapes.clear()
             self.tapes[key] = None
+            self._compile(arguments)
             return self.function(*arguments)
         with Recorder(tensors) as written:
             results = self.function(*arguments)
         self.tapes[key] = written.tape(results)
         return results
+
+    def _compile(self, arguments: tuple[Any, ...]) -> None:
+        """Compiles all kernels of a first call, if that is wanted and can be: see `ahead.py`."""
+        if not wanted() or (arguments[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        sort = _mapped(arguments, _sort)
+        if sort not in self.compiled:
+            self.compiled.add(sort)
+            with compiled_ahead():
+                self.function(*arguments)
+
+
+def _sort(x: Any) -> Any:
+    """What kernels are compiled for, about: types, widths of heads, and levels, as many as a length has digits."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.device, x.shape[-1:], x.shape[1].bit_length() if x.dim() > 1 else 0
+    return x if isinstance(x, bool) else type(x)
 
 
 def _kind(tensors: list[Tensor], x: Any) -> Any:
