@@ -161,6 +161,9 @@ class Encoding(SelfInitialised, nn.Module, ABC):
         """AdamW parameter groups with settings of their own; all other parameters take the model's settings."""
         return []
 
+    def resize_vocabulary(self, tokens: int) -> None:
+        """Makes tables of so many tokens, if there are any: those that were stay as they are, new ones begin anew."""
+
     def reset_parameters(self) -> None:
         """Initialises all parameters: with PyTorch's defaults, unless an encoding overrides this."""
         for part in self.children():

@@ -53,6 +53,15 @@ class LearnedRotation(Encoding):
         else:
             nn.init.uniform_(table, -1, 1)
 
+    def resize_vocabulary(self, tokens: int) -> None:
+        old = self.get_parameter(self.name)
+        if len(old) != tokens:
+            self.register_parameter(self.name, nn.Parameter(old.new_empty(tokens, old.shape[1]), old.requires_grad))
+            self.reset_parameters()
+            kept = min(len(old), tokens)
+            with torch.no_grad():
+                self.get_parameter(self.name)[:kept] = old[:kept]
+
     def forward(self, x: Tensor, context: Context) -> Factors:
         if context.token_ids is None:
             raise ValueError("learned-rotation: expected token_ids beside x, angles are looked up by token; got None")

@@ -124,13 +124,19 @@ class Prism(Encoding):
             raise ValueError("prism: its recurrent network takes one token after the other; expected no cp, got one")
         here = ("prism", self.source)
         if self.cursors is not None:
-            context.shared[here] = self.cursors(x, context, q.dtype)
+            context.shared[here] = self.cursors(x, context, q.dtype), torch.is_grad_enabled()
         if self.source is None or here not in context.shared:
             raise ValueError(
                 f"prism: expected a module of cursors before layer {self.layer}, got none; say where by `modules`, "
                 "and give that layer this encoding"
             )
-        found = context.shared[here][self.layer - self.source]
+        layers, with_gradients = context.shared[here]
+        if torch.is_grad_enabled() and not with_gradients:  # they would be constants to this layer
+            raise ValueError(
+                "prism: expected cursors with gradients for the layers after them, got none, as of checkpoints with "
+                "use_reentrant=True; gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        found = layers[self.layer - self.source]
         # The logits will be scaled by D^(−1/2), which these channels are not meant to be.
         unscaled = (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
         if isinstance(found, Filtered):

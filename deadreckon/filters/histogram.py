@@ -13,7 +13,7 @@ from torch import Tensor
 from deadreckon.filters.chunked import advance, retreat, work_type
 from deadreckon.filters.operators import filter_operator, superposition_operator
 from deadreckon.filters.reference import filter_reference
-from deadreckon.ops.checks import check_tensor, shape_of
+from deadreckon.ops.checks import check_tensor, check_transforms, shape_of
 from deadreckon.ops.tracing import without_autocast
 from deadreckon.ops.triton import HAS_TRITON
 
@@ -147,8 +147,7 @@ def _pick(
     """A filter and a superposition."""
     if impl == "reference":
         return filter_reference, _superpose_reference
-    if not torch.compiler.is_compiling() and any(map(_transformed, (reset, *others))):
-        raise ValueError(f"impl: torch.func.grad, vmap and the like need 'reference', got {impl!r}")
+    check_transforms(impl, (reset, *others))
     if impl == "triton" or (impl == "auto" and reset.is_cuda):
         reason = _reason_against_kernels(reset, positions)
         if reason is None:
@@ -168,11 +167,6 @@ def _pick(
     if impl in ("auto", "blockwise"):
         return filter_blockwise, superpose_blockwise
     raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise', 'native' or 'triton', got {impl!r}")
-
-
-def _transformed(x: Tensor | None) -> bool:
-    """Whether x is inside a transform of torch.func."""
-    return x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _reason_against_kernels(reset: Tensor, positions: int) -> str | None:

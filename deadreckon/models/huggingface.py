@@ -71,7 +71,8 @@ class DecoderLayer(GradientCheckpointingLayer):
     def forward(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
         attention = self.self_attn
         x, normed = residual_norm(self.input_layernorm, x, cast=not attention.encoding.precise)
-        x, normed = residual_norm(self.post_attention_layernorm, x, attention.attend(normed, context, state))
+        attended = attention(normed, context=context, state="none" if state is None else state)
+        x, normed = residual_norm(self.post_attention_layernorm, x, attended)
         return x + self.mlp(normed)
 
 
@@ -86,6 +87,14 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
         """Nothing to do: see :meth:`DeadReckonConfig.register_for_auto_class`."""
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *more: Any, **options: Any) -> nn.Embedding:
+        """As in transformers; encodings that look tokens up follow."""
+        embeddings = super().resize_token_embeddings(new_num_tokens, *more, **options)
+        for part in self.modules():
+            if isinstance(part, Encoding):
+                part.resize_vocabulary(self.config.vocab_size)
+        return embeddings
 
     def _init_weights(self, module: nn.Module) -> None:
         # transformers calls this for each module that directly holds parameters: the parts of an encoding, mostly.
@@ -221,7 +230,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
                 return out
         x = self.embed_tokens(ids) if x is None else x
         if isinstance(caches[0].state, Rows) or (real is not None and not begins_later(real, caches[0].state)):
-            return self._continue_rows(x, ids, real, caches)
+            return self._continue_rows(x, ids, mask, real, caches)
         drafts = [_uniform(layer).draft() for layer in caches]  # so that all layers move on, or none
         if real is None:
             x = self._advance(x, ids, drafts)
@@ -259,10 +268,18 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             x = layer(x, context, state)
         return self.norm(x)
 
-    def _continue_rows(self, x: Tensor, ids: Tensor | None, real: Tensor | None, caches: list[StateLayer]) -> Tensor:
+    def _continue_rows(
+        self, x: Tensor, ids: Tensor | None, mask: Tensor | None, real: Tensor | None, caches: list[StateLayer]
+    ) -> Tensor:
         """New tokens of rows that differ in how many of them are real, each row for itself."""
         real = x.new_ones(x.shape[:2], dtype=torch.bool) if real is None else real
-        drafts = [layer.state.draft() if isinstance(layer.state, Rows) else Rows.of(layer.state) for layer in caches]
+        drafts = list[Rows]()
+        for layer in caches:
+            if isinstance(layer.state, Rows):
+                drafts.append(layer.state.draft())
+            else:
+                assert mask is not None
+                drafts.append(Rows.of(layer.state, mask[:, : -x.shape[1]].bool()))
         out = torch.zeros_like(x)
         for row, tokens in enumerate(real):
             if bool(tokens.any()):
@@ -272,6 +289,13 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             draft.advance(real)
             layer_cache.state = draft
         return carried(out, real)
+
+
+def _without_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Labels (1, T) without those of documents' first tokens: the last token of another does not predict them."""
+    first = labels.new_zeros(labels.shape[1] + 1, dtype=torch.bool)  # a document without tokens may begin at the end
+    first[cu_seqlens[1:-1].to(labels.device, torch.int64)] = True
+    return labels.masked_fill(first[:-1], IGNORED)
 
 
 def _cache_layer(cache: Cache, number: int) -> StateLayer:
@@ -337,7 +361,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         skip_logits: bool = False,
@@ -355,10 +379,10 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
                 packed sequence has no loss.
             cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
-            logits_to_keep: compute logits of so many last tokens only; 0 for all.
+            logits_to_keep: compute logits of so many last tokens only; 0 for all. Or of these: their places, (N,).
             num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
             return_dict: False for a plain tuple.
-            use_cache: create a KV cache if past_key_values is None, and return it.
+            use_cache: create a KV cache if past_key_values is None, and return it. Nothing carries gradients then.
             skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
             unused: what tools pass to every model, such as ``output_attentions=False``: None, False, and the
                 ``token_type_ids`` that some tokenizers add, change nothing. Anything else is a TypeError.
@@ -369,20 +393,26 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         refuse_unknown(unused)
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
-        if logits_to_keep and self.cp is not None:
-            raise ValueError(f"logits_to_keep: expected 0 with context parallelism, got {logits_to_keep}")
-        outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
-        hidden = outputs.last_hidden_state
-        logits = None
-        if not skip_logits:
-            logits = self.lm_head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        loss = None
-        if labels is not None:
-            if logits_to_keep:
-                raise ValueError(f"logits_to_keep: expected 0, all logits, beside labels, got {logits_to_keep}")
-            if cu_seqlens is not None:  # the last token of a document does not predict the next document
-                labels = labels.index_fill(1, cu_seqlens[1:-1].to(labels.device, torch.int64), IGNORED)
-            loss = self._loss(hidden, logits, labels, num_items_in_batch)
+        some = isinstance(logits_to_keep, Tensor) or bool(logits_to_keep)
+        if some and (labels is not None or self.cp is not None):
+            beside = "labels" if labels is not None else "context parallelism"
+            raise ValueError(f"logits_to_keep: expected 0, all logits, beside {beside}, got {logits_to_keep}")
+        caching = bool(use_cache) or past_key_values is not None
+        if caching and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "use_cache: expected False, and no past_key_values, in training (or torch.no_grad()): what is in a KV "
+                "cache carries no gradients"
+            )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not caching):  # or some weights alone would have some
+            outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
+            hidden, logits, loss = outputs.last_hidden_state, None, None
+            if not skip_logits:
+                kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+                logits = self.lm_head(hidden[:, kept] if some else hidden)
+            if labels is not None:
+                if cu_seqlens is not None:
+                    labels = _without_first(labels, cu_seqlens)
+                loss = self._loss(hidden, logits, labels, num_items_in_batch)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
         return output.to_tuple() if return_dict is False else output
 

@@ -114,6 +114,11 @@ class AttentionLayer(nn.Module):
         state: LayerState | None,
     ) -> tuple[Tensor, LayerState]: ...
 
+    @overload
+    def forward(
+        self, x: Tensor, *, state: LayerState | Literal["none"] | None = "none", context: Context
+    ) -> Tensor: ...
+
     def forward(
         self,
         x: Tensor,
@@ -122,6 +127,7 @@ class AttentionLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
         cp: ContextParallel | None = None,
         state: LayerState | Literal["none"] | None = "none",
+        context: Context | None = None,
     ) -> Tensor | tuple[Tensor, LayerState]:
         """Attends over x (B, T, d_model).
 
@@ -132,10 +138,15 @@ class AttentionLayer(nn.Module):
             cp: context parallelism: x, token_ids and the output are this rank's shards, cu_seqlens are of the whole.
             state: the state after the tokens before x, None for the first piece. Any split of a sequence gives the same
                 outputs, without gradients. An exception, KeyboardInterrupt included, leaves the state unchanged.
+            context: what a model knows of x for all of its layers, in place of token_ids, cu_seqlens and cp. Then the
+                output alone is returned.
 
         Returns:
             The output; with `state`, also the state.
         """
+        if context is not None:
+            assert state is not None
+            return self._advance(x, context, None if state == "none" else state)
         if x.dim() != 3 or x.shape[-1] != self.sizes.d_model:
             raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
         if token_ids is not None and token_ids.shape != x.shape[:2]:
@@ -143,7 +154,7 @@ class AttentionLayer(nn.Module):
         check_documents(cu_seqlens, x, cp)
         context = Context.of(x, token_ids, cu_seqlens, cp)
         if state == "none":
-            return self.attend(x, context)
+            return self._advance(x, context, None)
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected None beside a state")
         if cp is not None:
@@ -151,10 +162,10 @@ class AttentionLayer(nn.Module):
         state = LayerState() if state is None else state
         if not isinstance(state, LayerState):
             raise ValueError(f"state: expected a LayerState or None, got {type(state).__name__}")
-        return self.attend(x, context.after(state.length), state), state
+        return self._advance(x, context.after(state.length), state), state
 
-    def attend(self, x: Tensor, context: Context, state: LayerState | None = None) -> Tensor:
-        """The layer itself, for callers that have the context already; advances the state, whole or not at all."""
+    def _advance(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:
+        """The output; the state, if there is one, moves on, whole or not at all."""
         if state is None:
             return self._attend(x, context, None)
         origin = Origin.of(x, type(self.encoding).__name__, self.sizes)

@@ -50,10 +50,10 @@ class Rows:
     real: Tensor
 
     @classmethod
-    def of(cls, state: LayerState) -> Rows:
-        """A state, row by row. Tokens that were left out before count as real: the row's own state knows of them."""
+    def of(cls, state: LayerState, real: Tensor) -> Rows:
+        """A state, row by row; of its tokens these were real, (B, tokens)."""
         states = [state.select(torch.tensor([row])) for row in range(state.batch)]
-        return cls(states, torch.ones(state.batch, state.length, dtype=torch.bool))
+        return cls(states, real.cpu())
 
     @property
     def length(self) -> int:

@@ -107,11 +107,11 @@ class LayerState:
         return replace(state, past=past, left_out=None)
 
     def to(self, device: torch.device | str) -> LayerState:
-        """The state on another device."""
+        """A copy of the state, on any device."""
         past = self.past.to(device)
         origin = None if self.origin is None else self.origin._replace(device=torch.empty(0, device=device).device)
         recent = {name: x.to(device, copy=True) for name, x in self.recent.items()}
-        left_out = None if self.left_out is None else self.left_out.to(device)
+        left_out = None if self.left_out is None else self.left_out.to(device, copy=True)
         return replace(self, past=past, recent=recent, left_out=left_out, origin=origin)
 
     @property

@@ -189,7 +189,8 @@ class Streams:
         return self.model.lm_head(hidden)[:, 0]
 
     def _one_by_one(self, ids: Tensor) -> Tensor:
-        logits = torch.zeros(len(self.rows), self.model.config.vocab_size, device=ids.device)
+        kind = self.model.lm_head.weight.dtype
+        logits = torch.zeros(len(self.rows), self.model.config.vocab_size, device=ids.device, dtype=kind)
         for number, row in enumerate(self.rows):
             if row is not None:
                 logits[number] = self.model(ids[number : number + 1, None], past_key_values=row.cache).logits[0, 0]

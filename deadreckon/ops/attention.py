@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.attend import attend_blockwise
 from deadreckon.ops.blockwise.documents import boundaries, separated
-from deadreckon.ops.checks import check_tensor, shape_of
+from deadreckon.ops.checks import check_tensor, check_transforms, shape_of
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.ops.reference import attend_reference
 from deadreckon.ops.streaming.past import Past
@@ -92,6 +92,9 @@ def attend(
     _check_score(factors)
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
+    plain = factors.parts()[1] is None and gates is None and score == "softmax"  # PyTorch's own attention
+    if impl != "reference" and not (plain and impl != "triton" and not q.is_cuda):
+        check_transforms(impl, _inputs(q, k, v, factors).values())
     if cp is not None and cp.size > 1:
         return _attend_shards(q, k, v, factors, scale, documents, impl, cp)
     # Autocast would run the sums of phases, gates and frames in half precision.
@@ -233,12 +236,17 @@ def _check_no_gradients(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> No
     """No input may require gradients while grad mode is on: they would be lost without a word."""
     if not torch.is_grad_enabled():
         return
-    inputs = {"q": q, "k": k, "v": v, "log_gate": factors.log_gate}
-    for part in factors.parts():
-        inputs.update({} if part is None else {f"transport.{name}": x for name, x in vars(part).items()})
-    for name, x in inputs.items():
+    for name, x in _inputs(q, k, v, factors).items():
         if isinstance(x, Tensor) and x.requires_grad:
             raise ValueError(f"{name}: expected no gradients to be required (or torch.no_grad()), got requires_grad")
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> dict[str, object]:
+    """All that may be a tensor, by name."""
+    inputs: dict[str, object] = {"q": q, "k": k, "v": v, "log_gate": factors.log_gate}
+    for part in factors.parts():
+        inputs.update({} if part is None else {f"transport.{name}": x for name, x in vars(part).items()})
+    return inputs
 
 
 def _check_scale(scale: float | None, q: Tensor) -> float:

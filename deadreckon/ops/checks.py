@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def shape_of(x: Tensor) -> str:
@@ -22,3 +25,18 @@ def check_tensor(name: str, x: object, like: Tensor | None = None, of: str = "")
     if like is not None and x.device != like.device:
         raise ValueError(f"{name}: expected it on {of}'s device {like.device}, got {x.device}")
     return x
+
+
+def check_transforms(impl: object, tensors: Iterable[object]) -> None:
+    """No tensor may be inside a transform of torch.func or have a tangent: operators know of gradients alone."""
+    if torch.compiler.is_compiling():  # which does not look into this, and has no such tensors
+        return
+    for x in tensors:
+        if isinstance(x, Tensor) and (torch._C._functorch.is_functorch_wrapped_tensor(x) or _has_tangent(x)):
+            raise ValueError(
+                f"impl: torch.func's transforms and forward-mode derivatives need 'reference', got {impl!r}"
+            )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None

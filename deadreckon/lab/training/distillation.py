@@ -75,8 +75,8 @@ def align(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, 
     theirs: Any
     for ours, theirs in layers:
         with torch.no_grad():
-            target = theirs.self_attn.attend(theirs.input_layernorm(x), context)
-        output = ours.self_attn.attend(ours.input_layernorm(x), context)
+            target = theirs.self_attn(theirs.input_layernorm(x), context=context)
+        output = ours.self_attn(ours.input_layernorm(x), context=context)
         errors.append(mse_loss(output.float(), target.float()) / target.float().square().mean())
         with torch.no_grad():
             x = x + target

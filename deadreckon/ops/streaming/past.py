@@ -229,14 +229,14 @@ class Past:
         return folded._replace(state=state[:, :, :1].contiguous())  # that of all query heads
 
     def to(self, device: torch.device | str) -> Past:
-        """The past on another device."""
+        """A copy of the past, on any device."""
         if not isinstance(device, torch.device | str):
             raise ValueError(f"device: expected a torch.device or its name, got {device!r}")
         if self.signature is None:
             return Past()
         phases = None if self.phases is None else self.phases.to(device, copy=True)
         moved = torch.empty(0, device=device).device  # with its index
-        return self._map(lambda x: x.to(device), phases, self.signature._replace(device=moved))
+        return self._map(lambda x: x.to(device, copy=True), phases, self.signature._replace(device=moved))
 
     def _map(self, change: Change, phases: Tensor | None, signature: Signature) -> Past:
         return Past(

@@ -1,0 +1,184 @@
+"""What people do with models that nothing else here does: what is refused, and what then comes out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from transformers import DynamicCache
+
+import deadreckon as dr
+
+
+def make_model(encoding: str, layers: int = 2, **options: Any) -> dr.DeadReckonForCausalLM:
+    torch.manual_seed(0)
+    config = dr.DeadReckonConfig(
+        encoding=encoding, vocab_size=50, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2,
+        initializer_range=0.2, encoding_options={encoding: options} if options else None,
+    )  # fmt: skip
+    return dr.DeadReckonForCausalLM(config).double().eval()
+
+
+def draw_ids(*shape: int) -> Tensor:
+    return torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(1))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "gates": {"log_gate": -torch.rand(1, 20, 2).double()},
+    "steps": {"transport": dr.Householder(torch.randn(1, 20, 2, 8).double(), torch.rand(1, 20, 2).double())},
+    "sticks": {"score": "stick-breaking"},
+    "powers": {"score": dr.Power(2)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_derivatives_that_operators_do_not_know(case: str) -> None:
+    """Without a word they would be zero."""
+    q, k, v, along = torch.randn(4, 1, 20, 2, 8).double().unbind()
+
+    def attend(q: Tensor, impl: Any = "auto") -> Tensor:
+        return dr.attend(q, k, v, impl=impl, **CASES[case])
+
+    message = "impl: torch.func's transforms and forward-mode derivatives need 'reference', got 'auto'"
+    for transform in (
+        lambda: torch.func.jvp(attend, (q,), (along,)),
+        lambda: torch.func.grad(lambda q: attend(q).sum())(q),
+        lambda: torch.vmap(attend)(q.unsqueeze(0)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            transform()
+    with forward_ad.dual_level():
+        assert forward_ad.unpack_dual(attend(q)).tangent is None  # of none there is none
+        with pytest.raises(ValueError, match=message):
+            attend(forward_ad.make_dual(q, along))
+    _, found = torch.func.jvp(lambda q: attend(q, "reference"), (q,), (along,))
+    step = 1e-6 * along
+    torch.testing.assert_close(found, (attend(q + step) - attend(q - step)) / 2e-6, rtol=1e-5, atol=1e-7)
+
+
+def test_transforms_of_plain_attention() -> None:
+    """PyTorch's own knows them, of rotations, too."""
+    q, k, v = torch.randn(3, 2, 1, 20, 2, 8).double().unbind()
+    angles = torch.rand(1, 20, 2, 4).double()
+    for transport in (None, dr.Rotation(angles)):
+        mapped = torch.vmap(lambda *x, transport=transport: dr.attend(*x, transport=transport))(q, k, v)
+        rows = [dr.attend(*x, transport=transport) for x in zip(q, k, v, strict=True)]
+        torch.testing.assert_close(mapped, torch.stack(rows))
+
+
+def test_no_gradients_beside_a_cache() -> None:
+    """Some weights would have them, and others not."""
+    model, ids = make_model("path-fox"), draw_ids(2, 9)
+    for more in ({"use_cache": True}, {"past_key_values": DynamicCache(config=model.config)}):
+        with pytest.raises(ValueError, match="use_cache: expected False, and no past_key_values, in training"):
+            model.train()(ids, labels=ids, **more)
+        with torch.no_grad():
+            assert model(ids, labels=ids, **more).past_key_values is not None
+        loss = model.eval()(ids, labels=ids, use_cache=True).loss
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss, model(ids, labels=ids).loss.detach())
+    model.train()(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("encoding", ["fox", "rope", "path-fox", "conformal-sympow", "stickbreaking"])
+@torch.no_grad()
+def test_a_state_on_the_same_device_is_a_copy(encoding: str) -> None:
+    torch.manual_seed(0)
+    layer, x = dr.AttentionLayer(16, 2, encoding).double(), torch.randn(1, 60, 16).double()
+    expected = layer(x)
+    _, state = layer(x[:, :3], state=None)
+    for token in range(3, 50):
+        layer(x[:, token : token + 1], state=state)
+    other = state.to("cpu")
+    state.crop(20)
+    layer(torch.randn(1, 20, 16).double(), state=state)  # which writes where those were
+    torch.testing.assert_close(layer(x[:, 50:], state=other)[0], expected[:, 50:])
+
+
+@pytest.mark.parametrize(("modules", "reentrant"), [([0], False), ([0, 1], True)])
+def test_prism_computed_again(modules: list[int], reentrant: bool) -> None:
+    model, ids = make_model("prism", modules=modules).train(), draw_ids(2, 20)
+    model(ids, labels=ids).loss.backward()
+    again = copy.deepcopy(model)
+    again.zero_grad()
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    again(ids, labels=ids).loss.backward()
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_prism_refuses_cursors_without_gradients() -> None:
+    """Their gradients would be off, since the layers after them have them as constants."""
+    model, ids = make_model("prism").train(), draw_ids(2, 20)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with pytest.raises(ValueError, match=r"prism: expected cursors with gradients .* use_reentrant"):
+        model(ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("encoding", ["learned-rotation", "learned-rotation-values", "path"])
+@pytest.mark.parametrize("tokens", [70, 30])
+@torch.no_grad()
+def test_another_vocabulary(encoding: str, tokens: int, tmp_path: Path) -> None:
+    """Tokens that were there give what they gave; what is saved can be loaded."""
+    model, ids = make_model(encoding), draw_ids(2, 12) % 30
+    expected = model(ids).logits[..., :30]
+    model.resize_token_embeddings(tokens)
+    torch.testing.assert_close(model(ids).logits[..., :30], expected)
+    last = torch.full((1, 4), tokens - 1)
+    model.save_pretrained(tmp_path)
+    again = dr.DeadReckonForCausalLM.from_pretrained(tmp_path).double()
+    torch.testing.assert_close(again(last).logits, model(last).logits)
+
+
+@torch.no_grad()
+def test_logits_of_some_places() -> None:
+    model, ids = make_model("fox"), draw_ids(2, 9)
+    expected = model(ids).logits
+    for places in ([7], [0, 3, -1]):
+        found = model(ids, logits_to_keep=torch.tensor(places)).logits
+        torch.testing.assert_close(found, expected[:, places])
+    with pytest.raises(ValueError, match="logits_to_keep: expected 0, all logits, beside labels"):
+        model(ids, labels=ids, logits_to_keep=torch.tensor([7]))
+
+
+@torch.no_grad()
+def test_loss_of_packed_rows_with_empty_documents() -> None:
+    model, ids = make_model("fox"), draw_ids(1, 20)
+    expected = model(ids, labels=ids, cu_seqlens=torch.tensor([0, 7, 20])).loss
+    for bounds in ([0, 7, 20, 20], [0, 0, 7, 20], [0, 7, 7, 20, 20, 20]):
+        torch.testing.assert_close(model(ids, labels=ids, cu_seqlens=torch.tensor(bounds)).loss, expected)
+
+
+@torch.no_grad()
+def test_hooks_of_attention() -> None:
+    """They see and may change what a layer of attention gives, while a cache is in use, too."""
+    model, ids = make_model("path-fox"), draw_ids(1, 9)
+    seen = list[Tensor]()
+    for layer in model.model.layers:
+        layer.get_submodule("self_attn").register_forward_hook(lambda module, given, output: seen.append(output))
+    plain = model(ids).logits
+    cached = model(ids, use_cache=True).logits
+    assert [x.shape for x in seen] == [(1, 9, 16)] * 4
+    torch.testing.assert_close(plain, cached)
+    model.model.layers[0].get_submodule("self_attn").register_forward_hook(lambda module, given, output: 0 * output)
+    assert not torch.allclose(model(ids).logits, plain)
+
+
+@torch.no_grad()
+def test_cropping_into_a_prompt_with_padding() -> None:
+    """Of rows that went on by different numbers of tokens: what was masked is not undone in place of what was not."""
+    model, ids, new = make_model("rope"), draw_ids(2, 12), draw_ids(2, 3)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 8:10] = mask[1, 11] = 0
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+    model(ids[:, 10:], attention_mask=mask, past_key_values=cache)
+    cache.crop(-4)  # all columns that are left are real
+    found = model(new, attention_mask=torch.ones(2, 11, dtype=torch.long), past_key_values=cache).logits
+    torch.testing.assert_close(found, model(torch.cat([ids[:, :8], new], dim=1)).logits[:, 8:])
