@@ -171,6 +171,38 @@ def test_hooks_of_attention() -> None:
 
 
 @torch.no_grad()
+def test_hidden_states_of_all_layers() -> None:
+    """What goes into each layer, and what the last norm gives: of padded rows as of rows alone."""
+    model, ids = make_model("path-fox"), draw_ids(2, 9)
+    seen = list[Tensor]()
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    found = model(ids, output_hidden_states=True)
+    torch.testing.assert_close(list(found.hidden_states[:-1]), seen)
+    torch.testing.assert_close(model.lm_head(found.hidden_states[-1]), found.logits)
+    assert model(ids).hidden_states is None
+    model.config.output_hidden_states = True
+    torch.testing.assert_close(model(ids).hidden_states, found.hidden_states)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    padded, alone = model(ids, attention_mask=mask).hidden_states, model(ids[:1, 4:]).hidden_states
+    torch.testing.assert_close([x[:1, 4:] for x in padded], list(alone))
+    with pytest.raises(ValueError, match="output_hidden_states: expected False beside a KV cache"):
+        model(ids, use_cache=True)
+
+
+@torch.no_grad()
+def test_what_the_configuration_asks_for() -> None:
+    model, ids = make_model("fox"), draw_ids(1, 5)
+    model.config.return_dict = False
+    assert isinstance(model(ids), tuple)
+    assert not isinstance(model(ids, return_dict=True), tuple)
+    model.config.output_attentions = True
+    with pytest.raises(TypeError, match="output_attentions: expected None or False"):
+        model(ids)
+
+
+@torch.no_grad()
 def test_cropping_into_a_prompt_with_padding() -> None:
     """Of rows that went on by different numbers of tokens: what was masked is not undone in place of what was not."""
     model, ids, new = make_model("rope"), draw_ids(2, 12), draw_ids(2, 3)

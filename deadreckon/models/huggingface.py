@@ -133,10 +133,15 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool = False,
+        output_hidden_states: bool | None = None,
     ) -> BaseModelOutputWithPast:
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
+        wants_all = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if wants_all and (self.cp is not None or past_key_values is not None or use_cache):
+            beside = "a KV cache" if self.cp is None else "context parallelism"
+            raise ValueError(f"output_hidden_states: expected False beside {beside}, got True")
         if self.cp is not None:
             if past_key_values is not None or use_cache:
                 raise ValueError("past_key_values: expected no cache with context parallelism; generate on one rank")
@@ -163,16 +168,28 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             x = x[real].unsqueeze(0)
             input_ids = None if input_ids is None else input_ids[real].unsqueeze(0)
-        x = self._through_layers(x, Context.of(x, input_ids, cu_seqlens))
-        if real is not None and order is not None:
-            x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
-        elif real is not None:
-            x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
-        return BaseModelOutputWithPast(last_hidden_state=x if real is None else carried(x, real))
 
-    def _through_layers(self, x: Tensor, context: Context) -> Tensor:
+        def in_rows(x: Tensor) -> Tensor:
+            if real is None:
+                return x
+            if order is not None:
+                x = x.gather(1, order.argsort(1).unsqueeze(-1).expand_as(x)).masked_fill(~real.unsqueeze(-1), 0)
+            else:
+                x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
+            return carried(x, real)
+
+        every = list[Tensor]() if wants_all else None
+        x = in_rows(self._through_layers(x, Context.of(x, input_ids, cu_seqlens), every))
+        return BaseModelOutputWithPast(
+            last_hidden_state=x, hidden_states=None if every is None else (*map(in_rows, every), x)
+        )
+
+    def _through_layers(self, x: Tensor, context: Context, inputs: list[Tensor] | None = None) -> Tensor:
+        """The last hidden states; what goes into each layer is added to `inputs`."""
         x = self._embed(x, context)
         for layer in self.layers:
+            if inputs is not None:
+                inputs.append(x)
             x = layer(x, context)
         return self.norm(x)
 
@@ -365,6 +382,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         skip_logits: bool = False,
+        output_hidden_states: bool | None = None,
         **unused: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next tokens and, with labels, the loss, which in training includes the encodings' penalties.
@@ -381,16 +399,18 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
             logits_to_keep: compute logits of so many last tokens only; 0 for all. Or of these: their places, (N,).
             num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
-            return_dict: False for a plain tuple.
+            return_dict: False for a plain tuple; by default as the configuration says.
             use_cache: create a KV cache if past_key_values is None, and return it. Nothing carries gradients then.
             skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
+            output_hidden_states: also return what goes into each layer, and what the last norm gives; not with a cache.
+                By default as the configuration says.
             unused: what tools pass to every model, such as ``output_attentions=False``: None, False, and the
                 ``token_type_ids`` that some tokenizers add, change nothing. Anything else is a TypeError.
 
         With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
         and so is the loss; logits are those of this rank's shard.
         """
-        refuse_unknown(unused)
+        refuse_unknown({"output_attentions": self.config.output_attentions, **unused})
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
         some = isinstance(logits_to_keep, Tensor) or bool(logits_to_keep)
@@ -404,7 +424,10 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
                 "cache carries no gradients"
             )
         with torch.set_grad_enabled(torch.is_grad_enabled() and not caching):  # or some weights alone would have some
-            outputs = self.model(input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache))
+            outputs = self.model(
+                input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache),
+                output_hidden_states,
+            )  # fmt: skip
             hidden, logits, loss = outputs.last_hidden_state, None, None
             if not skip_logits:
                 kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
@@ -413,8 +436,11 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
                 if cu_seqlens is not None:
                     labels = _without_first(labels, cu_seqlens)
                 loss = self._loss(hidden, logits, labels, num_items_in_batch)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
-        return output.to_tuple() if return_dict is False else output
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if return_dict else output.to_tuple()
 
     def _loss(self, hidden: Tensor, logits: Tensor | None, labels: Tensor, items: Tensor | int | None) -> Tensor:
         """The mean over labels (B, T), or the sum by `items`, from logits or, without them, from hidden (B, T, D)."""
