@@ -61,6 +61,23 @@ def test_derivatives_that_operators_do_not_know(case: str) -> None:
     torch.testing.assert_close(found, (attend(q + step) - attend(q - step)) / 2e-6, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values", "conformal-sympow", "stickbreaking"])
+def test_derivatives_of_models(encoding: str) -> None:
+    """Along one direction of all weights, forwards and backwards."""
+    model, ids = make_model(encoding), draw_ids(1, 12)
+    for layer in model.model.layers:
+        layer.get_submodule("self_attn").impl = "reference"  # type: ignore[assignment]
+
+    def score(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (ids,)).logits.log_softmax(-1)[..., 3].sum()
+
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+    along = {name: torch.randn_like(x) for name, x in weights.items()}
+    _, found = torch.func.jvp(score, (weights,), (along,))
+    gradients = torch.func.grad(score)(weights)
+    torch.testing.assert_close(found, sum((gradients[name] * x).sum() for name, x in along.items()))
+
+
 def test_transforms_of_plain_attention() -> None:
     """PyTorch's own knows them, of rotations, too."""
     q, k, v = torch.randn(3, 2, 1, 20, 2, 8).double().unbind()

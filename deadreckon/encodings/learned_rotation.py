@@ -65,7 +65,7 @@ class LearnedRotation(Encoding):
     def forward(self, x: Tensor, context: Context) -> Factors:
         if context.token_ids is None:
             raise ValueError("learned-rotation: expected token_ids beside x, angles are looked up by token; got None")
-        angles = at_least_single(self.get_parameter(self.name)[context.token_ids])
+        angles = at_least_single(getattr(self, self.name)[context.token_ids])  # with torch.func no nn.Parameter
         if self.name == "table":
             angles = angles * context.rope_angles(self.head_dim, self.base)
         return Factors(Rotation(angles.unsqueeze(2), self.values))
