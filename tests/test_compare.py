@@ -303,7 +303,10 @@ def test_lengths_that_a_task_does_not_have(tmp_path: Path) -> None:
 
 
 def test_commands_of_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What README and results say to run can be run: every `deadreckon compare` gets as far as its runs."""
+    """What README and results say to run can be run: every `deadreckon compare` gets as far as its runs.
+
+    Those that show finished runs make none: see below.
+    """
     made: list[int] = []
     monkeypatch.setattr("deadreckon.lab.pages.compare.check_device", lambda device: None)
 
@@ -319,12 +322,27 @@ def test_commands_of_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = [root / "README.md", *(root / "results").glob("*.md")]
     lines = [line for page in pages for line in page.read_text().splitlines()]
     commands = [line[line.index("deadreckon compare ") :] for line in lines if "    deadreckon compare " in line]
+    commands = [command for command in commands if "--finished" not in command]
     for command in commands:
         words = shlex.split(command.replace("mqrar-N", "mqrar-2").replace("NAME", "path"))[1:]
         with pytest.raises(MadeError):
             run_cli(monkeypatch, *words)
     assert len(commands) > 12 and sum(made) > 50
     assert not [line for line in lines if "python -m deadreckon." in line]
+
+
+def test_pages_come_of_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What runs have left in `results/records` gives the tables of their pages."""
+    results = Path(__file__).parents[1] / "results"
+    text = (results / "books.md").read_text()
+    [command] = [line for line in text.splitlines() if "--finished" in line]
+    words = shlex.split(command)[1:]
+    words[words.index("--runs") + 1], words[words.index("--page") + 1] = str(results / "records"), "page.md"
+    monkeypatch.chdir(tmp_path)
+    run_cli(monkeypatch, *words, "--picture", "picture.png")
+    made = Path("page.md").read_text().splitlines()
+    assert sum(line.startswith("| 65536") for line in made) == 4
+    assert not [line for line in made if line.startswith("|") and line not in text.splitlines()]
 
 
 def test_all_but_the_command_line_works_without_tyro() -> None:
