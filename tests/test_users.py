@@ -14,6 +14,8 @@ from transformers import DynamicCache
 
 import deadreckon as dr
 
+NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer
+
 
 def make_model(encoding: str, layers: int = 2, **options: Any) -> dr.DeadReckonForCausalLM:
     torch.manual_seed(0)
@@ -44,18 +46,22 @@ def test_derivatives_that_operators_do_not_know(case: str) -> None:
     def attend(q: Tensor, impl: Any = "auto") -> Tensor:
         return dr.attend(q, k, v, impl=impl, **CASES[case])
 
-    message = "impl: torch.func's transforms and forward-mode derivatives need 'reference', got 'auto'"
+    message = "impl: derivatives of torch.func and forward-mode ones need 'reference', got 'auto'"
     for transform in (
         lambda: torch.func.jvp(attend, (q,), (along,)),
         lambda: torch.func.grad(lambda q: attend(q).sum())(q),
-        lambda: torch.vmap(attend)(q.unsqueeze(0)),
+        lambda: torch.vmap(torch.func.grad(lambda q: attend(q).sum()))(q.unsqueeze(0)),
     ):
         with pytest.raises(ValueError, match=message):
             transform()
     with forward_ad.dual_level():
         assert forward_ad.unpack_dual(attend(q)).tangent is None  # of none there is none
+        dual = forward_ad.make_dual(q, along)
         with pytest.raises(ValueError, match=message):
-            attend(forward_ad.make_dual(q, along))
+            attend(dual)
+        with pytest.raises(ValueError, match="q: expected no forward-mode derivatives"):
+            dr.attend_next(dual, k, v, past=dr.Past(), **CASES[case])
+    torch.testing.assert_close(torch.vmap(attend)(torch.stack([q, along])), torch.stack([attend(q), attend(along)]))
     _, found = torch.func.jvp(lambda q: attend(q, "reference"), (q,), (along,))
     step = 1e-6 * along
     torch.testing.assert_close(found, (attend(q + step) - attend(q - step)) / 2e-6, rtol=1e-5, atol=1e-7)
@@ -78,8 +84,8 @@ def test_derivatives_of_models(encoding: str) -> None:
     torch.testing.assert_close(found, sum((gradients[name] * x).sum() for name, x in along.items()))
 
 
-def test_transforms_of_plain_attention() -> None:
-    """PyTorch's own knows them, of rotations, too."""
+def test_rows_of_plain_attention() -> None:
+    """By vmap, of rotations, too."""
     q, k, v = torch.randn(3, 2, 1, 20, 2, 8).double().unbind()
     angles = torch.rand(1, 20, 2, 4).double()
     for transport in (None, dr.Rotation(angles)):
@@ -92,12 +98,14 @@ def test_no_gradients_beside_a_cache() -> None:
     """Some weights would have them, and others not."""
     model, ids = make_model("path-fox"), draw_ids(2, 9)
     for more in ({"use_cache": True}, {"past_key_values": DynamicCache(config=model.config)}):
-        with pytest.raises(ValueError, match="use_cache: expected False, and no past_key_values, in training"):
-            model.train()(ids, labels=ids, **more)
+        for part, labels in ((model, {"labels": ids}), (model.model, {})):
+            with pytest.raises(ValueError, match="use_cache: expected False, and no past_key_values, in training"):
+                part.train()(ids, **labels, **more)
         with torch.no_grad():
             assert model(ids, labels=ids, **more).past_key_values is not None
         loss = model.eval()(ids, labels=ids, use_cache=True).loss
         assert not loss.requires_grad
+        assert not model.model(ids, use_cache=True).last_hidden_state.requires_grad
         torch.testing.assert_close(loss, model(ids, labels=ids).loss.detach())
     model.train()(ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -206,6 +214,28 @@ def test_hidden_states_of_all_layers() -> None:
     torch.testing.assert_close([x[:1, 4:] for x in padded], list(alone))
     with pytest.raises(ValueError, match="output_hidden_states: expected False beside a KV cache"):
         model(ids, use_cache=True)
+
+
+def test_hidden_states_are_traced() -> None:
+    model, ids = make_model("fox", layers=1), draw_ids(1, 5)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found = compiled(ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(found, model(ids, output_hidden_states=True).hidden_states)
+
+
+@pytest.mark.parametrize("part", ["layers.1", "layers.1.self_attn"])
+@torch.no_grad()
+def test_layers_that_are_elsewhere(part: str, tmp_path: Path) -> None:
+    """As accelerate places them: it copies arguments to where a layer is, but the state itself must move on."""
+    pytest.importorskip("accelerate")
+    model, ids = make_model("fox").float(), draw_ids(1, 6)
+    model.save_pretrained(tmp_path)
+    rest = ("embed_tokens", "norm", "layers.0", *(f"layers.1.{name}" for name in ("mlp", *NORMS) if "attn" in part))
+    places = {"lm_head": "cpu", f"model.{part}": "disk"} | {f"model.{name}": "cpu" for name in rest}
+    placed = dr.DeadReckonForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "disk")
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(placed.generate(ids, max_new_tokens=5, do_sample=False), expected)
+    assert placed(ids, use_cache=True).past_key_values.get_seq_length() == 6
 
 
 @torch.no_grad()

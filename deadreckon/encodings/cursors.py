@@ -340,7 +340,7 @@ def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:
 def _chances(q: Tensor, k: Tensor, none: Tensor, positions: Tensor, most: int) -> Tensor:
     """Where cursors jump to, (B, T, F, P + 1): q (B, T, F, W) over keys (B, F, S, W) by place, and none (B, T, F)."""
     keys = k.shape[2]
-    scores = (q.transpose(1, 2) @ k.mT).transpose(1, 2) * COPY_WIDTH**-0.5  # (B, T, F, S)
+    scores = (q.transpose(1, 2) @ k.mT.to(q.dtype)).transpose(1, 2) * COPY_WIDTH**-0.5  # (B, T, F, S)
     places = torch.arange(keys, device=q.device)
     seen = places <= positions[..., None]  # (B or 1, T, S); of padding, before 0, there are none
     scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
@@ -386,7 +386,7 @@ def _kept_keys(context: Context, k: Tensor) -> Tensor:
     kept = _room_for_keys(context, k)
     rows = torch.arange(len(k), device=k.device).unsqueeze(1)
     # A row with padding has none of these tokens at the last place.
-    kept[rows, :, torch.where(context.positions < 0, kept.shape[2] - 1, context.positions)] = k
+    kept[rows, :, torch.where(context.positions < 0, kept.shape[2] - 1, context.positions)] = k.to(kept.dtype)
     return kept
 
 

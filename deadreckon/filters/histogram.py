@@ -13,7 +13,7 @@ from torch import Tensor
 from deadreckon.filters.chunked import advance, retreat, work_type
 from deadreckon.filters.operators import filter_operator, superposition_operator
 from deadreckon.filters.reference import filter_reference
-from deadreckon.ops.checks import check_tensor, check_transforms, shape_of
+from deadreckon.ops.checks import check_derivatives, check_tensor, shape_of
 from deadreckon.ops.tracing import without_autocast
 from deadreckon.ops.triton import HAS_TRITON
 
@@ -147,7 +147,7 @@ def _pick(
     """A filter and a superposition."""
     if impl == "reference":
         return filter_reference, _superpose_reference
-    check_transforms(impl, (reset, *others))
+    check_derivatives(impl, (reset, *others))
     if impl == "triton" or (impl == "auto" and reset.is_cuda):
         reason = _reason_against_kernels(reset, positions)
         if reason is None:

@@ -83,6 +83,7 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["DecoderLayer"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["state"]  # accelerate would have a copy of it move on
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
@@ -149,8 +150,14 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         if past_key_values is not None or use_cache:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens: packed sequences do not come in pieces; expected no cache beside it")
+            if self.training and torch.is_grad_enabled():
+                raise ValueError(
+                    "use_cache: expected False, and no past_key_values, in training (or torch.no_grad()): what is in a "
+                    "KV cache carries no gradients"
+                )
             cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
-            x = self._continue(input_ids, inputs_embeds, attention_mask, cache)
+            with torch.no_grad():  # or some weights alone would have gradients
+                x = self._continue(input_ids, inputs_embeds, attention_mask, cache)
             return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         real = _padding(attention_mask, x)
@@ -178,7 +185,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
                 x = x.new_zeros(*real.shape, x.shape[-1]).index_put((real,), x[0])
             return carried(x, real)
 
-        every = list[Tensor]() if wants_all else None
+        every: list[Tensor] | None = [] if wants_all else None
         x = in_rows(self._through_layers(x, Context.of(x, input_ids, cu_seqlens), every))
         return BaseModelOutputWithPast(
             last_hidden_state=x, hidden_states=None if every is None else (*map(in_rows, every), x)
@@ -282,7 +289,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         context = context.remembering({})
         x = self._embed(x, context)
         for layer, state in zip(self.layers, states, strict=True):
-            x = layer(x, context, state)
+            x = layer(x, context, state=state)
         return self.norm(x)
 
     def _continue_rows(
@@ -417,18 +424,11 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         if some and (labels is not None or self.cp is not None):
             beside = "labels" if labels is not None else "context parallelism"
             raise ValueError(f"logits_to_keep: expected 0, all logits, beside {beside}, got {logits_to_keep}")
-        caching = bool(use_cache) or past_key_values is not None
-        if caching and self.training and torch.is_grad_enabled():
-            raise ValueError(
-                "use_cache: expected False, and no past_key_values, in training (or torch.no_grad()): what is in a KV "
-                "cache carries no gradients"
-            )
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not caching):  # or some weights alone would have some
-            outputs = self.model(
-                input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache),
-                output_hidden_states,
-            )  # fmt: skip
-            hidden, logits, loss = outputs.last_hidden_state, None, None
+        outputs = self.model(
+            input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache), output_hidden_states
+        )
+        hidden, logits, loss = outputs.last_hidden_state, None, None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and outputs.past_key_values is None):
             if not skip_logits:
                 kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
                 logits = self.lm_head(hidden[:, kept] if some else hidden)

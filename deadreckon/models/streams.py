@@ -110,8 +110,8 @@ class Streams:
         ids = torch.tensor([[0] * left + list(prompt) for left, prompt in zip(masked, prompts, strict=True)])
         mask = torch.arange(longest) >= torch.tensor(masked).unsqueeze(1) if any(masked) else None
         mask = None if mask is None else mask.to(device)
-        logits = self.model(ids.to(device), mask, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-        return self._admit(cache, masked), logits
+        outputs = self.model(ids.to(device), mask, past_key_values=cache, logits_to_keep=1, return_dict=True)
+        return self._admit(cache, masked), outputs.logits[:, -1]
 
     @lasting()
     def admit(self, cache: Cache) -> list[int]:
@@ -193,7 +193,8 @@ class Streams:
         logits = torch.zeros(len(self.rows), self.model.config.vocab_size, device=ids.device, dtype=kind)
         for number, row in enumerate(self.rows):
             if row is not None:
-                logits[number] = self.model(ids[number : number + 1, None], past_key_values=row.cache).logits[0, 0]
+                one = self.model(ids[number : number + 1, None], past_key_values=row.cache, return_dict=True)
+                logits[number] = one.logits[0, 0]
         return logits
 
     def _capture(self, states: list[LayerState], graph: type[Graph]) -> CapturedStep | None:

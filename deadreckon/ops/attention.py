@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.attend import attend_blockwise
 from deadreckon.ops.blockwise.documents import boundaries, separated
-from deadreckon.ops.checks import check_tensor, check_transforms, shape_of
+from deadreckon.ops.checks import check_derivatives, check_tensor, is_differentiated, shape_of
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.ops.reference import attend_reference
 from deadreckon.ops.streaming.past import Past
@@ -94,7 +94,7 @@ def attend(
         raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
     plain = factors.parts()[1] is None and gates is None and score == "softmax"  # PyTorch's own attention
     if impl != "reference" and not (plain and impl != "triton" and not q.is_cuda):
-        check_transforms(impl, _inputs(q, k, v, factors).values())
+        check_derivatives(impl, _inputs(q, k, v, factors).values())
     if cp is not None and cp.size > 1:
         return _attend_shards(q, k, v, factors, scale, documents, impl, cp)
     # Autocast would run the sums of phases, gates and frames in half precision.
@@ -233,11 +233,13 @@ def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementat
 
 
 def _check_no_gradients(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> None:
-    """No input may require gradients while grad mode is on: they would be lost without a word."""
-    if not torch.is_grad_enabled():
-        return
+    """No input may require gradients while grad mode is on, or have a tangent: they would be lost without a word."""
     for name, x in _inputs(q, k, v, factors).items():
-        if isinstance(x, Tensor) and x.requires_grad:
+        if not isinstance(x, Tensor):
+            continue
+        if is_differentiated(x):
+            raise ValueError(f"{name}: expected no forward-mode derivatives and none of torch.func, got some")
+        if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError(f"{name}: expected no gradients to be required (or torch.no_grad()), got requires_grad")
 
 

@@ -27,16 +27,21 @@ def check_tensor(name: str, x: object, like: Tensor | None = None, of: str = "")
     return x
 
 
-def check_transforms(impl: object, tensors: Iterable[object]) -> None:
-    """No tensor may be inside a transform of torch.func or have a tangent: operators know of gradients alone."""
+def check_derivatives(impl: object, tensors: Iterable[object]) -> None:
+    """No tensor may have derivatives of a kind that operators, which know of gradients alone, would lose."""
+    if any(isinstance(x, Tensor) and is_differentiated(x) for x in tensors):
+        raise ValueError(f"impl: derivatives of torch.func and forward-mode ones need 'reference', got {impl!r}")
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Whether x has a tangent, or is inside grad, jvp or the like of torch.func; vmap is no derivative."""
     if torch.compiler.is_compiling():  # which does not look into this, and has no such tensors
-        return
-    for x in tensors:
-        if isinstance(x, Tensor) and (torch._C._functorch.is_functorch_wrapped_tensor(x) or _has_tangent(x)):
-            raise ValueError(
-                f"impl: torch.func's transforms and forward-mode derivatives need 'reference', got {impl!r}"
-            )
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+        return False
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        return True
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(x) or functorch.is_gradtrackingtensor(x):
+        if functorch.is_gradtrackingtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
+from deadreckon.ops.checks import is_differentiated
 from deadreckon.ops.saving import Formula, saving
 from deadreckon.ops.tracing import traced
 from deadreckon.ops.triton import HAS_TRITON
@@ -19,7 +20,7 @@ from deadreckon.ops.triton import HAS_TRITON
 
 def has_kernels(x: Tensor) -> bool:
     """Whether there are kernels for numbers like x."""
-    return x.is_cuda and HAS_TRITON and x.dtype != torch.float64 and not traced(x)
+    return x.is_cuda and HAS_TRITON and x.dtype != torch.float64 and not traced(x) and not is_differentiated(x)
 
 
 def at_least_single(x: Tensor) -> Tensor:
