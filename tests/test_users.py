@@ -51,6 +51,7 @@ def test_derivatives_that_operators_do_not_know(case: str) -> None:
         lambda: torch.func.jvp(attend, (q,), (along,)),
         lambda: torch.func.grad(lambda q: attend(q).sum())(q),
         lambda: torch.vmap(torch.func.grad(lambda q: attend(q).sum()))(q.unsqueeze(0)),
+        lambda: torch.func.grad(lambda q: torch.vmap(attend)(q.unsqueeze(0)).sum())(q),
     ):
         with pytest.raises(ValueError, match=message):
             transform()
