@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from transformers import DynamicCache
 
 import deadreckon as dr
+from deadreckon.encodings.base import Context
 
 NORMS = ("input_layernorm", "post_attention_layernorm")  # of a layer
 
@@ -237,6 +238,20 @@ def test_layers_that_are_elsewhere(part: str, tmp_path: Path) -> None:
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)
     assert torch.equal(placed.generate(ids, max_new_tokens=5, do_sample=False), expected)
     assert placed(ids, use_cache=True).past_key_values.get_seq_length() == 6
+
+
+def test_a_context_on_another_device() -> None:
+    """Where accelerate has placed a layer; what layers there share is there."""
+    ids = draw_ids(1, 6)
+    context = Context.of(torch.zeros(1, 6, 4), ids, torch.tensor([0, 2, 6]))
+    assert context.to("cpu") is context
+    moved = context.to("meta", non_blocking=True)
+    assert moved.token_ids is not None and moved.cu_seqlens is not None
+    assert {x.device.type for x in (moved.positions, moved.token_ids, moved.cu_seqlens)} == {"meta"}
+    assert moved.positions.shape == context.positions.shape
+    assert context.rope_angles(8, 100.0).device.type == "cpu"
+    assert context.to("meta").rope_angles(8, 100.0) is moved.rope_angles(8, 100.0)
+    assert moved.rope_angles(8, 100.0).device.type == "meta"
 
 
 @torch.no_grad()

@@ -118,6 +118,17 @@ class Context:
             self.shared[key] = compute()
         return self.shared[key]
 
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Context:
+        """The same for layers on another device, which share among themselves: accelerate asks for it there."""
+        place = torch.empty(0, device=device).device  # with its index
+        if place == self.positions.device:
+            return self
+        ids, bounds = (
+            None if x is None else x.to(place, non_blocking=non_blocking) for x in (self.token_ids, self.cu_seqlens)
+        )
+        positions, shared = self.positions.to(place, non_blocking=non_blocking), self.shared.setdefault(place, {})
+        return replace(self, positions=positions, token_ids=ids, cu_seqlens=bounds, shared=shared)
+
     def remembering(self, recent: dict[str, Tensor]) -> Context:
         """The same, with a dictionary for recent inputs."""
         return replace(self, recent=recent)
