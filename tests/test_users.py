@@ -274,6 +274,9 @@ def test_cropping_into_a_prompt_with_padding() -> None:
     cache = DynamicCache(config=model.config)
     model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
     model(ids[:, 10:], attention_mask=mask, past_key_values=cache)
+    other = torch.cat([1 - mask, torch.ones_like(new)], dim=1)
+    with pytest.raises(ValueError, match=r"attention_mask: expected the tokens masked .* got others in rows \[0, 1\]"):
+        model(new, attention_mask=other, past_key_values=cache)
     cache.crop(-4)  # all columns that are left are real
     found = model(new, attention_mask=torch.ones(2, 11, dtype=torch.long), past_key_values=cache).logits
     torch.testing.assert_close(found, model(torch.cat([ids[:, :8], new], dim=1)).logits[:, 8:])

@@ -120,6 +120,11 @@ def real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, lengt
                 "attention_mask: expected as many masked tokens a row as past_key_values has left out, "
                 f"{before.tolist()}; what it has read stays, got {masked.tolist()}"
             )
+    if seen and isinstance(state, Rows) and not torch.equal(real[:, :seen].cpu(), state.real):
+        raise ValueError(
+            "attention_mask: expected the tokens masked that past_key_values has left out; what it has read stays, got "
+            f"others in rows {(real[:, :seen].cpu() != state.real).any(1).nonzero().flatten().tolist()}"
+        )
     return None if bool(real[:, seen:].all()) else real[:, seen:]
 
 
