@@ -67,7 +67,8 @@ def attend(
             gates; D and E multiples of 8 up to 256, with Householder steps up to 128 (float32: 64), with gates or
             packed in float32 up to 128; ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or
             chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32; a ValueError for anything else), or
-            ``"auto"``: the kernels where they serve, else ``"blockwise"``.
+            ``"auto"``: the kernels where they serve, else ``"blockwise"``. Forward-mode derivatives and those of
+            ``torch.func`` need the reference, and so do second ones.
         cp: context parallelism: q, k, v and every factor are this rank's shard of T, as ``cp.shard`` cuts it, and so is
             the output; cu_seqlens are the boundaries of the whole row. Gradients flow from rank to rank. Not with
             ``impl="reference"``.
@@ -92,8 +93,8 @@ def attend(
     _check_score(factors)
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl: expected 'auto', 'reference', 'blockwise' or 'triton', got {impl!r}")
-    plain = factors.parts()[1] is None and gates is None and score == "softmax"  # PyTorch's own attention
-    if impl != "reference" and not (plain and impl != "triton" and not q.is_cuda):
+    plain = factors.parts()[1] is None and gates is None and score == "softmax"  # PyTorch's own attention, on a CPU
+    if impl != "reference" and (impl == "triton" or q.is_cuda or not plain):
         check_derivatives(impl, _inputs(q, k, v, factors).values())
     if cp is not None and cp.size > 1:
         return _attend_shards(q, k, v, factors, scale, documents, impl, cp)

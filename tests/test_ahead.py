@@ -1,0 +1,96 @@
+"""Kernels that are compiled all at once before an operator's first call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_tape import taped
+from torch import Tensor
+
+from deadreckon.ops.triton.ahead import compiled_ahead, compiling
+from deadreckon.ops.triton.kernel import Kernel
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="functions on a CPU")
+def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them before the first is launched, once for each sort of call, and of no other thread."""
+    events, seen_elsewhere = list[str](), list[bool]()
+
+    class Function:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def warmup(self, x: Tensor, *, grid: tuple[int, ...]) -> None:
+            assert compiling()
+            thread = threading.Thread(target=lambda: seen_elsewhere.append(compiling()))
+            thread.start()
+            thread.join()
+            events.append(f"compile {self.name}")
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda x: events.append(f"launch {self.name}")
+
+    kernels = [Kernel(Function(name)) for name in "ab"]
+
+    def function(x: Tensor, number: int) -> Tensor:
+        for kernel in kernels:
+            kernel[(1,)](x)
+        return x + number
+
+    monkeypatch.setenv("DEADRECKON_AHEAD", "1")
+    operator, ahead, plain = taped(function), ["compile a", "compile b"], ["launch a", "launch b"]
+    for x, expected in (
+        (torch.zeros(2, 5, 3), ahead + plain),
+        (torch.zeros(4, 6, 3), plain),  # as many levels
+        (torch.zeros(2, 9, 3), ahead + plain),
+        (torch.zeros(2, 5, 4), ahead + plain),
+        (torch.zeros(2, 5, 4).double(), ahead + plain),
+    ):
+        assert torch.equal(operator(x, 1), x + 1)
+        assert events == expected
+        events.clear()
+    assert not any(seen_elsewhere)
+    assert not compiling()
+    with pytest.raises(ZeroDivisionError), compiled_ahead():
+        _ = 1 // 0
+    assert not compiling()
+    monkeypatch.delenv("DEADRECKON_AHEAD")
+    taped(function)(torch.zeros(2, 5, 3), 1)
+    assert events == plain
+
+
+FIRST_CALL = """
+import sys, time, torch
+import deadreckon as dr
+torch.use_deterministic_algorithms(True)
+draw = lambda *shape: torch.randn(1, 3000, *shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+q, k, v, w = (draw(2, 64).bfloat16().requires_grad_() for _ in range(4))
+steps, gate = dr.Householder(torch.nn.functional.normalize(w.float(), dim=-1), draw(2).sigmoid()), -draw(2).exp()
+began = time.perf_counter()
+out = dr.attend(q, k, v, transport=steps, log_gate=gate)
+out.float().sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - began)
+torch.save([x.detach().cpu() for x in (out, q.grad, k.grad, v.grad, w.grad)], sys.argv[1])
+"""
+
+
+@pytest.mark.gpu
+def test_first_calls_on_a_gpu(tmp_path: Path) -> None:
+    """With nothing compiled yet: sooner, and what comes out is the same."""
+    seconds, found = list[float](), list[list[Tensor]]()
+    for ahead in "01":
+        variables = {"DEADRECKON_AHEAD": ahead, "TRITON_CACHE_DIR": str(tmp_path / f"cache-{ahead}")}
+        command = [sys.executable, "-c", FIRST_CALL, str(tmp_path / ahead)]
+        said = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
+        seconds.append(float(said.stdout.split()[-1]))
+        found.append(torch.load(tmp_path / ahead, weights_only=True))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert seconds[1] < seconds[0]
