@@ -363,14 +363,6 @@ def chunk_for(k: Tensor, v: Tensor) -> int:
     return CHUNK if is_narrow(k, v) else CHUNK // 2
 
 
-def tiles_for(k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """Tokens of segments that a program has before it at a time, how many such tiles are on their way, and warps.
-
-    Of wide heads fewer, or one program alone had all shared memory.
-    """
-    return 64 if is_narrow(k, v) else 32, 3, 4
-
-
 def look(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None,
     last: Last, partial: Partial, state: State | None, segments: Tensor, parts: Tensor, scale: float,
@@ -388,7 +380,7 @@ def look(
     out = q.new_empty(heads, group, value_width)
     programs = partial.weight.shape[1]
     chunk = chunk_for(q, v)
-    block, stages, warps = tiles_for(q, v)
+    block = 64 if is_narrow(q, v) else 32  # tokens of segments at a time: one program alone had all shared memory
     of_row = heads // len(last.tokens)
     power, rows = (0, 0) if state is None else state.channels.shape
     split = programs - (STATE_PARTS if power else 0)
@@ -399,7 +391,7 @@ def look(
         G=group, GATES=gates, ROUTES=w is not None, POWER=power, STICKS=sticks, D=width,
         E=value_width, BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=chunk, FIELDS=FIELDS,
         BLOCK=block, STATE_ROWS=max(1, min(32, tile // (queries * values))), DTYPE=DTYPES[q.dtype], TYPE=kind,
-        num_warps=warps, num_stages=stages,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     _combine[(heads, group, values // COMBINED)](
         out, partial, last.tokens, of_row, programs, split, room // chunk,
