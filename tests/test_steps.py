@@ -266,6 +266,31 @@ def test_new_weights_are_captured_anew() -> None:
     assert len(model.model.steps.captured) == 1
 
 
+class Casts(TorchDispatchMode):
+    """Counts how often a tensor is cast."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.address, self.count = x.data_ptr(), 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._to_copy.default and args[0].data_ptr() == self.address
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_graphs_cast_weights_themselves() -> None:
+    """Autocast's copies of the weights are gone when the caller leaves it, and a graph stays."""
+    model, ids = kernel_model("nope"), prompts(1, 9)
+    with torch.autocast("cpu", torch.float16):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :5], past_key_values=cache)
+        decode(model, ids[:, :6], cache, 5)
+        with Casts(model.model.layers[0].self_attn.q_proj.weight) as casts:
+            decode(model, ids, cache, 6)
+    assert (Rerun.captured, Rerun.replayed, casts.count) == (1, 3, 3)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @torch.no_grad()
 def test_interrupted_replays_leave_no_trace(when: str, monkeypatch: pytest.MonkeyPatch) -> None:

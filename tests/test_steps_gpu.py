@@ -99,3 +99,18 @@ def test_the_host_does_not_wait_for_steps(encoding: str) -> None:
             model(ids[:, t : t + 1], past_key_values=cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("encoding", ["path-fox", "rope"])
+def test_steps_that_outlive_autocast(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autocast had cast is gone by the second time, and something else may be there, or nothing."""
+    model, ids, found = make_model(encoding), torch.randint(1, 512, (2, 60), device="cuda"), []
+    for graphs in "011":
+        monkeypatch.setenv("DEADRECKON_GRAPHS", graphs)
+        with torch.autocast("cuda", torch.bfloat16):
+            found.append(model.generate(ids, max_new_tokens=20, pad_token_id=0))
+        everywhere = [torch.full((size,), torch.nan, device="cuda") for size in 256 * [1 << 16]]
+        del everywhere
+        torch.cuda.empty_cache()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2])

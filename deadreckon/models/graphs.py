@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -138,7 +139,8 @@ class CapturedStep:
         """The step that is captured: only what it does on the device counts."""
         drafts = [resident.draft(self.left_out) for resident in self.residents]
         waiting = [resident.decoder.waiting for resident in self.residents]
-        output = self.advance(self.ids, drafts, self.places)
+        with casting_anew(self.ids.device.type):
+            output = self.advance(self.ids, drafts, self.places)
         # Layers, as they compute, read what lies there; once they have, what they are to read next takes its place.
         copy_all(pair for resident, draft in zip(self.residents, drafts, strict=True) for pair in resident.moved(draft))
         for resident, before in zip(self.residents, waiting, strict=True):  # the host has not counted the token
@@ -193,6 +195,13 @@ class CapturedStep:
                 count(state, resident.decoder.lengthen())
             if state.length == length:
                 state.crop(1)
+
+
+def casting_anew(kind: str) -> AbstractContextManager[Any]:
+    """Autocast as it is, but for its cache: that is freed when the caller leaves autocast, and a graph would go on
+    to read the weights that were there."""
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 def _forgotten(decoder: StaticDecoder, _: object) -> None:
