@@ -25,6 +25,7 @@ from deadreckon.lab.pages.comparison import Comparison, by_label, gather
 from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.recipes import Recipe, find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, parallel, score_run, train_run
+from deadreckon.lab.training.trainer import counted
 
 
 def test_compare_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +294,16 @@ def test_command_line_names_what_is_wrong(
     assert not list(tmp_path.iterdir())
 
 
+def test_scores_that_were_not_asked_for_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses by position are many, and one place says that all are there."""
+    monkeypatch.setattr("deadreckon.lab.training.display.QUIET", -1)
+    console = quiet()
+    scores = [Score("by position", length, None, None, 1.0, 1, "loss", "position") for length in (1, 2, 4)]
+    assert list(counted(iter(scores), {("by position", 4), ("x", 1)}, "run", console)) == scores
+    [said] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert said.startswith("run: by position at position 4: 1/2 scores, ")
+
+
 def test_lengths_that_a_task_does_not_have(tmp_path: Path) -> None:
     run = train_run(small("rope", 0, "steps=1"), tmp_path, console=quiet())
     with pytest.raises(ValueError, match=r"lengths: expected lengths that flip-flop \(as trained\) has, got 7"):
@@ -331,17 +342,20 @@ def test_commands_of_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [line for line in lines if "python -m deadreckon." in line]
 
 
-def test_pages_come_of_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "last", "tables"), [("books", 65_536, 4), ("long-context", 32_768, 15)])
+def test_pages_come_of_records(
+    page: str, last: int, tables: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What runs have left in `results/records` gives the tables of their pages."""
     results = Path(__file__).parents[1] / "results"
-    text = (results / "books.md").read_text()
+    text = (results / f"{page}.md").read_text()
     [command] = [line for line in text.splitlines() if "--finished" in line]
     words = shlex.split(command)[1:]
     words[words.index("--runs") + 1], words[words.index("--page") + 1] = str(results / "records"), "page.md"
     monkeypatch.chdir(tmp_path)
     run_cli(monkeypatch, *words, "--picture", "picture.png")
     made = Path("page.md").read_text().splitlines()
-    assert sum(line.startswith("| 65536") for line in made) == 4
+    assert sum(line.startswith(f"| {last}") for line in made) == tables
     assert not [line for line in made if line.startswith("|") and line not in text.splitlines()]
 
 

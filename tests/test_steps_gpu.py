@@ -102,15 +102,20 @@ def test_the_host_does_not_wait_for_steps(encoding: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["path-fox", "rope"])
-def test_steps_that_outlive_autocast(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.no_grad()
+def test_steps_that_outlive_autocast(encoding: str) -> None:
     """What autocast had cast is gone by the second time, and something else may be there, or nothing."""
-    model, ids, found = make_model(encoding), torch.randint(1, 512, (2, 60), device="cuda"), []
-    for graphs in "011":
-        monkeypatch.setenv("DEADRECKON_GRAPHS", graphs)
+    model, ids = make_model(encoding), torch.randint(1, 512, (2, 80), device="cuda")
+    for _ in range(3):
         with torch.autocast("cuda", torch.bfloat16):
-            found.append(model.generate(ids, max_new_tokens=20, pad_token_id=0))
-        everywhere = [torch.full((size,), torch.nan, device="cuda") for size in 256 * [1 << 16]]
+            expected, cache = model(ids).logits, DynamicCache(config=model.config)
+            model(ids[:, :60], past_key_values=cache)
+            found = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(60, 80)]
+        # Halves are rounded at other places: by 2^-8 of what they are, in a few layers.
+        close = {"rtol": 0, "atol": 0.03 * float(expected.abs().max())}
+        torch.testing.assert_close(torch.cat(found, dim=1), expected[:, 60:], **close)
+        everywhere = [torch.full((1 << 16,), torch.nan, device="cuda") for _ in range(256)]
         del everywhere
         torch.cuda.empty_cache()
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[1], found[2])
+    assert model.model.steps is not None
+    assert len(model.model.steps.captured) == 1

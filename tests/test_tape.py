@@ -24,6 +24,12 @@ from deadreckon.ops.triton.tape import Taped
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_ahead.py` has that; here functions would be called once more."""
+    monkeypatch.setenv("DEADRECKON_AHEAD", "0")
+
+
 def taped(function: Callable[..., Any]) -> Taped:
     """On any device."""
     wrapped = Taped(function)

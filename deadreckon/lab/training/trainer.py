@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -218,10 +218,10 @@ def score_run(
     ranks = ranks or Ranks()
     places = places_to_test(run.recipe, lengths)
     known, metrics = ranks.same((run.scores(kind), run.metrics()) if ranks.first else ({}, []))
-    if any(place not in known for place in places):
+    if missing := {place for place in places if place not in known}:
         model = run.load(kind, device, lengths)
         found = evaluate(model, run.recipe, metrics, lengths, set(known), ranks.share)
-        for one in counted(found, sum(place not in known for place in places), str(run.path), ranks.console(console)):
+        for one in counted(found, missing, str(run.path), ranks.console(console)):
             known[one.place] = one
             if ranks.first:
                 run.add_scores([one], kind)
@@ -241,16 +241,17 @@ def score_model(
             f"recipe: expected a task of {model.config.vocab_size} tokens, as the model has, "
             f"got {recipe.task}, of {expected}"
         )
-    found, wanted = evaluate(model, recipe, (), lengths), len(places_to_test(recipe, lengths))
+    found, wanted = evaluate(model, recipe, (), lengths), set(places_to_test(recipe, lengths))
     return {one.place: one for one in counted(found, wanted, str(folder), console or Console())}
 
 
-def counted(scores: Iterator[Score], wanted: int, title: str, console: Console) -> Iterator[Score]:
-    """Shows how far a scoring is."""
-    countdown = Countdown(console, wanted)
+def counted(scores: Iterator[Score], wanted: Set[Place], title: str, console: Console) -> Iterator[Score]:
+    """Shows how far a scoring is. There may be other scores than those of the places that are wanted."""
+    countdown = Countdown(console, len(wanted))
     with console.status(f"scoring {title}") as status:
         for one in scores:
-            status.update(countdown.advance(1, f"{title}: {one.condition} at {one.axis} {one.length}", "scores"))
+            if one.place in wanted:
+                status.update(countdown.advance(1, f"{title}: {one.condition} at {one.axis} {one.length}", "scores"))
             yield one
 
 
