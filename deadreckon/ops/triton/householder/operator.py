@@ -58,7 +58,7 @@ from deadreckon.ops.triton.householder.walk import WALK, Walk
 from deadreckon.ops.triton.operators import gradients_for, results, save
 from deadreckon.ops.triton.tape import Taped
 
-ROWS = 1 << 21  # rows of queries that are worked on at a time: what is kept between kernels stays small
+ROWS = 1 << 21  # rows of queries that are worked on at a time, of heads of 64: what is kept between kernels stays small
 
 
 class Heads(NamedTuple):
@@ -152,19 +152,26 @@ def _backward(
     return back.by_query, back.by_key
 
 
+def slices(heads: int, rows: int, width: int) -> Iterator[slice]:
+    """Key heads that are worked on together, as equal as can be, where all of them have so many rows of queries.
+
+    Of wider ones fewer: products of steps have the square of the width.
+    """
+    parts = max(1, min(heads, rows * max(LEAF, width) ** 2 // (ROWS * LEAF**2)))
+    return (slice(first, end) for first, end in pairwise(heads * part // parts for part in range(parts + 1)))
+
+
 def _head_slices(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, routes: Routes, lse: Tensor, saved: Saved | None
 ) -> Iterator[tuple[slice, Heads]]:
-    """Slices of the key heads of lse (B·H, T padded, G), as equal as can be, and what the stages take of each."""
-    count = lse.shape[0]
-    parts = max(1, min(count, lse.numel() // ROWS))
+    """Slices of the key heads of lse (B·H, T padded, G), and what the stages take of each."""
     sums, reach, documents, scale = routes
-    for first, end in pairwise(count * part // parts for part in range(parts + 1)):
-        part = slice(first, end)
-        leaves = Leaves(q, k, v, w, beta, sums, documents, scale, first, end - first)
+    for part in slices(lse.shape[0], lse.numel(), q.shape[3]):
+        taken = part.stop - part.start
+        leaves = Leaves(q, k, v, w, beta, sums, documents, scale, part.start, taken)
         frames = inverse = None
         if leaves.leaves > 1:
-            frames = Frames.room(q, k, v, end - first) if saved is None else saved.frames(part)
+            frames = Frames.room(q, k, v, taken) if saved is None else saved.frames(part)
         if saved is not None:
             inverse = saved.inverses(part)
         part_routes = Routes(
