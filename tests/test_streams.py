@@ -303,7 +303,7 @@ def test_steps_that_are_no_kernels(encoding: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_streams_heed_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = SimpleNamespace(device=torch.device("cuda"))
+    model: Any = SimpleNamespace(device=torch.device("cuda"), model=torch.nn.Linear(1, 1))
     for value, graph in (("1", CudaGraph), ("0", None)):
         monkeypatch.setenv("DEADRECKON_GRAPHS", value)
         assert Streams(model, 1).graph is graph

@@ -98,16 +98,25 @@ def test_lora_trains_adapters_alone() -> None:
 
 
 @needs_peft
-@pytest.mark.parametrize("encoding", ["path-fox", "rope-path-fox", "conformal-sympow"])
+@pytest.mark.parametrize(
+    ("encoding", "adapted"),
+    [
+        ("path-fox", ["gate"]), ("rope-path-fox", ["gate"]), ("conformal-sympow", ["gate"]),
+        ("prism", ["gates", "no_copy", "copy_query", "copy_key"]),
+    ],
+)  # fmt: skip
 @torch.no_grad()
-def test_adapters_of_encodings_add_to_logits(encoding: str) -> None:
+def test_adapters_of_encodings_add_to_logits(encoding: str, adapted: list[str]) -> None:
     """Not to gates and strengths, which would leave their ranges: then an adapter could not be merged."""
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
     model, ids = get_peft_model(make_model(encoding), adapters).eval(), torch.arange(20).view(2, 10)
-    assert any("encoding.gate.lora" in name for name, _ in model.named_parameters())
+    names = [name for name, _ in model.named_parameters()]
+    assert all(any(f".{part}.lora" in name for name in names) for part in adapted)
     expected = model(input_ids=ids).logits
+    with model.disable_adapter():
+        assert not torch.allclose(model(input_ids=ids).logits, expected, atol=1e-2)
     torch.testing.assert_close(model.merge_and_unload()(ids).logits, expected, rtol=0, atol=1e-4)
 
 

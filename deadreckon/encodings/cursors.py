@@ -26,6 +26,7 @@ from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.encodings.waves import table_of_waves, waves_in
 from deadreckon.filters.histogram import filter_next, histogram_filter, superpose
 from deadreckon.ops.cursors import by_kernels, jump, jumps, mapped, order_of
+from deadreckon.ops.modules import is_plain
 from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.token import maps_of_token
 from deadreckon.ops.tracing import traced, without_autocast
@@ -329,8 +330,10 @@ def _order(last: Tensor) -> Tensor:
 
 
 def _apply(part: nn.Linear, x: Tensor) -> Tensor:
-    """A linear map of x, at least in single precision."""
-    return mapped(x, part.weight, part.bias)
+    """A linear map of x, or what has taken its place, such as LoRA's: at least in single precision."""
+    if isinstance(part, nn.Linear) and is_plain(part):
+        return mapped(x, part.weight, part.bias)
+    return at_least_single(part(x.to(part.weight.dtype)))
 
 
 def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from deadreckon.encodings.base import CROPPABLE, GROWING
 from deadreckon.models.cache import StateLayer
 from deadreckon.models.state import LayerState, Origin
+from deadreckon.models.surroundings import Surroundings, Watch, hooked
 from deadreckon.ops.streaming.decode import renew
 from deadreckon.ops.streaming.past import Past, StaticDecoder, lasting
 from deadreckon.ops.streaming.segments import Segment
@@ -48,11 +50,11 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """On a GPU."""
+    """On the GPU that is the current one. (PyTorch's own stream for captures is of whichever was the first.)"""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             self.output = step()
 
     def replay(self) -> Tensor:
@@ -121,30 +123,49 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 class CapturedStep:
-    """One step for states of one structure."""
+    """One step for states of one structure.
+
+    Args:
+        warm: whether nothing has compiled the kernels yet.
+    """
 
     def __init__(
-        self, advance: Advance, ids: Tensor, states: list[LayerState], graph: type[Graph], warm: bool = False
+        self,
+        model: nn.Module,
+        advance: Advance,
+        ids: Tensor,
+        states: list[LayerState],
+        graph: type[Graph],
+        warm: bool = False,
     ) -> None:
-        self.advance, self.ids = advance, ids.clone()
+        self.model, self.advance, self.kind, self.ids = model, advance, graph, ids.clone()
         self.places = torch.zeros_like(ids) if warm else torch.zeros(1, 1, dtype=torch.int64, device=ids.device)
         self.left_out = None if states[0].left_out is None else states[0].left_out.clone()
         self.residents = [Resident.of(state) for state in states]
         self.owners: list[weakref.ref[StateLayer] | None] = [None] * len(states)
-        if warm:  # nothing has compiled the kernels before; what is there now is loaded again
+        if warm:  # what is there now is loaded again
             self._run()
-        self.graph = graph(self._run)
+        self.capture()
+
+    def capture(self) -> None:
+        """Captures the step, once more where its surroundings have changed: what is here stays here."""
+        with torch.cuda.device_of(self.ids):
+            self.graph = self.kind(self._run)
+        self.watch = Watch(self.model, self.ids.device.type)
 
     def _run(self) -> Tensor:
         """The step that is captured: only what it does on the device counts."""
         drafts = [resident.draft(self.left_out) for resident in self.residents]
         waiting = [resident.decoder.waiting for resident in self.residents]
-        with casting_anew(self.ids.device.type):
-            output = self.advance(self.ids, drafts, self.places)
-        # Layers, as they compute, read what lies there; once they have, what they are to read next takes its place.
-        copy_all(pair for resident, draft in zip(self.residents, drafts, strict=True) for pair in resident.moved(draft))
-        for resident, before in zip(self.residents, waiting, strict=True):  # the host has not counted the token
-            resident.decoder.rewind(before)
+        try:
+            with casting_anew(self.ids.device.type):
+                output = self.advance(self.ids, drafts, self.places)
+            # Layers, as they compute, read what lies there; once they have, what they are to read next takes its place.
+            moved = (resident.moved(draft) for resident, draft in zip(self.residents, drafts, strict=True))
+            copy_all(pair for pairs in moved for pair in pairs)
+        finally:
+            for resident, before in zip(self.residents, waiting, strict=True):  # the host has not counted the token
+                resident.decoder.rewind(before)
         return output
 
     def holds(self, layers: list[StateLayer]) -> bool:
@@ -224,10 +245,13 @@ def count(state: LayerState, waiting: Segment, tokens: int = 1) -> None:
 
 
 class Steps:
-    """The decoding steps of a model: graphs, by the structure of the states that they are for."""
+    """The decoding steps of a model: graphs, by the structure of the states that they are for.
+
+    Threads may share the model, each with a KV cache of its own: they take turns, step by step.
+    """
 
     def __init__(self, model: nn.Module, advance: Advance, graph: type[Graph] = CudaGraph) -> None:
-        self.model, self.advance, self.graph = model, advance, graph
+        self.model, self.advance, self.graph, self.turn = model, advance, graph, Lock()
         self.captured: dict[Any, CapturedStep] = {}
         self.latest: CapturedStep | None = None
         self.eager: Any = None  # the structure of the last eager step
@@ -235,16 +259,21 @@ class Steps:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()  # copies of a model, and what is pickled, begin without
 
-    @lasting()
     def __call__(self, ids: Tensor, layers: list[StateLayer]) -> Tensor | None:
         """Hidden states of the next token of each row, ids (B, 1); None where that takes an eager step."""
+        with self.turn, lasting():
+            return self._advance(ids, layers)
+
+    def _advance(self, ids: Tensor, layers: list[StateLayer]) -> Tensor | None:
         states: list[Any] = [layer.state for layer in layers]
-        if not all(has_room(state) for state in states if isinstance(state, LayerState)):
+        step = self.latest
+        here = step is not None and step.holds(layers)
+        changed = here and step is not None and not step.watch.fine()
+        if changed or not all(has_room(state) for state in states if isinstance(state, LayerState)):
             for state in states:  # an eager step makes room, and another graph has a decoder of its own
                 state.detach()
             return None
-        step = self.latest
-        if step is None or not step.holds(layers):
+        if step is None or not here:
             step = self.latest = self._step_for(ids, layers)
         if step is None:
             return None
@@ -259,9 +288,10 @@ class Steps:
     def _step_for(self, ids: Tensor, layers: list[StateLayer]) -> CapturedStep | None:
         """A step for these states, loaded; captured now, if an eager step was of the same structure."""
         states = [layer.state for layer in layers if isinstance(layer.state, LayerState)]
-        if len(states) < len(layers) or not states[0].length or hooked(self.model):
+        parts = list(self.model.modules())
+        if len(states) < len(layers) or not states[0].length or hooked(parts):
             return None
-        key, before = structure(self.model, ids, states), self.eager
+        key, before = structure(parts, ids, states), self.eager
         step, self.eager = self.captured.get(key), key
         if step is None:
             decoders = [state.past.decoder for state in states]
@@ -274,7 +304,7 @@ class Steps:
             for state in states:
                 if state.past.decoder is not None and state.past.decoder.full:
                     renew(state.past)
-            step = self.captured[key] = CapturedStep(self.advance, ids, states, self.graph)
+            step = self.captured[key] = CapturedStep(self.model, self.advance, ids, states, self.graph)
         if step.load(layers):
             return step
         self._drop(step)
@@ -290,20 +320,13 @@ def has_room(state: LayerState) -> bool:
     return GROWING not in state.recent or state.length < state.recent[GROWING].shape[2]
 
 
-def structure(model: nn.Module, ids: Tensor, states: list[LayerState]) -> tuple[Any, ...]:
+def structure(parts: Sequence[nn.Module], ids: Tensor, states: list[LayerState]) -> tuple[Any, ...]:
     """What steps must have in common to be one graph; first of all, where the weights are."""
-    weights = tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers()))
-    kind = ids.device.type
-    mode = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), ids.dtype
     shapes = tuple(tuple((name, x.shape) for name, x in state.recent.items()) for state in states)
     phases = tuple(None if state.past.phases is None else state.past.phases.shape for state in states)
     signatures = tuple(state.past.signature for state in states)
-    return weights, mode, states[0].left_out is None, signatures, shapes, phases
-
-
-def hooked(model: nn.Module) -> bool:
-    """Whether calls of Python belong to a step, which a graph would leave out."""
-    return any(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook") for part in model.modules())
+    surroundings = Surroundings.of(parts, ids.device.type)
+    return (*surroundings, ids.dtype, states[0].left_out is None, signatures, shapes, phases)
 
 
 def switched_on() -> bool:

@@ -29,6 +29,7 @@ from deadreckon.models.cache import StateLayer
 from deadreckon.models.graphs import CapturedStep, CudaGraph, Graph, count, switched_on
 from deadreckon.models.huggingface import DeadReckonForCausalLM
 from deadreckon.models.state import LayerState
+from deadreckon.models.surroundings import Surroundings, hooked
 from deadreckon.ops.streaming.decode import close_tail, closes
 from deadreckon.ops.streaming.past import Past, StaticDecoder, lasting
 
@@ -81,7 +82,7 @@ class Streams:
 
     Args:
         model: in evaluation mode. Where steps are no kernels (sizes and dtypes that kernels do not take), or keep more
-            and more (PRISM's copy branch), it is decoded row by row.
+            and more (PRISM's copy branch), or where modules have hooks, it is decoded row by row.
         rows: how many sequences at a time.
         graph: what captures a step; by default CUDA's graphs on a GPU, and elsewhere, or with ``DEADRECKON_GRAPHS=0``,
             nothing: row by row.
@@ -92,6 +93,8 @@ class Streams:
             raise ValueError(f"rows: expected an integer of 1 or more, got {rows!r}")
         self.model, self.rows = model, list[_Row | None]([None] * rows)
         self.graph = CudaGraph if graph is None and model.device.type == "cuda" and switched_on() else graph
+        if hooked(model.model.modules()):
+            self.graph = None
         self.step_of_all: CapturedStep | None = None
 
     @property
@@ -178,6 +181,8 @@ class Streams:
             raise ValueError(f"ids: expected ({len(self.rows)},), one token a row, got {tuple(ids.shape)}")
         if self.step_of_all is None:
             return self._one_by_one(ids)
+        if not self.step_of_all.watch.fine():
+            self._capture_again(self.step_of_all)
         taken = [row for row in self.rows if row is not None]
         if not all(row.room for row in taken):
             self._renew(self.step_of_all)
@@ -218,9 +223,17 @@ class Streams:
             recent = {name: x.repeat(rows, *[1] * (x.dim() - 1)) for name, x in state.recent.items()}
             joint.append(LayerState(whole, recent, origin=state.origin._replace(batch=rows)))
         ids = torch.zeros(rows, 1, dtype=torch.int64, device=self.model.device)
-        step = CapturedStep(self.model.model._decode, ids, joint, graph, warm=True)
+        step = CapturedStep(self.model.model, self.model.model._decode, ids, joint, graph, warm=True)
         self._unload(range(rows), step)
         return step
+
+    def _capture_again(self, step: CapturedStep) -> None:
+        """Other weights or adapters than before: the rows go on with them."""
+        if hooked(self.model.model.modules()):
+            raise RuntimeError("model: expected no hooks while rows are decoded together, got one since they began")
+        if Surroundings.of((), step.ids.device.type) != step.watch.expected._replace(weights=(), adapters=()):
+            raise RuntimeError("autocast: expected as it was when rows began to be decoded together, got otherwise")
+        step.capture()
 
     def _can_be_captured(self, states: list[LayerState]) -> bool:
         """Whether a step, which is tried, leaves a decoder that stays where it is, and as many recent inputs as any."""

@@ -236,12 +236,12 @@ def _look_at_nothing(partial, partial_at, G: tl.constexpr, BG: tl.constexpr):
 @triton.jit
 def _look(
     p_q, p_k, p_v, p_w, p_beta, p_gate, last, partial, state, p_segments, p_parts, scale, N, HEADS, ROOM, F, SPLIT,
-    G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, POWER: tl.constexpr, STICKS: tl.constexpr,
+    PARTS, G: tl.constexpr, GATES: tl.constexpr, ROUTES: tl.constexpr, POWER: tl.constexpr, STICKS: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BQ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, STATE_ROWS: tl.constexpr, DTYPE: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
-    i_n, i_part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    i_n, i_part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     i_row, i_h = i_n // HEADS, i_n % HEADS  # rows have segments of their own, each of so many heads
     channel = tl.arange(0, BD)
     tokens = tl.load(last.tokens + i_row)
@@ -254,7 +254,7 @@ def _look(
     if POWER:
         unit = tl.load(state.unit + i_n)
     p_q += i_n * G * D
-    partial_at = (i_n * parts + i_part) * G
+    partial_at = (i_n * PARTS + i_part) * G
     if i_part * CHUNK < ROOM:
         if i_part * CHUNK <= tokens:
             _look_at_tail(
@@ -264,7 +264,7 @@ def _look(
         else:  # there is more room than tokens
             _look_at_nothing(partial, partial_at, G, BG)
     else:
-        p_part = p_parts + (i_row * (parts - ROOM // CHUNK) + i_part - ROOM // CHUNK) * 3
+        p_part = p_parts + (i_row * (PARTS - ROOM // CHUNK) + i_part - ROOM // CHUNK) * 3
         p_segments += i_row * (SPLIT - ROOM // CHUNK) * FIELDS
         if tl.load(p_part + 1) < tl.load(p_part + 2):
             if POWER and i_part >= SPLIT:
@@ -386,9 +386,9 @@ def look(
     split = programs - (STATE_PARTS if power else 0)
     queries, values = power_of_two(group), padded(value_width)
     kind, tile = (tl.float64, STATE_TILE // 4) if power > 2 else (tl.float32, STATE_TILE)
-    _look[(programs, heads)](
+    _look[(heads * programs,)](  # in one dimension, of which there may be more than 65 535
         q, k, v, w, beta, gate, last, partial, state, segments, parts, scale, heads, of_row, room, rows, split,
-        G=group, GATES=gates, ROUTES=w is not None, POWER=power, STICKS=sticks, D=width,
+        programs, G=group, GATES=gates, ROUTES=w is not None, POWER=power, STICKS=sticks, D=width,
         E=value_width, BG=max(16, queries), BQ=queries, BD=padded(width), BE=values, CHUNK=chunk, FIELDS=FIELDS,
         BLOCK=block, STATE_ROWS=max(1, min(32, tile // (queries * values))), DTYPE=DTYPES[q.dtype], TYPE=kind,
         num_warps=4, num_stages=3,

@@ -135,7 +135,7 @@ def _jumps(
     P: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of one cursor: once over all keys for the sum, once more over those that have a place."""
-    i_t, i_f, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_t, i_f, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, width = i_t * TILE + tl.arange(0, TILE), tl.arange(0, BW)
     m_row, m_width = row < T, width < W
     place = tl.load(p_place + i_b * s_place + row, mask=m_row, other=-1)
@@ -180,7 +180,7 @@ def _jump(
     P: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One token of one cursor. Each lane has a sum of its own: until the end no thread waits for another."""
-    i_f, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_f, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     width, lane = tl.arange(0, BW), tl.arange(0, STEP)
     m_width = width < W
     at = i_b * F + i_f
