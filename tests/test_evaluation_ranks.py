@@ -60,6 +60,7 @@ def scores_of(folder: str, ranks: Ranks) -> dict[str, Any]:
         metrics = [{"step": recipe.steps, "loss": 1.0}]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(evaluators, "ask", answers)
+            patch.setattr(evaluators, "check_room", lambda *_: None)
             found[name] = list(evaluate(model, recipe, metrics, share=ranks.share))
     return found | {"read": read[0]}
 

@@ -216,7 +216,7 @@ def test_what_cannot_be_asked(
         ((str(tmp_path / "nothing"), *long_suite), "model: expected a folder with config.json"),
         ((str(folder), *long_suite, "--tasks", "chess"), "tasks: expected some of passkey"),
         ((str(folder), *long_suite, "--rows", "0"), "rows: expected 1 or more, got 0"),
-        ((str(folder), *long_suite, "--lengths", "200", "--tasks", "vt"), "length: expected at least"),
+        ((str(folder), *long_suite, "--lengths", "200", "--tasks", "vt"), "lengths: expected at least"),
         ((str(folder), *long_suite, "--beside", str(tmp_path)), "beside: expected answers of"),
     ):
         assert run_cli(monkeypatch, "eval", *words) == 2

@@ -66,8 +66,14 @@ def test_a_folder_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert stories == STORIES
     assert read_language(str(tmp_path), part="test").spell(open_corpus(tmp_path, "test").windows([0], 8)[0])
     kept = (tmp_path / "train.npy").read_bytes()
-    make_corpora(tmp_path, dict.fromkeys(sources, lambda: pytest.fail("read again")), 280)
+    make_corpora(tmp_path, dict.fromkeys(sources, lambda: pytest.fail("read again")), 280, one_in=2)
     assert (tmp_path / "train.npy").read_bytes() == kept
+    with pytest.raises(ValueError, match=r"out: expected a new folder, or one of vocabulary 300, got .* of 280"):
+        make_corpora(tmp_path, sources, 300, one_in=2)
+    with pytest.raises(ValueError, match="out: expected a new folder, or one of parts"):
+        make_corpora(tmp_path, sources, 280, one_in=2, about={"parts": ["other"]})
+    with pytest.raises(ValueError, match="vocabulary: expected 257 or more, every byte"):
+        fit_tokenizer(STORIES, 12, "stories")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -127,10 +127,20 @@ class Eval:
     device: str = "cpu"  # cpu, cuda, …
 
     def run(self) -> None:
+        self._check_flags("recipe", "" if self.suite else self.recipe, ("size", "change"))
+        of_suite = ("tasks", "rows", "babi", "books", "seed", "batch_tokens", "out", "beside")
+        self._check_flags("suite", self.suite, of_suite)
         if self.suite:
             self._run_suite()
         else:
             self._run_tests()
+
+    def _check_flags(self, flag: str, given: str, others: tuple[str, ...]) -> None:
+        """Raises a ValueError if there are flags that only go with one that is not given."""
+        defaults = {one.name: one.default for one in fields(self)}
+        for name in others:
+            if not given and getattr(self, name) != defaults[name]:
+                raise ValueError(f"{name}: expected with --{flag} only, got {getattr(self, name)!r}")
 
     def _run_suite(self) -> None:
         from deadreckon.lab.pages.suite import run_suite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 from datetime import datetime, timezone
@@ -25,11 +26,20 @@ def check_device(name: str) -> None:
         raise ValueError(f"device: expected one that is here, got {name!r} ({str(error).splitlines()[0]})") from error
 
 
-def check_model(folder: Path) -> None:
-    """Raises ValueError if no model has been saved in a folder: from_pretrained would look for it elsewhere."""
+def check_model(folder: Path, ours: bool = True) -> None:
+    """Raises ValueError if no model has been saved in a folder: from_pretrained would look for it elsewhere.
+
+    Args:
+        ours: whether it must be one of deadreckon's: from_pretrained would draw what another has not.
+    """
     if not (folder / "config.json").exists():
         raise ValueError(
             f"model: expected a folder with config.json, as save_pretrained writes it, got {str(folder)!r}"
+        )
+    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    if ours and kind != dr.DeadReckonConfig.model_type:
+        raise ValueError(
+            f"model: expected one of deadreckon's, got {kind} in {str(folder)!r}: `deadreckon convert` makes it one"
         )
 
 

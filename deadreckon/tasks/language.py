@@ -12,7 +12,8 @@ Extrapolate?" trains). *Packed*, the rows of a batch become one, in which no doc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -38,6 +39,7 @@ from deadreckon.tasks.tokens import (
 )
 
 TOKENIZER_FILE = "tokenizer.json"
+ABOUT_FILE = "made-of.json"
 BLOCK = 1 << 24  # tokens that are looked through at once
 
 
@@ -141,7 +143,12 @@ def save_corpora(folder: Path, corpora: dict[str, Corpus], tokens: dict[str, int
 
 
 def make_corpora(
-    folder: Path, sources: dict[str, Callable[[], Iterable[str]]], vocabulary: int = 8192, *, one_in: int = 1
+    folder: Path,
+    sources: dict[str, Callable[[], Iterable[str]]],
+    vocabulary: int = 8192,
+    *,
+    one_in: int = 1,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a folder as :func:`save_corpora` does, straight from documents, however many. If killed, it resumes.
 
@@ -149,9 +156,22 @@ def make_corpora(
         sources: calls that give the documents of each part, by name; the tokenizer is trained on the first.
         vocabulary: how many tokens the tokenizer has.
         one_in: train the tokenizer on one document in so many.
+        about: what decides the tokens, as JSON has it, kept beside them.
+
+    Raises:
+        ValueError: if there are tokens of something else in the folder.
     """
+    kept, about = folder / ABOUT_FILE, {"vocabulary": vocabulary, "one_in": one_in, **(about or {})}
+    before = json.loads(kept.read_text()) if kept.exists() else about
+    if before != about:
+        name = next(name for name in {**before, **about} if before.get(name) != about.get(name))
+        raise ValueError(
+            f"out: expected a new folder, or one of {name} {about.get(name)!r}, got {folder} of {before.get(name)!r}"
+        )
     path = folder / TOKENIZER_FILE
     if not path.exists():
+        with writing(kept) as unfinished:
+            unfinished.write_text(json.dumps(about, indent=1) + "\n")
         name, documents = next(iter(sources.items()))
         tokenizer = fit_tokenizer(islice(documents(), 0, None, one_in), vocabulary, f"{folder} ({name})")
         with writing(path) as unfinished:

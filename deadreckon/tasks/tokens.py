@@ -63,8 +63,7 @@ def train_tokenizer(
     data: str | Path, vocabulary: int = 8192, *, field: str = "text", cache: Path | None = None
 ) -> Tokenizer:
     """A byte-level BPE of that many tokens (fewer if the text gives no more), from the cache if it is there."""
-    if vocabulary <= BYTES:
-        raise ValueError(f"vocabulary: expected {BYTES + 1} or more, every byte and {END}, got {vocabulary}")
+    _check_vocabulary(vocabulary)
     key = _key(fingerprint(data, field), str(vocabulary))
     path = (cache or cache_folder()) / f"tokenizer-{vocabulary}-{key}.json"
     if path.exists():
@@ -78,8 +77,14 @@ def train_tokenizer(
     return tokenizer
 
 
+def _check_vocabulary(vocabulary: int) -> None:
+    if vocabulary <= BYTES:
+        raise ValueError(f"vocabulary: expected {BYTES + 1} or more, every byte and {END}, got {vocabulary}")
+
+
 def fit_tokenizer(documents: Iterable[str], vocabulary: int, name: str) -> Tokenizer:
     """A byte-level BPE of that many tokens, END among them."""
+    _check_vocabulary(vocabulary)
     print(f"training a tokenizer on {name}", file=sys.stderr)
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)

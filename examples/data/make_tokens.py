@@ -53,7 +53,8 @@ class Linux:
     def run(self) -> None:
         """Makes the folder."""
         sources = {part: partial(self._documents, part) for part in ("train", *HELD_OUT)}
-        make_corpora(self.out, sources, self.vocabulary, one_in=8)
+        about = {"source": self.source.name, "share": self.share}
+        make_corpora(self.out, sources, self.vocabulary, one_in=8, about=about)
         describe(self.out, list(sources))
 
     def _documents(self, wanted: str) -> Iterator[str]:
@@ -79,7 +80,8 @@ class Text:
         if not named or not all(name and data for name, _, data in named):
             raise ValueError(f"parts: expected names and data, such as train=train.jsonl.xz, got {self.parts}")
         sources = {name: partial(read_documents, data, self.field) for name, _, data in named}
-        make_corpora(self.out, sources, self.vocabulary, one_in=self.one_in)
+        about = {"parts": {name: [data, size_of(data)] for name, _, data in named}, "field": self.field}
+        make_corpora(self.out, sources, self.vocabulary, one_in=self.one_in, about=about)
         describe(self.out, list(sources))
 
 
@@ -114,7 +116,8 @@ class Mix:
             "valid": partial(self._mixed, "valid", folders),
         }
         sources |= {name: partial(self._mixed, "test", {name: folder}) for name, folder in folders.items()}
-        make_corpora(self.out, sources, self.vocabulary, one_in=self.one_in)
+        about = {"kinds": list(self.kinds), "seed": self.seed}
+        make_corpora(self.out, sources, self.vocabulary, one_in=self.one_in, about=about)
         describe(self.out, list(sources))
 
     def _mixed(self, part: str, folders: dict[str, Path], tokens: dict[str, int] | None = None) -> Iterator[str]:
@@ -130,6 +133,11 @@ class Mix:
             ids = corpus.ids[start:stop]
             # Tokens are bytes, so that a whole document is the very text that they were made of.
             yield corpus.tokenizer.decode(ids[ids != corpus.end].tolist())
+
+
+def size_of(data: str) -> int | None:
+    """Bytes of a file, so that one which has grown is not taken for the same."""
+    return Path(data).stat().st_size if Path(data).is_file() else None
 
 
 def part_of(path: str) -> str:

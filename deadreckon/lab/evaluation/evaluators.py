@@ -25,7 +25,8 @@ from deadreckon.lab.evaluation.scores import Place, Score, Share, alone, score
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import read_long_tasks
 from deadreckon.tasks.language import Corpus, Language
-from deadreckon.tasks.long.question import LongTask
+from deadreckon.tasks.long.question import LongTask, check_room
+from deadreckon.tasks.mixture import Mixture
 from deadreckon.tasks.tokens import for_transformers
 
 TRAINING_LOSS = "last tenth of training"
@@ -43,6 +44,7 @@ class Subject(NamedTuple):
     condition: str
     places: Sequence[Place]
     share: Share = alone  # who computes which rows
+    longest: int = 0  # texts have so many tokens at least
 
     @property
     def lengths(self) -> list[int]:
@@ -68,9 +70,12 @@ def evaluate(
     lengths: Sequence[int] = (),
     known: Sequence[Place] | set[Place] = (),
     share: Share = alone,
+    longest: int = 0,
 ) -> Iterator[Score]:
     """Scores of all evaluators of a recipe in all its tests, at these lengths or its own, but for those known.
 
+    Perplexity at all lengths is of the same texts, of as many tokens as the greatest of them and of the recipe's, or
+    `longest`.
     Where several processes share the rows, all must ask for the same, and each gets all scores.
     """
     for name in recipe.evaluators:
@@ -78,7 +83,7 @@ def evaluate(
         for condition in recipe.conditions:
             missing = [place for place in evaluator.places(recipe, condition, lengths) if place not in known]
             if missing:
-                yield from evaluator.scores(Subject(model, recipe, metrics, condition, missing, share))
+                yield from evaluator.scores(Subject(model, recipe, metrics, condition, missing, share, longest))
 
 
 def places_to_test(recipe: Recipe, lengths: Sequence[int] = ()) -> list[Place]:
@@ -112,12 +117,18 @@ def _on_text(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Pla
     return _offered(recipe, condition, lengths)
 
 
+def _corpus_of(recipe: Recipe, condition: str) -> Corpus:
+    task = recipe.make_task(condition)
+    task = task.text if isinstance(task, Mixture) else task
+    assert isinstance(task, Language)
+    return task.corpus
+
+
 def _corpus(subject: Subject, longest: int) -> tuple[Corpus, bool]:
     """The text of a test, and whether rows go over ends of documents, as they must if none is long enough."""
-    task = subject.recipe.make_task(subject.condition)
-    assert isinstance(task, Language)
-    spans = task.corpus.documents
-    return task.corpus, int((spans[:, 1] - spans[:, 0]).max()) <= longest
+    corpus = _corpus_of(subject.recipe, subject.condition)
+    spans = corpus.documents
+    return corpus, int((spans[:, 1] - spans[:, 0]).max()) <= longest
 
 
 def _window(recipe: Recipe, condition: str) -> str:
@@ -126,7 +137,7 @@ def _window(recipe: Recipe, condition: str) -> str:
 
 def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
     recipe = subject.recipe
-    longest = max([*subject.lengths, *recipe.test_lengths])
+    longest = max([*subject.lengths, *recipe.test_lengths, subject.longest])
     corpus, across = _corpus(subject, longest)
     name = subject.condition if window is None else _window(recipe, subject.condition)
     for one in perplexity_by_length(
@@ -134,7 +145,7 @@ def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
         longest=longest,
     ):  # fmt: skip
         rows = one.tokens // one.length
-        yield Score(name, one.length, None, None, one.loss, rows, "perplexity", texts=one.texts)
+        yield Score(name, one.length, None, None, one.loss, rows, "perplexity", texts=one.texts, longest=longest)
 
 
 def _longer(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
@@ -188,8 +199,11 @@ def _suite(recipe: Recipe) -> dict[str, LongTask]:
 
 
 def _suite_places(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
-    places = _on_text(recipe, condition, lengths)
-    return [(name, length) for name in _suite(recipe) for _, length in places]
+    places, suite = _on_text(recipe, condition, lengths), _suite(recipe)
+    if places:
+        tokenizer = _corpus_of(recipe, condition).tokenizer
+        check_room(suite, min(length for _, length in places), lambda text: len(tokenizer.encode(text).ids))
+    return [(name, length) for name in suite for _, length in places]
 
 
 def _suite_scores(subject: Subject) -> Iterator[Score]:

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 import deadreckon as dr
 from deadreckon.lab.evaluation.scores import autocast, isolated_rng
 from deadreckon.lab.files import add_lines, format_line, read_lines, write_text
-from deadreckon.tasks.long.question import Fitted, LongTask, fit
+from deadreckon.tasks.long.question import Fitted, LongTask, check_room, fit
 
 BATCH_TOKENS = 1 << 16  # of prompts that are read at a time, one at least
 WORKERS = 8  # threads that fit prompts
@@ -117,6 +117,9 @@ def ask(
 
     def count(text: str) -> int:
         return len(tokenizer(text, return_attention_mask=False, verbose=False).input_ids)
+
+    if jobs:
+        check_room({name: tasks[name] for name, *_ in jobs}, min(length for _, length, _ in jobs), count)
 
     def fitted(name: str, length: int, number: int) -> Fitted:
         one = fit(tasks[name], number, length, count, seed, sizes.get((name, length)))

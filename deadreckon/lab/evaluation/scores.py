@@ -65,6 +65,7 @@ class Score:
     measure: str = ""  # what tables show; by default the recipe's metric
     axis: str = "length"
     texts: Sequence[float] = ()  # losses on texts that are the same for all models, so that differences can be paired
+    longest: int = 0  # the tokens of such a text, where there are any
 
     @property
     def place(self) -> Place:

@@ -187,7 +187,7 @@ def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str]
         row, reference = [f"{length}"], comparison.texts[baseline].get((condition, length))
         for label in others:
             texts = comparison.texts[label].get((condition, length))
-            if texts is None or reference is None or len(texts[0]) != len(reference[0]):
+            if texts is None or reference is None or len({*map(len, texts), *map(len, reference)}) > 1:
                 row.append("")
                 continue
             count = len(texts[0])

@@ -55,6 +55,8 @@ def answer(model: dr.DeadReckonForCausalLM, question: str) -> tuple[Tensor, int]
 
     A question that goes on behind its = is read as it stands: what cursors do with an answer that is not the model's.
     """
+    if model.config.vocab_size != task.VOCAB_SIZE:
+        raise ValueError(f"question: expected none to a model of {model.config.vocab_size} tokens, got {question!r}")
     before, _, given = question.partition("=")
     asked = task.encode(before + "=").to(model.device)
     if given.strip():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.arguments import check_counts
-from deadreckon.lab.environment import check_device
+from deadreckon.lab.environment import check_device, check_model
 from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
 from deadreckon.tasks import TASKS
@@ -42,6 +42,7 @@ class Source:
             )
         self.run = Run(folder) if (folder / "recipe.json").exists() else None
         self.folder = folder if self.run is None else folder / checkpoint
+        check_model(self.folder)
         with quiet_transformers():
             load = dr.DeadReckonForCausalLM.from_pretrained
             self.model = load(folder).to(device) if self.run is None else self.run.load(checkpoint, device)
@@ -51,7 +52,8 @@ class Source:
         check_counts(rows=count)
         generator, trained = torch.Generator().manual_seed(seed), None
         if self.run is not None:
-            recipe, task = self.run.recipe, self.run.recipe.make_task()
+            recipe = self.run.recipe_in_use
+            task = recipe.make_task()
             trained = task.sample(1, recipe.length, generator)[0].shape[1]
             if not data:
                 tokens, labels = task.sample(count, length or 4 * recipe.length, generator)

@@ -120,6 +120,18 @@ class Recipe:
                 "learning_rate, warmup, floor: expected above 0, 0 or more and a share, "
                 f"got {self.learning_rate}, {self.warmup}, {self.floor}"
             )
+        if self.width % self.heads:
+            raise ValueError(f"heads: expected a divisor of width = {self.width}, got {self.heads}")
+        for name in ("learning_rate", "weight_decay", "clip", "initial"):
+            value, least = getattr(self, name), "above 0" if name in ("learning_rate", "clip") else "of 0 or more"
+            if not math.isfinite(value) or value < 0 or (value == 0 and least == "above 0"):
+                raise ValueError(f"{name}: expected a number {least}, got {value}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: expected two numbers from 0 to below 1, got {list(self.betas)}")
+        if any(length < 1 for length in self.test_lengths):
+            raise ValueError(f"test_lengths: expected 1 or more, got {list(self.test_lengths)}")
+        if not all(isinstance(options, dict) for options in self.conditions.values()):
+            raise ValueError(f"conditions: expected options by name, got {self.conditions}")
         for name, chosen, known in (
             ("schedule", [self.schedule], SCHEDULES), ("reporting", [self.reporting], REPORTING),
             ("objective", [self.objective], OBJECTIVES), ("block", [self.block], BLOCKS),

@@ -51,6 +51,8 @@ def read_language(
         books: likewise.
         tokenizer: folder of a tokenizer, as save_pretrained writes it, to use in place of one that is trained.
     """
+    if not isinstance(packed, bool):
+        raise ValueError(f"options.packed: expected true or false, got {packed!r}")
     if not data:
         raise ValueError(
             "options.data: expected a text to learn from; --change options.data=FILE options.held_out=FILE"

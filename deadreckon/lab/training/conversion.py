@@ -41,6 +41,9 @@ def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", conso
         raise ValueError(f"convert: expected one process, as a teacher and its student need it, got {started}")
     console = console or Console()
     check_device(device)
+    begun = (out / "start").exists() and out.resolve() != Path(conversion.source).resolve()
+    if (out / "config.json").exists() and not begun:
+        raise ValueError(f"out: expected a new folder, or one of this conversion, got {str(out)!r} with a model in it")
     with quiet_transformers():
         check_vocabulary(conversion)
         recipes = list(conversion.recipes(out))  # so that bad ones fail before anything is written
@@ -64,10 +67,10 @@ def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", conso
 
 def check_vocabulary(conversion: Conversion) -> None:
     """Raises a ValueError unless there is a tokenizer whose tokens the model, and those beside it, all know."""
-    check_model(Path(conversion.source))
+    check_model(Path(conversion.source), ours=False)
     tokenizer = fast_tokenizer(conversion.source)
     for folder in (conversion.source, *conversion.beside):
-        check_model(Path(folder))
+        check_model(Path(folder), ours=False)
         known = AutoConfig.from_pretrained(folder).vocab_size
         if (tokens := tokenizer.get_vocab_size()) > known:
             raise ValueError(f"tokenizer: expected at most {known} tokens, the vocabulary of {folder}, got {tokens}")

@@ -30,7 +30,7 @@ Objective = Callable[[dr.DeadReckonForCausalLM, dr.DeadReckonForCausalLM, Batch]
 
 def load_source(folder: str) -> PreTrainedModel:
     """A causal language model as save_pretrained wrote it, of ours or of transformers, in float32."""
-    check_model(Path(folder))
+    check_model(Path(folder), ours=False)
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:

@@ -26,13 +26,15 @@ def make_runs(
     The first seed of all comes first, so that a comparison that is cut off has all its cells, of fewer seeds.
     """
     ordered = sorted(wanted.items(), key=lambda one: one[1].seed)
+    there = [Run(path) for path in wanted if (path / "recipe.json").exists()]
+    longest = max([0, *lengths, *(one.longest for run in there for one in run.scores().values())])
     if min(jobs, len(wanted)) == 1:
         for path, recipe in ordered:
-            make_run(recipe, path, lengths, device, console)
+            make_run(recipe, path, lengths, device, console, longest)
         return [Run(path) for path in wanted]
     threads = max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(threads,)) as pool:
-        pending = {pool.submit(_make_quietly, recipe, path, lengths, device): path for path, recipe in ordered}
+        pending = {pool.submit(_make_quietly, recipe, path, lengths, device, longest): path for path, recipe in ordered}
         try:
             for number, done in enumerate(as_completed(pending), 1):
                 done.result()
@@ -45,17 +47,19 @@ def make_runs(
     return [Run(path) for path in wanted]
 
 
-def make_run(recipe: Recipe, path: Path, lengths: Sequence[int], device: str, console: Console) -> Run:
-    """Trains and scores one run."""
+def make_run(
+    recipe: Recipe, path: Path, lengths: Sequence[int], device: str, console: Console, longest: int = 0
+) -> Run:
+    """Trains and scores one run, on texts of `longest` tokens at least."""
     run = train_run(recipe, path, device=device, console=console)
     with quiet_transformers():
-        score_run(run, lengths, device=device, console=console)
+        score_run(run, lengths, device=device, console=console, longest=longest)
     return run
 
 
-def _make_quietly(recipe: Recipe, path: Path, lengths: Sequence[int], device: str) -> None:
+def _make_quietly(recipe: Recipe, path: Path, lengths: Sequence[int], device: str, longest: int) -> None:
     try:
-        make_run(recipe, path, lengths, device, Console(quiet=True))
+        make_run(recipe, path, lengths, device, Console(quiet=True), longest)
     except SystemExit as terminated:
         os._exit(int(terminated.code or 0))  # not on to the next run
 

@@ -27,10 +27,14 @@ from deadreckon.lab.environment import check_model, describe_environment
 from deadreckon.lab.evaluation.scores import Place, Score, is_better, mean_of_best
 from deadreckon.lab.files import add_lines, format_line, read_lines, recover, write_text
 from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.recipes.texts import fast_tokenizer
 from deadreckon.lab.training.checkpoints import Writer, read, tensors_in
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model
 from deadreckon.lab.training.ranks import Ranks
+from deadreckon.tasks.language import Language
+from deadreckon.tasks.mixture import Mixture
+from deadreckon.tasks.task import Task
 
 KINDS = ("last", "best")
 
@@ -80,6 +84,14 @@ class Run:
             raise ValueError(f"out: {path} holds a run of another recipe: {'; '.join(differences)}")
         return run
 
+    @property
+    def recipe_in_use(self) -> Recipe:
+        """The recipe, with the tokenizer that the run has: one of a text that has changed since would be another."""
+        options, folder = self.recipe.options, self.path / "last"
+        if self.recipe.task != "language" or options.get("tokenizer") or not (folder / "tokenizer.json").exists():
+            return self.recipe
+        return replace(self.recipe, options=options | {"tokenizer": str(folder)})
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """An exclusive lock on training this run, released when the process ends, however it ends."""
@@ -127,11 +139,14 @@ class Run:
             for kind in KINDS:
                 recover(self.path / kind)
         ranks.same(None)  # others wait until that is done
-        task, recipe = self.recipe.make_task(), self.recipe
+        recipe = self.recipe_in_use
+        task = recipe.make_task()
         teacher = load_teacher(recipe.teacher).to(device) if recipe.teacher else None
         folder = self.path / "last"
         if not folder.exists():
             begun = load_start(recipe.start) if recipe.start else make_model(recipe, task.vocab_size)
+            if recipe.start:
+                check_start(begun, recipe, task)
             return Training(begun.to(device), task, recipe, teacher=teacher, ranks=ranks), Progress(0)
         model = dr.DeadReckonForCausalLM(dr.DeadReckonConfig.from_pretrained(folder)).to(device)
         training, progress = Training(model, task, recipe, teacher=teacher, ranks=ranks), self.progress()
@@ -220,6 +235,25 @@ class Run:
         """Whether all steps have been taken that there will be."""
         progress = self.progress()
         return progress.ended or progress.step == self.recipe.steps
+
+
+def check_start(model: dr.DeadReckonForCausalLM, recipe: Recipe, task: Task) -> None:
+    """Raises a ValueError if a model to begin with is not what the recipe says."""
+    if model.config.encoding != recipe.encoding:
+        raise ValueError(f"start: expected a model with {recipe.encoding}, got {model.config.encoding}")
+    if model.config.vocab_size < task.vocab_size:
+        raise ValueError(
+            f"start: expected a model of {task.vocab_size} tokens at least, as the task has, "
+            f"got {model.config.vocab_size}; --change options.tokenizer={recipe.start} reads a text by its tokenizer"
+        )
+    text = task.text if isinstance(task, Mixture) else task
+    if not isinstance(text, Language) or not (Path(recipe.start) / "tokenizer.json").exists():
+        return
+    if fast_tokenizer(recipe.start).get_vocab() != text.corpus.tokenizer.get_vocab():
+        raise ValueError(
+            "start: expected a text in the tokens of its own tokenizer, got others; "
+            f"--change options.tokenizer={recipe.start} reads a text by it"
+        )
 
 
 def _describe(training: Training, name: str, about: dict[str, Any], folder: Path) -> None:

@@ -209,18 +209,27 @@ def score_run(
     device: str = "cpu",
     console: Console | None = None,
     ranks: Ranks | None = None,
+    longest: int = 0,
 ) -> dict[Place, Score]:
     """Scores of a checkpoint in every test at these lengths, or the recipe's; known ones are not computed again.
 
+    But for those of other texts: perplexity is of rows as long as the greatest length that was ever asked for.
+
     Args:
         ranks: the processes that share the rows, which all must call this; the first writes.
+        longest: tokens of such a row, at least: where other runs have been asked for more.
     """
     ranks = ranks or Ranks()
-    places = places_to_test(run.recipe, lengths)
+    recipe = run.recipe_in_use
     known, metrics = ranks.same((run.scores(kind), run.metrics()) if ranks.first else ({}, []))
+    longest = max([longest, *lengths, *recipe.test_lengths, *(one.longest for one in known.values())])
+    if other := {place for place, one in known.items() if one.longest not in (0, longest)}:
+        known = {place: one for place, one in known.items() if place not in other}
+        lengths = sorted({*(lengths or recipe.test_lengths), *(length for _, length in other)})
+    places = places_to_test(recipe, lengths)
     if missing := {place for place in places if place not in known}:
         model = run.load(kind, device, lengths)
-        found = evaluate(model, run.recipe, metrics, lengths, set(known), ranks.share)
+        found = evaluate(model, recipe, metrics, lengths, set(known), ranks.share, longest)
         for one in counted(found, missing, str(run.path), ranks.console(console)):
             known[one.place] = one
             if ranks.first:

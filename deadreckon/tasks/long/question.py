@@ -11,7 +11,7 @@ The same seed, length and number give the same question, and a larger size the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -120,6 +120,14 @@ def fit(
         tried = measure(guess)
         low, high = (tried, high) if tried.tokens <= room else (low, tried)
     return low
+
+
+def check_room(tasks: Mapping[str, LongTask], length: int, count: Callable[[str], int]) -> None:
+    """Raises a ValueError if a length is too short for one of the tasks, by its first question."""
+    for name, task in tasks.items():
+        least = count(draw(task, 0, length, task.least).prompt) + task.new_tokens
+        if least > length:
+            raise ValueError(f"lengths: expected at least {least} tokens for {name}, got {length}")
 
 
 def draw(task: LongTask, number: int, length: int, size: int, seed: int = 0) -> Question:

@@ -1,0 +1,197 @@
+"""Runs on a text that changes, grows or is asked for more: figures stay of the same tokens, or there is an error."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import quiet, run_cli
+from test_text_experiments import story, write_jsonl
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deadreckon.lab.evaluation import Score
+from deadreckon.lab.pages.compare import compare
+from deadreckon.lab.recipes import find_recipe
+from deadreckon.lab.recipes.texts import _read, fast_tokenizer
+from deadreckon.lab.training import Run, score_run, train_run
+
+SIZES = (
+    "layers=1", "width=16", "heads=1", "batch_size=4", "length=16", "evaluate_every=2", "validation_rows=2",
+    "test_tokens=256", "steps=4", "test_lengths=[16]", "options.vocabulary=280",
+)  # fmt: skip
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Changes of a recipe that learns from a file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEADRECKON_CACHE", str(tmp_path / "cache"))
+    _read.cache_clear()
+    for name, first in (("train", 0), ("valid", 20)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [story(number, 100) for number in range(first, first + 8)])
+    return *SIZES, "options.data=train.jsonl", "options.held_out=valid.jsonl"
+
+
+def change() -> None:
+    """Another text takes the place of what was learnt from."""
+    write_jsonl(Path("train.jsonl"), [f"quite other words {number * 7919}" for number in range(200)])
+    _read.cache_clear()  # as in another process
+
+
+def figures(scores: dict[Any, Score]) -> dict[Any, tuple[float, int]]:
+    return {place: (one.loss, one.longest) for place, one in scores.items()}
+
+
+def trained(texts: tuple[str, ...], out: str, encoding: str = "rope", *more: str) -> Run:
+    return train_run(find_recipe("rotations", "tiny", encoding, changes=(*texts, *more)), Path(out), console=quiet())
+
+
+def test_a_run_keeps_its_tokenizer(texts: tuple[str, ...]) -> None:
+    """Another one of as many tokens would be trained on the text as it is now."""
+    run = trained(texts, "run")
+    shutil.copytree("run", "copy")
+    expected = score_run(run, (32,), console=quiet())
+    tokens = fast_tokenizer("run/last").get_vocab()
+    change()
+    assert run.recipe.make_task().corpus.tokenizer.get_vocab() != tokens  # type: ignore[attr-defined]
+    copy = Run(Path("copy"))
+    assert copy.recipe_in_use.make_task().corpus.tokenizer.get_vocab() == tokens  # type: ignore[attr-defined]
+    assert figures(score_run(copy, (32,), console=quiet())) == figures(expected)
+    training, _ = copy.restore("cpu")
+    assert training.task.corpus.tokenizer.get_vocab() == tokens  # type: ignore[attr-defined]
+
+
+def test_lengths_that_come_later_are_of_the_same_texts(texts: tuple[str, ...]) -> None:
+    """Whatever was asked for before: rows are as long as the greatest length of all."""
+    run = trained(texts, "run")
+    shutil.copytree("run", "copy")
+    at_once = score_run(run, (16, 32, 64), console=quiet())
+    assert {one.longest for one in at_once.values()} == {64}
+    copy = Run(Path("copy"))
+    assert score_run(copy, (32,), console=quiet())["held out", 32].longest == 32
+    score_run(copy, (64,), console=quiet())
+    assert figures(copy.scores()) == figures(run.scores()) == figures(at_once)
+    assert figures(score_run(copy, (16,), console=quiet())).items() <= figures(at_once).items()
+
+
+def test_more_seeds_encodings_and_lengths(texts: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a comparison: all of its cells are of the same texts in the end."""
+    for encodings, seeds, lengths in (
+        (("rope",), 1, (16, 32)),
+        (("rope", "fox"), 2, (16, 32, 64)),
+        (("nope",), 1, (16,)),
+    ):
+        compare(
+            "rotations", encodings=encodings, seeds=seeds, size="tiny", lengths=lengths, changes=texts,
+            runs=Path("runs"), console=quiet(), page=Path("page.md"),
+        )  # fmt: skip
+    runs = [Run(path.parent) for path in Path("runs").rglob("recipe.json")]
+    assert len(runs) == 5
+    found = {place: one.longest for run in runs for place, one in run.scores().items() if run.recipe.encoding != "nope"}
+    assert set(found.values()) == {64}
+
+
+def test_questions_in_any_recipe(texts: tuple[str, ...]) -> None:
+    """Tests are of the text; lengths that have no room for questions are refused before anything is written."""
+    asked = ("options.questions=0.5", 'options.tasks=["passkey"]', "length=320", "batch_size=2", "steps=2")
+    run = trained(texts, "run", "rope", *asked)
+    assert run.scores().keys() == {("held out", 16)}
+    with pytest.raises(ValueError, match=r"lengths: expected at least \d+ tokens for passkey, got 64"):
+        trained(texts, "other", "rope", *asked, 'evaluators=["perplexity", "long"]', "test_lengths=[64, 320]")
+    assert not Path("other").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("clip=-1", "clip: expected a number above 0, got -1"),
+        ("clip=0", "clip: expected a number above 0, got 0"),
+        ("learning_rate=NaN", "learning_rate: expected a number above 0, got nan"),
+        ("learning_rate=Infinity", "learning_rate: expected a number above 0, got inf"),
+        ("weight_decay=-0.1", "weight_decay: expected a number of 0 or more, got -0.1"),
+        ("initial=-1", "initial: expected a number of 0 or more, got -1"),
+        ("betas=[0.9]", "betas: expected two numbers from 0 to below 1"),
+        ("test_lengths=[0]", "test_lengths: expected 1 or more"),
+        ('conditions={"a": 3}', "conditions: expected options by name"),
+        ("options.packed=maybe", "options.packed: expected true or false, got 'maybe'"),
+        ("heads=3", "heads: expected a divisor of width = 16, got 3"),
+        ("options.vocabulary=12", "vocabulary: expected 257 or more"),
+    ],
+)
+def test_bad_recipes_write_nothing(change: str, said: str, texts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=said):
+        trained(texts, "run", "rope", change)
+    assert not Path("run").exists()
+
+
+@pytest.fixture
+def llama(texts: tuple[str, ...]) -> Path:
+    """A Llama with the tokenizer of a run."""
+    run = trained(texts, "first")
+    folder, size = Path("llama"), fast_tokenizer("first/last").get_vocab_size()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=size, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(run.path / "last" / name, folder)
+    return folder
+
+
+def test_models_of_others_are_converted_first(
+    llama: Path, texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """from_pretrained would draw what they have not."""
+    tokenizer = f"options.tokenizer={llama}"
+    for words in (
+        ["generate", str(llama), "--prompt", "word1"],
+        ["eval", str(llama), "--recipe", "rotations", "--size", "tiny", "--change", *texts, tokenizer],
+        ["probe", str(llama), "--data", "valid.jsonl"],
+        ["train", "rotations", "--encoding", "rope", "--out", "run", "--change", *texts, f"start={llama}", tokenizer],
+    ):
+        assert run_cli(monkeypatch, *words) == 2
+        assert "expected one of deadreckon's, got llama" in " ".join(capsys.readouterr().err.split())
+    before = (llama / "config.json").read_text(), (llama / "model.safetensors").read_bytes()
+    convert = ["convert", str(llama), "--data", "train.jsonl", "--held-out", "valid.jsonl", "--length", "16"]
+    assert run_cli(monkeypatch, *convert, "--stages", "none", "--out", str(llama)) == 2
+    assert "out: expected a new folder, or one of this conversion" in " ".join(capsys.readouterr().err.split())
+    assert ((llama / "config.json").read_text(), (llama / "model.safetensors").read_bytes()) == before
+
+
+@pytest.mark.parametrize(
+    ("encoding", "more", "said"),
+    [
+        ("fox", ("options.tokenizer=first/last",), "start: expected a model with fox, got rope"),
+        ("rope", ("options.vocabulary=262",), "start: expected a text in the tokens of its own tokenizer, got others"),
+        ("rope", ("options.vocabulary=300",), r"start: expected a model of \d+ tokens at least"),
+    ],
+)
+def test_starts_that_do_not_fit(encoding: str, more: Any, said: str, texts: tuple[str, ...]) -> None:
+    trained(texts, "first")
+    change()
+    with pytest.raises(ValueError, match=said):
+        trained(texts, "run", encoding, *more, "start=first/last")
+
+
+def test_flags_that_do_not_go_together(
+    texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(texts, "run")
+    for words, said in (
+        (["--change", "test_tokens=9"], "change: expected with --recipe only"),
+        (["--size", "paper"], "size: expected with --recipe only, got 'paper'"),
+        (["--rows", "-4"], "rows: expected with --suite only, got -4"),
+        (["--tasks", "nonsense"], "tasks: expected with --suite only"),
+        (["--suite", "long", "--change", "steps=1"], "change: expected with --recipe only"),
+    ):
+        assert run_cli(monkeypatch, "eval", "run", *words) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert run_cli(monkeypatch, "probe", "run", "--attention", "--question", "12345") == 2
+    assert "question: expected none to a model of" in " ".join(capsys.readouterr().err.split())
+    assert json.loads(Path("run/scores.json").read_text())
