@@ -195,3 +195,13 @@ def test_flags_that_do_not_go_together(
     assert run_cli(monkeypatch, "probe", "run", "--attention", "--question", "12345") == 2
     assert "question: expected none to a model of" in " ".join(capsys.readouterr().err.split())
     assert json.loads(Path("run/scores.json").read_text())
+
+
+def test_texts_that_cannot_be_read(texts: tuple[str, ...]) -> None:
+    Path("valid.jsonl").write_text('{"text": "a"}\n{"text": "x\\ud800y"}\n')
+    with pytest.raises(ValueError, match=r"got half of a character at 1 in valid\.jsonl, line 2"):
+        trained(texts, "run")
+    write_jsonl(Path("valid.jsonl"), ["word1"])
+    with pytest.raises(ValueError, match=r"test_lengths: expected some up to \d, as held out has, got \(16,\)"):
+        trained(texts, "run")
+    assert not Path("run").exists()

@@ -123,13 +123,17 @@ def _parse(line: str, field: str) -> str:
     try:
         document = json.loads(line)
     except json.JSONDecodeError as error:
-        raise _MalformedError(f"a JSON object, got {error.msg} at column {error.colno}") from error
+        raise _MalformedError(f"a JSON object, got at column {error.colno}: {error.msg}") from error
     if not isinstance(document, dict):
         raise _MalformedError(f"a JSON object, got {type(document).__name__}")
     if field not in document:
         raise _MalformedError(f"a field {field!r}, got {', '.join(map(repr, document)) or 'none'}")
     if not isinstance(document[field], str):
         raise _MalformedError(f"text in {field!r}, got {type(document[field]).__name__}")
+    try:
+        document[field].encode()
+    except UnicodeEncodeError as error:
+        raise _MalformedError(f"text in {field!r}, got half of a character at {error.start}") from error
     return document[field]
 
 

@@ -114,7 +114,11 @@ def _sampled(subject: Subject) -> Iterator[Score]:
 def _on_text(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
     if recipe.task != "language":
         raise ValueError(f"evaluators: expected error or exact for {recipe.task}, got {', '.join(recipe.evaluators)}")
-    return _offered(recipe, condition, lengths)
+    places = _offered(recipe, condition, lengths)
+    if not places:
+        has = recipe.make_task(condition).lengths[-1]
+        raise ValueError(f"test_lengths: expected some up to {has}, as {condition} has, got {recipe.test_lengths}")
+    return places
 
 
 def _corpus_of(recipe: Recipe, condition: str) -> Corpus:

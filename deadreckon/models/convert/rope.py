@@ -105,7 +105,7 @@ def check_exact(config: DeadReckonConfig, encoding: str, options: dict[str, Any]
     if found:
         raise ValueError(
             f"encoding: {encoding!r} cannot begin with the model's logits: {'; '.join(found)}. "
-            f"{', '.join(CAN_BE_EXACT)} can, or exact=False allows a cold swap"
+            f"{', '.join(CAN_BE_EXACT)} can, or exact=False (--cold) allows a cold swap"
         )
 
 
