@@ -195,7 +195,7 @@ def test_answers_of_another_model(
         model.lm_head.weight[-1, -1] += 1
     model.save_pretrained(folder)
     assert fingerprint(folder) != before
-    with pytest.raises(ValueError, match="out: expected a folder without answers, or with answers to model"):
+    with pytest.raises(ValueError, match="out: expected a folder without answers, or with answers to weights"):
         run_suite(folder, [800], **settings)
 
 

@@ -175,6 +175,10 @@ def test_streams_of_a_model_that_changes(monkeypatch: pytest.MonkeyPatch) -> Non
     for place in (5, 6):
         torch.testing.assert_close(step(place), expected[0, place], **CLOSE)
     assert Rerun.captured == 2
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.clone()  # one that no sample shows
+    streams.drop(streams.read([ids[0, :3].tolist()])[0][0])
+    assert Rerun.captured == 3
     with (
         torch.autocast("cpu", torch.float16),
         pytest.raises(RuntimeError, match="autocast: expected as it was when rows began"),

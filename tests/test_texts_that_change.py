@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deadreckon.lab.evaluation import Score
 from deadreckon.lab.pages.compare import compare
+from deadreckon.lab.pages.comparison import gather, paired_table
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.recipes.texts import _read, fast_tokenizer
 from deadreckon.lab.training import Run, score_run, train_run
@@ -76,6 +78,41 @@ def test_lengths_that_come_later_are_of_the_same_texts(texts: tuple[str, ...]) -
     score_run(copy, (64,), console=quiet())
     assert figures(copy.scores()) == figures(run.scores()) == figures(at_once)
     assert figures(score_run(copy, (16,), console=quiet())).items() <= figures(at_once).items()
+
+
+@pytest.mark.parametrize("reporting", ["last", "every", "best-three"])
+def test_figures_are_computed_again_once(
+    reporting: str, texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they are kept while training, on texts of then."""
+    run = trained(texts, "run", "rope", f"reporting={reporting}")
+    score_run(run, (32,), console=quiet())
+    assert {one.longest for one in run.scores().values()} == {32}
+    monkeypatch.setattr(Run, "load", lambda *_: pytest.fail("computed again"))
+    score_run(run, console=quiet())
+
+
+def test_swept_lengths_are_scored_once(texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of other tests are on other texts, and stay there."""
+    for _ in range(2):
+        compare(
+            "rotations", encodings=("rope",), size="tiny", changes=texts, sweep=("length=16,32",), runs=Path("runs"),
+            console=quiet(),
+        )  # fmt: skip
+        monkeypatch.setattr(Run, "load", lambda *_: pytest.fail("computed again"))
+
+
+def test_differences_are_of_the_same_texts(texts: tuple[str, ...]) -> None:
+    runs = [trained(texts, f"runs/{encoding}", encoding) for encoding in ("rope", "fox")]
+    comparison = gather("x", runs)
+    assert paired_table(comparison, "held out")[2] != [["16", ""]]  # type: ignore[index]
+    texts_of_fox = comparison.texts["fox"]["held out", 16]
+    comparison.texts["fox"]["held out", 16] = [replace(one, longest=17) for one in texts_of_fox]
+    assert paired_table(comparison, "held out")[2] == [["16", ""]]  # type: ignore[index]
+
+
+def test_nothing_is_cut_off(texts: tuple[str, ...]) -> None:
+    assert trained(texts, "run", "rope", "clip=Infinity").finished
 
 
 def test_more_seeds_encodings_and_lengths(texts: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +214,7 @@ def test_starts_that_do_not_fit(encoding: str, more: Any, said: str, texts: tupl
     change()
     with pytest.raises(ValueError, match=said):
         trained(texts, "run", encoding, *more, "start=first/last")
+    assert not Path("run").exists()
 
 
 def test_flags_that_do_not_go_together(

@@ -70,8 +70,10 @@ def test_a_folder_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "train.npy").read_bytes() == kept
     with pytest.raises(ValueError, match=r"out: expected a new folder, or one of vocabulary 300, got .* of 280"):
         make_corpora(tmp_path, sources, 300, one_in=2)
-    with pytest.raises(ValueError, match="out: expected a new folder, or one of parts"):
-        make_corpora(tmp_path, sources, 280, one_in=2, about={"parts": ["other"]})
+    make_corpora(tmp_path, sources, 280, one_in=2, about={"part train": "a.txt"})
+    make_corpora(tmp_path, sources, 280, one_in=2, about={"part test": "b.txt"})
+    with pytest.raises(ValueError, match=r"or one of part train 'c\.txt', got .* of 'a\.txt'"):
+        make_corpora(tmp_path, sources, 280, one_in=2, about={"part train": "c.txt"})
     with pytest.raises(ValueError, match="vocabulary: expected 257 or more, every byte"):
         fit_tokenizer(STORIES, 12, "stories")
 

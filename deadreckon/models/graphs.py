@@ -152,6 +152,11 @@ class CapturedStep:
         with torch.cuda.device_of(self.ids):
             self.graph = self.kind(self._run)
         self.watch = Watch(self.model, self.ids.device.type)
+        self.surroundings = self.surroundings_now()
+
+    def surroundings_now(self) -> Surroundings:
+        """All that the step takes for granted, as it is now."""
+        return Surroundings.of(self.model.modules(), self.ids.device.type)
 
     def _run(self) -> Tensor:
         """The step that is captured: only what it does on the device counts."""

@@ -138,6 +138,8 @@ class Streams:
             self.step_of_all = self._capture([layer.state for layer in first.layers], self.graph)
         numbers = self.free[: len(rows)]
         if self.step_of_all is not None:
+            if self.step_of_all.surroundings != self.step_of_all.surroundings_now():
+                self._capture_again(self.step_of_all)
             self._load(cache, numbers, rows, self.step_of_all)
         else:
             for row in rows:

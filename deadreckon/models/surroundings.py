@@ -59,7 +59,8 @@ class Surroundings(NamedTuple):
 class Watch:
     """Looks at every step whether its surroundings are what they were: at a sample, which takes some microseconds.
 
-    A new sequence asks for all of them.
+    A new sequence asks for all of them: one that is under way goes on with what it began with where the sample shows no
+    change.
     """
 
     def __init__(self, model: nn.Module, kind: str) -> None:

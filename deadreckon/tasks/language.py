@@ -162,16 +162,17 @@ def make_corpora(
         ValueError: if there are tokens of something else in the folder.
     """
     kept, about = folder / ABOUT_FILE, {"vocabulary": vocabulary, "one_in": one_in, **(about or {})}
-    before = json.loads(kept.read_text()) if kept.exists() else about
-    if before != about:
-        name = next(name for name in {**before, **about} if before.get(name) != about.get(name))
-        raise ValueError(
-            f"out: expected a new folder, or one of {name} {about.get(name)!r}, got {folder} of {before.get(name)!r}"
-        )
+    before = json.loads(kept.read_text()) if kept.exists() else {}
+    for name in before.keys() & about.keys():
+        if before[name] != about[name]:
+            raise ValueError(
+                f"out: expected a new folder, or one of {name} {about[name]!r}, got {folder} of {before[name]!r}"
+            )
     path = folder / TOKENIZER_FILE
-    if not path.exists():
+    if kept.exists() or not path.exists():
         with writing(kept) as unfinished:
-            unfinished.write_text(json.dumps(about, indent=1) + "\n")
+            unfinished.write_text(json.dumps(before | about, indent=1) + "\n")
+    if not path.exists():
         name, documents = next(iter(sources.items()))
         tokenizer = fit_tokenizer(islice(documents(), 0, None, one_in), vocabulary, f"{folder} ({name})")
         with writing(path) as unfinished:

@@ -80,7 +80,7 @@ class Text:
         if not named or not all(name and data for name, _, data in named):
             raise ValueError(f"parts: expected names and data, such as train=train.jsonl.xz, got {self.parts}")
         sources = {name: partial(read_documents, data, self.field) for name, _, data in named}
-        about = {"parts": {name: [data, size_of(data)] for name, _, data in named}, "field": self.field}
+        about = {f"part {name}": [Path(data).name, size_of(data)] for name, _, data in named} | {"field": self.field}
         make_corpora(self.out, sources, self.vocabulary, one_in=self.one_in, about=about)
         describe(self.out, list(sources))
 
@@ -116,7 +116,7 @@ class Mix:
             "valid": partial(self._mixed, "valid", folders),
         }
         sources |= {name: partial(self._mixed, "test", {name: folder}) for name, folder in folders.items()}
-        about = {"kinds": list(self.kinds), "seed": self.seed}
+        about = {f"kind {name}": [folder.name, tokens[name]] for name, folder in folders.items()} | {"seed": self.seed}
         make_corpora(self.out, sources, self.vocabulary, one_in=self.one_in, about=about)
         describe(self.out, list(sources))
 

@@ -23,10 +23,9 @@ from deadreckon.lab.evaluation.long import ask
 from deadreckon.lab.evaluation.perplexity import PositionScore, Reader, loss_by_position, perplexity_by_length
 from deadreckon.lab.evaluation.scores import Place, Score, Share, alone, score
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.recipes.texts import read_long_tasks
-from deadreckon.tasks.language import Corpus, Language
+from deadreckon.lab.recipes.texts import read_long_tasks, text_of
+from deadreckon.tasks.language import Corpus
 from deadreckon.tasks.long.question import LongTask, check_room
-from deadreckon.tasks.mixture import Mixture
 from deadreckon.tasks.tokens import for_transformers
 
 TRAINING_LOSS = "last tenth of training"
@@ -121,16 +120,9 @@ def _on_text(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Pla
     return places
 
 
-def _corpus_of(recipe: Recipe, condition: str) -> Corpus:
-    task = recipe.make_task(condition)
-    task = task.text if isinstance(task, Mixture) else task
-    assert isinstance(task, Language)
-    return task.corpus
-
-
 def _corpus(subject: Subject, longest: int) -> tuple[Corpus, bool]:
     """The text of a test, and whether rows go over ends of documents, as they must if none is long enough."""
-    corpus = _corpus_of(subject.recipe, subject.condition)
+    corpus = text_of(subject.recipe.make_task(subject.condition)).corpus
     spans = corpus.documents
     return corpus, int((spans[:, 1] - spans[:, 0]).max()) <= longest
 
@@ -204,9 +196,8 @@ def _suite(recipe: Recipe) -> dict[str, LongTask]:
 
 def _suite_places(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
     places, suite = _on_text(recipe, condition, lengths), _suite(recipe)
-    if places:
-        tokenizer = _corpus_of(recipe, condition).tokenizer
-        check_room(suite, min(length for _, length in places), lambda text: len(tokenizer.encode(text).ids))
+    tokenizer = text_of(recipe.make_task(condition)).corpus.tokenizer
+    check_room(suite, min(length for _, length in places), lambda text: len(tokenizer.encode(text).ids))
     return [(name, length) for name in suite for _, length in places]
 
 

@@ -15,7 +15,7 @@ from math import isnan, sqrt
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
-from deadreckon.lab.evaluation import Place, format_value, is_better
+from deadreckon.lab.evaluation import Place, Score, format_value, is_better
 from deadreckon.lab.recipes import Recipe, title_of
 from deadreckon.lab.training import Run
 
@@ -46,8 +46,8 @@ class Comparison:
     recipe: Recipe  # what they have in common
     values: dict[str, dict[Place, list[float]]]  # by label (encoding and what sets its runs apart); one for each seed
     tests: dict[str, Test] = field(default_factory=dict)  # by default the recipe's metric, by length
-    # Losses on the same texts, by label and place, a row for each seed.
-    texts: dict[str, dict[Place, list[Sequence[float]]]] = field(default_factory=dict)
+    # Scores with losses on texts, by label and place, one for each seed.
+    texts: dict[str, dict[Place, list[Score]]] = field(default_factory=dict)
     # By label, also those that are not finished: where scores come from, equal ones from different folders, too.
     runs: dict[str, list[Run]] = field(default_factory=dict, compare=False)
 
@@ -187,11 +187,12 @@ def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str]
         row, reference = [f"{length}"], comparison.texts[baseline].get((condition, length))
         for label in others:
             texts = comparison.texts[label].get((condition, length))
-            if texts is None or reference is None or len({*map(len, texts), *map(len, reference)}) > 1:
+            if not texts or not reference or len({(one.longest, len(one.texts)) for one in (*texts, *reference)}) > 1:
                 row.append("")
                 continue
-            count = len(texts[0])
-            row.append(format_difference(*paired_difference(texts, reference)))
+            count = len(texts[0].texts)
+            both = ([one.texts for one in scores] for scores in (texts, reference))
+            row.append(format_difference(*paired_difference(*both)))
         rows.append(row)
     about = f"Loss less that of {title_of(baseline)} on the same tokens, {condition}, {difference_unit(count)}"
     return about, [comparison.test(condition).axis, *map(title_of, others)], rows
@@ -208,7 +209,7 @@ def gather(
     several = len({run.recipe.length for run in runs}) > 1  # training lengths
     values: dict[str, dict[Place, list[float]]] = {}
     tests: dict[str, Test] = {}
-    texts: dict[str, dict[Place, list[Sequence[float]]]] = {}
+    texts: dict[str, dict[Place, list[Score]]] = {}
     labelled = by_label(runs, planned)
     for label, seeds in labelled.items():
         for run in seeds:
@@ -223,7 +224,7 @@ def gather(
                 value = score.value(tests[name].measure)
                 values.setdefault(label, {}).setdefault((name, score.length), []).append(value)
                 if score.texts:
-                    texts.setdefault(label, {}).setdefault((name, score.length), []).append(score.texts)
+                    texts.setdefault(label, {}).setdefault((name, score.length), []).append(score)
     return Comparison(title, alike(runs[0].recipe), values, tests, texts, labelled)
 
 

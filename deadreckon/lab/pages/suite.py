@@ -25,6 +25,7 @@ from deadreckon.tasks.long import make_long_tasks
 
 LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 FOLDER = "long"
+BLOCK = 1 << 20  # bytes that are read at a time
 MEAN = "mean"
 Scores = dict[str, dict[int, float]]  # by task and length, from 0 to 1
 
@@ -63,7 +64,7 @@ def run_suite(
     }
     source, out = find_model(folder, checkpoint), out or folder / FOLDER
     data = [Path(path).name for path in (babi, books) if path]
-    answers = Answers(out / "answers.jsonl", {"model": fingerprint(source), "seed": seed, "data": data})
+    answers = Answers(out / "answers.jsonl", {"weights": fingerprint(source), "seed": seed, "data": data})
     keys = [(task, length, number) for task in chosen for length in lengths for number in range(rows)]
     countdown = Countdown(console, len(keys), sum(key in answers.known for key in keys))
     if countdown.done:
@@ -108,8 +109,10 @@ def fingerprint(folder: Path) -> str:
     weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
     for path in [folder / "config.json", folder / "tokenizer.json", *weights]:
         if path.exists() and not path.name.startswith("optimizer"):
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
             with path.open("rb") as file:
-                digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+                while block := file.read(BLOCK):
+                    digest.update(block)
     return digest.hexdigest()[:16]
 
 

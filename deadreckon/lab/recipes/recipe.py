@@ -124,7 +124,8 @@ class Recipe:
             raise ValueError(f"heads: expected a divisor of width = {self.width}, got {self.heads}")
         for name in ("learning_rate", "weight_decay", "clip", "initial"):
             value, least = getattr(self, name), "above 0" if name in ("learning_rate", "clip") else "of 0 or more"
-            if not math.isfinite(value) or value < 0 or (value == 0 and least == "above 0"):
+            finite = math.isfinite(value) or (name == "clip" and not math.isnan(value))  # of infinity nothing is cut
+            if not finite or value < 0 or (value == 0 and least == "above 0"):
                 raise ValueError(f"{name}: expected a number {least}, got {value}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: expected two numbers from 0 to below 1, got {list(self.betas)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -110,9 +111,20 @@ def fast_tokenizer(folder: str) -> Tokenizer:
     return tokenizer.backend_tokenizer
 
 
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers cut texts alike."""
+    one, other = (json.loads(tokenizer.to_str())["model"] for tokenizer in (one, other))
+    return bool(one == other)
+
+
+def text_of(task: Task) -> Language:
+    """The text of a task that is one, with questions or without."""
+    text = task.text if isinstance(task, Mixture) else task
+    assert isinstance(text, Language)
+    return text
+
+
 def save_tokenizer(task: Task, folder: Path) -> None:
     """Puts the tokenizer of a text beside a model, where `deadreckon generate` finds it."""
-    if isinstance(task, Mixture):
-        task = task.text
-    if isinstance(task, Language):
-        for_transformers(task.corpus.tokenizer).save_pretrained(folder)
+    if isinstance(task, Mixture | Language):
+        for_transformers(text_of(task).corpus.tokenizer).save_pretrained(folder)

@@ -26,15 +26,16 @@ def make_runs(
     The first seed of all comes first, so that a comparison that is cut off has all its cells, of fewer seeds.
     """
     ordered = sorted(wanted.items(), key=lambda one: one[1].seed)
-    there = [Run(path) for path in wanted if (path / "recipe.json").exists()]
-    longest = max([0, *lengths, *(one.longest for run in there for one in run.scores().values())])
+    longest = {path: longest_row(recipe, wanted, lengths) for path, recipe in ordered}
     if min(jobs, len(wanted)) == 1:
         for path, recipe in ordered:
-            make_run(recipe, path, lengths, device, console, longest)
+            make_run(recipe, path, lengths, device, console, longest[path])
         return [Run(path) for path in wanted]
     threads = max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(threads,)) as pool:
-        pending = {pool.submit(_make_quietly, recipe, path, lengths, device, longest): path for path, recipe in ordered}
+        pending = {
+            pool.submit(_make_quietly, recipe, path, lengths, device, longest[path]): path for path, recipe in ordered
+        }
         try:
             for number, done in enumerate(as_completed(pending), 1):
                 done.result()
@@ -51,10 +52,17 @@ def make_run(
     recipe: Recipe, path: Path, lengths: Sequence[int], device: str, console: Console, longest: int = 0
 ) -> Run:
     """Trains and scores one run, on texts of `longest` tokens at least."""
-    run = train_run(recipe, path, device=device, console=console)
+    run = train_run(recipe, path, device=device, console=console, longest=longest)
     with quiet_transformers():
         score_run(run, lengths, device=device, console=console, longest=longest)
     return run
+
+
+def longest_row(recipe: Recipe, wanted: dict[Path, Recipe], lengths: Sequence[int]) -> int:
+    """Tokens of the texts that runs are compared on: as many as those of any run with the same tests have had."""
+    alike = [path for path, other in wanted.items() if other.test_lengths == recipe.test_lengths]
+    there = [Run(path) for path in alike if (path / "recipe.json").exists()]
+    return max([0, *lengths, *(one.longest for run in there for one in run.scores().values())])
 
 
 def _make_quietly(recipe: Recipe, path: Path, lengths: Sequence[int], device: str, longest: int) -> None:

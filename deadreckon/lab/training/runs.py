@@ -27,14 +27,11 @@ from deadreckon.lab.environment import check_model, describe_environment
 from deadreckon.lab.evaluation.scores import Place, Score, is_better, mean_of_best
 from deadreckon.lab.files import add_lines, format_line, read_lines, recover, write_text
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.recipes.texts import fast_tokenizer
+from deadreckon.lab.recipes.texts import fast_tokenizer, same_tokens, text_of
 from deadreckon.lab.training.checkpoints import Writer, read, tensors_in
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model
 from deadreckon.lab.training.ranks import Ranks
-from deadreckon.tasks.language import Language
-from deadreckon.tasks.mixture import Mixture
-from deadreckon.tasks.task import Task
 
 KINDS = ("last", "best")
 
@@ -89,6 +86,8 @@ class Run:
         """The recipe, with the tokenizer that the run has: one of a text that has changed since would be another."""
         options, folder = self.recipe.options, self.path / "last"
         if self.recipe.task != "language" or options.get("tokenizer") or not (folder / "tokenizer.json").exists():
+            return self.recipe
+        if same_tokens(fast_tokenizer(str(folder)), text_of(self.recipe.make_task()).corpus.tokenizer):
             return self.recipe
         return replace(self.recipe, options=options | {"tokenizer": str(folder)})
 
@@ -145,8 +144,6 @@ class Run:
         folder = self.path / "last"
         if not folder.exists():
             begun = load_start(recipe.start) if recipe.start else make_model(recipe, task.vocab_size)
-            if recipe.start:
-                check_start(begun, recipe, task)
             return Training(begun.to(device), task, recipe, teacher=teacher, ranks=ranks), Progress(0)
         model = dr.DeadReckonForCausalLM(dr.DeadReckonConfig.from_pretrained(folder)).to(device)
         training, progress = Training(model, task, recipe, teacher=teacher, ranks=ranks), self.progress()
@@ -171,10 +168,13 @@ class Run:
         """Scores of a checkpoint by test and length; those of an earlier checkpoint do not count."""
         path = self.path / "scores.json"
         data = json.loads(path.read_text()) if path.exists() else []
-        scores = [Score(**one["score"]) for one in data if (one["kind"], one["step"]) == (kind, self._step(kind))]
+        scores, step = list[Score](), self._step(kind)
         for line in self.lines("evaluations") if kind == "last" else ():
-            if line["step"] == self._step(kind):
+            if line["step"] == step:
                 scores += [Score(**one) for one in line["scores"]]
+        scores += [
+            Score(**one["score"]) for one in data if (one["kind"], one["step"]) == (kind, step)
+        ]  # computed later
         return {score.place: score for score in scores}
 
     def add_scores(self, scores: Iterable[Score], kind: str = "last") -> None:
@@ -237,23 +237,23 @@ class Run:
         return progress.ended or progress.step == self.recipe.steps
 
 
-def check_start(model: dr.DeadReckonForCausalLM, recipe: Recipe, task: Task) -> None:
-    """Raises a ValueError if a model to begin with is not what the recipe says."""
-    if model.config.encoding != recipe.encoding:
-        raise ValueError(f"start: expected a model with {recipe.encoding}, got {model.config.encoding}")
-    if model.config.vocab_size < task.vocab_size:
+def check_start(recipe: Recipe) -> None:
+    """Raises a ValueError if the model to begin with is not what the recipe says."""
+    folder, task = Path(recipe.start), recipe.make_task()
+    check_model(folder)
+    config = dr.DeadReckonConfig.from_pretrained(folder)
+    if config.encoding != recipe.encoding:
+        raise ValueError(f"start: expected a model with {recipe.encoding}, got {config.encoding}")
+    advice = f"--change options.tokenizer={recipe.start} reads a text by its tokenizer"
+    if config.vocab_size < task.vocab_size:
         raise ValueError(
-            f"start: expected a model of {task.vocab_size} tokens at least, as the task has, "
-            f"got {model.config.vocab_size}; --change options.tokenizer={recipe.start} reads a text by its tokenizer"
+            f"start: expected a model of {task.vocab_size} tokens at least, as the task has, got {config.vocab_size}; "
+            f"{advice}"
         )
-    text = task.text if isinstance(task, Mixture) else task
-    if not isinstance(text, Language) or not (Path(recipe.start) / "tokenizer.json").exists():
+    if recipe.task != "language" or not (folder / "tokenizer.json").exists():
         return
-    if fast_tokenizer(recipe.start).get_vocab() != text.corpus.tokenizer.get_vocab():
-        raise ValueError(
-            "start: expected a text in the tokens of its own tokenizer, got others; "
-            f"--change options.tokenizer={recipe.start} reads a text by it"
-        )
+    if not same_tokens(fast_tokenizer(recipe.start), text_of(task).corpus.tokenizer):
+        raise ValueError(f"start: expected a text in the tokens of its own tokenizer, got others; {advice}")
 
 
 def _describe(training: Training, name: str, about: dict[str, Any], folder: Path) -> None:

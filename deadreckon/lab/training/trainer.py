@@ -24,7 +24,7 @@ from deadreckon.lab.training.checkpoints import Writer
 from deadreckon.lab.training.display import Countdown, Display, Gap, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
 from deadreckon.lab.training.ranks import Ranks
-from deadreckon.lab.training.runs import Progress, Run, load_for_tests
+from deadreckon.lab.training.runs import Progress, Run, check_start, load_for_tests
 
 SAVE_SECONDS = 60.0  # the most that is lost when a run is killed; how often it is saved changes no result
 VALIDATION_SEED = 4321
@@ -41,6 +41,7 @@ def train_run(
     tensorboard: bool = False,
     ranks: Ranks | None = None,
     gap: Gap | None = None,
+    longest: int = 0,
 ) -> Run:
     """Trains and scores a run, resuming from its last checkpoint. A finished run is only scored where it was not.
 
@@ -49,11 +50,14 @@ def train_run(
         tensorboard: also write metrics for TensorBoard, there.
         ranks: the processes that train it together, which all must call this; the first writes.
         gap: to the teacher, as far as it is known: it is shown, and learns from evaluations.
+        longest: see :func:`score_run`.
     """
     ranks, gap = ranks or Ranks(), gap or Gap()
     console = ranks.console(console)
     check_device(device)
     recipe.make_task(), places_to_test(recipe)  # so that a bad recipe fails before anything is written
+    if recipe.start and not (out / "last").exists():
+        check_start(recipe)
     run = Run.create(out, recipe) if ranks.first else None
     ranks.same(None)  # others wait until it is there
     run = run or Run.create(out, recipe)
@@ -61,7 +65,7 @@ def train_run(
         gap.note(run.evaluated())
         if not ranks.same(run.finished):
             _train(run, device, console, tensorboard, ranks, gap)
-        score_run(run, device=device, console=console, ranks=ranks)
+        score_run(run, device=device, console=console, ranks=ranks, longest=longest)
         ranks.same(None)  # others wait until it is written
     return run
 
