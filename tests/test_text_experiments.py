@@ -98,7 +98,8 @@ def test_code_is_compared_on_the_same_tokens(changes: tuple[str, ...], corpus: C
         name: Reader(run.load()).losses(corpus.rows(64, 256)).double().mean(1) for name, run in runs.items()
     }  # of four texts each
     differences = (losses["fox-0"] + losses["fox-1"] - losses["rope-0"] - losses["rope-1"]) / 2
-    mean, error = paired_difference(found.texts["fox"]["held out", 64], found.texts["rope"]["held out", 64])
+    fox, rope = ([one.texts for one in found.texts[name]["held out", 64]] for name in ("fox", "rope"))
+    mean, error = paired_difference(fox, rope)
     assert mean == pytest.approx(float(differences.mean()), abs=1e-6)
     assert error == pytest.approx(float(differences.std()) / 2, abs=1e-6)
     assert found.pictured == ["held out", "held out, by position", "held out, window of 16"]
