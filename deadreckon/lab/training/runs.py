@@ -172,9 +172,8 @@ class Run:
         for line in self.lines("evaluations") if kind == "last" else ():
             if line["step"] == step:
                 scores += [Score(**one) for one in line["scores"]]
-        scores += [
-            Score(**one["score"]) for one in data if (one["kind"], one["step"]) == (kind, step)
-        ]  # computed later
+        # What was computed later takes their place.
+        scores += [Score(**one["score"]) for one in data if (one["kind"], one["step"]) == (kind, step)]
         return {score.place: score for score in scores}
 
     def add_scores(self, scores: Iterable[Score], kind: str = "last") -> None:
