@@ -15,7 +15,6 @@ from torch.nn.functional import normalize
 import deadreckon as dr
 from deadreckon.ops.triton.gated import gates
 from deadreckon.ops.triton.householder.frames import Frames
-from deadreckon.ops.triton.householder.operator import slices
 from deadreckon.ops.triton.householder.walk import Walk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,25 +104,6 @@ def test_little_shared_memory(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
     """The tiles of other GPUs, which only these cases have."""
     monkeypatch.setattr("deadreckon.ops.triton.tiles.shared_memory", lambda _: 99)
     check(case)
-
-
-@pytest.mark.parametrize(
-    ("heads", "tokens", "width", "parts"),
-    [
-        (1024, 4096, 64, 2),
-        (512, 4096, 64, 1),
-        (512, 4096, 32, 1),
-        (512, 4096, 128, 4),
-        (1024, 1024, 128, 2),
-        (3, 1 << 22, 128, 3),
-    ],
-)  # fmt: skip
-def test_heads_are_worked_on_in_slices(heads: int, tokens: int, width: int, parts: int) -> None:
-    """What lies between kernels of 16x4096x32x128 is a quarter of what it would be: 9.1 GiB at the peak, not 16."""
-    found = list(slices(heads, heads * tokens, width))
-    assert len(found) == parts
-    assert [head for part in found for head in range(heads)[part]] == list(range(heads))
-    assert len({part.stop - part.start for part in found}) == 1
 
 
 @pytest.mark.parametrize("length", [40, 200])

@@ -194,6 +194,10 @@ def test_models_of_others_are_converted_first(
     ):
         assert run_cli(monkeypatch, *words) == 2
         assert "expected one of deadreckon's, got llama" in " ".join(capsys.readouterr().err.split())
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text("{")
+    assert run_cli(monkeypatch, "generate", "broken", "--prompt", "word1") == 2
+    assert "model: expected JSON in 'broken/config.json'" in " ".join(capsys.readouterr().err.split())
     before = (llama / "config.json").read_text(), (llama / "model.safetensors").read_bytes()
     convert = ["convert", str(llama), "--data", "train.jsonl", "--held-out", "valid.jsonl", "--length", "16"]
     assert run_cli(monkeypatch, *convert, "--stages", "none", "--out", str(llama)) == 2
@@ -227,6 +231,7 @@ def test_flags_that_do_not_go_together(
         (["--rows", "-4"], "rows: expected with --suite only, got -4"),
         (["--tasks", "nonsense"], "tasks: expected with --suite only"),
         (["--suite", "long", "--change", "steps=1"], "change: expected with --recipe only"),
+        (["--suite", "long", "--recipe", "code"], "recipe: expected none beside --suite, got 'code'"),
     ):
         assert run_cli(monkeypatch, "eval", "run", *words) == 2
         assert said in " ".join(capsys.readouterr().err.split())

@@ -130,6 +130,8 @@ class Eval:
         self._check_flags("recipe", "" if self.suite else self.recipe, ("size", "change"))
         of_suite = ("tasks", "rows", "babi", "books", "seed", "batch_tokens", "out", "beside")
         self._check_flags("suite", self.suite, of_suite)
+        if self.suite and self.recipe:
+            raise ValueError(f"recipe: expected none beside --suite, got {self.recipe!r}")
         if self.suite:
             self._run_suite()
         else:

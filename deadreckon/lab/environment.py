@@ -36,7 +36,10 @@ def check_model(folder: Path, ours: bool = True) -> None:
         raise ValueError(
             f"model: expected a folder with config.json, as save_pretrained writes it, got {str(folder)!r}"
         )
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    try:
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"model: expected JSON in {str(folder / 'config.json')!r}, got something else") from error
     if ours and kind != dr.DeadReckonConfig.model_type:
         raise ValueError(
             f"model: expected one of deadreckon's, got {kind} in {str(folder)!r}: `deadreckon convert` makes it one"

@@ -271,14 +271,13 @@ class Steps:
 
     def _advance(self, ids: Tensor, layers: list[StateLayer]) -> Tensor | None:
         states: list[Any] = [layer.state for layer in layers]
-        step = self.latest
-        here = step is not None and step.holds(layers)
-        changed = here and step is not None and not step.watch.fine()
+        step = self.latest if self.latest is not None and self.latest.holds(layers) else None
+        changed = step is not None and not step.watch.fine()
         if changed or not all(has_room(state) for state in states if isinstance(state, LayerState)):
             for state in states:  # an eager step makes room, and another graph has a decoder of its own
                 state.detach()
             return None
-        if step is None or not here:
+        if step is None:
             step = self.latest = self._step_for(ids, layers)
         if step is None:
             return None
