@@ -11,6 +11,8 @@ from torch.nn.functional import logsigmoid, normalize
 
 import deadreckon as dr
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLOSE = 1e-5 if DEVICE == "cpu" else 1e-4  # to the definition; a GPU's products are sums of products of halves
 TRANSPORTS = (
     None, "rotation", "rotation per query head", "rotation of values", "householder", "rotation and householder",
 )  # fmt: skip

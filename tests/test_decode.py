@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from cases import Case
+from cases import CLOSE, DEVICE, Case
 from torch import Tensor
 
 import deadreckon as dr
@@ -20,10 +20,8 @@ from deadreckon.ops.streaming.routes import in_newest_frame
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 from deadreckon.ops.triton.attend import reason_against
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TAIL = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 16  # tokens: a GPU multiplies tiles of 16 rows or more
 TOKENS = TAIL + 35
-CLOSE = 1e-5 if DEVICE == "cpu" else 1e-4  # to the definition; a GPU's products are sums of products of halves
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, relative_errors, run
+from cases import DEVICE, Case, relative_errors, run
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import normalize
@@ -17,7 +17,6 @@ from deadreckon.ops.triton.gated import gates
 from deadreckon.ops.triton.householder.frames import Frames
 from deadreckon.ops.triton.householder.walk import Walk
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = ("w", "beta", "angles", "log_gate")
 CASES = [
     Case("householder", None, length=1),

@@ -6,12 +6,10 @@ import math
 
 import pytest
 import torch
-from cases import Case, relative_errors, run
+from cases import DEVICE, Case, relative_errors, run
 
 import deadreckon as dr
 from deadreckon.ops.triton.gated import gates
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("strength", [5.0, 100.0, 1000.0])

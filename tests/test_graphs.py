@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TRANSPORTS, Case
+from cases import DEVICE, TRANSPORTS, Case
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -137,9 +137,9 @@ def test_layers_export_for_any_length(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["path-fox", "sympow-gated", "fox"])
 def test_kernels_export_for_any_length(name: str) -> None:
-    """Interpreted here: what their operators return must not depend on the length by a branch."""
-    net = dr.AttentionLayer(16, 2, name, 1, vocab_size=VOCABULARY, max_length=64, impl="triton").eval()
-    x, length = torch.randn(1, 100, 16), torch.export.Dim("length", min=2, max=4000)
+    """What their operators return must not depend on the length by a branch."""
+    net = dr.AttentionLayer(32, 2, name, 1, vocab_size=VOCABULARY, max_length=64, impl="triton").eval().to(DEVICE)
+    x, length = torch.randn(1, 100, 32, device=DEVICE), torch.export.Dim("length", min=2, max=4000)
     program = torch.export.export(net, (x[:, :24],), dynamic_shapes={"x": {1: length}}).module()
     for count in (24, 100):
         torch.testing.assert_close(program(x[:, :count]), net(x[:, :count]))

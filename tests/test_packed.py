@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import Case, relative_errors, run
+from cases import DEVICE, Case, relative_errors, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDARIES = {
     "awkward": [0, 1, 70, 70, 200, 260],  # one token, nothing, inside of leaves
     "on leaves": [0, 64, 128, 260],

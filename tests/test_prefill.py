@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case
+from cases import DEVICE, Case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +18,6 @@ from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 from deadreckon.ops.triton.kernel import Kernel
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
     Case("householder", None, length=1),
     Case("householder", "learned", length=64),

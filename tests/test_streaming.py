@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SCORES, TRANSPORTS, Case
+from cases import CLOSE, DEVICE, SCORES, TRANSPORTS, Case
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -82,7 +82,7 @@ def test_queries_cross_segments_that_were_merged() -> None:
 @pytest.mark.usefixtures("short_walks", "few_programs")
 def test_long_pieces_climb_by_kernels(transport: str, gate: str | None) -> None:
     case = Case(transport, gate, length=600, batch=1, heads=1)
-    leaves = {name: x.float() for name, x in case.inputs().items()}
+    leaves = {name: x.to(DEVICE, torch.float32) for name, x in case.inputs().items()}
     expected = case.attend({name: x.double() for name, x in leaves.items()})
     past, outputs = Past(), []
     for start, end in ((0, 330), (330, 331), (331, 600)):
@@ -90,7 +90,7 @@ def test_long_pieces_climb_by_kernels(transport: str, gate: str | None) -> None:
         factors = dr.Factors(case.steps(piece), piece.get("log_gate"))
         q, k, v = piece["q"], piece["k"], piece["v"]
         outputs.append(attend_stream(q, k, v, factors, case.width**-0.5, past, STREAM))
-    torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.cat(outputs, dim=1).double(), expected, rtol=0, atol=CLOSE)
 
 
 @pytest.mark.parametrize("kernels", [PYTORCH, STREAM], ids=["pytorch", "triton"])
@@ -109,7 +109,7 @@ def test_single_tokens(case: Case, kernels: Any, monkeypatch: pytest.MonkeyPatch
     for module in ("decode", "fused"):
         monkeypatch.setattr(f"deadreckon.ops.streaming.{module}.ROOM", 128)
     monkeypatch.setattr("deadreckon.ops.streaming.fused.SHORTEST", 64)
-    leaves = {name: x.float() for name, x in case.inputs().items()}
+    leaves = {name: x.to(DEVICE, torch.float32) for name, x in case.inputs().items()}
     expected = case.attend({name: x.double() for name, x in leaves.items()})
     past = Past()
 
@@ -118,7 +118,7 @@ def test_single_tokens(case: Case, kernels: Any, monkeypatch: pytest.MonkeyPatch
         factors = dr.Factors(case.steps(piece), piece.get("log_gate"))
         q, k, v = piece["q"], piece["k"], piece["v"]
         found = attend_stream(q, k, v, factors, case.width**-0.5, past, PYTORCH if end - start > 1 else kernels)
-        torch.testing.assert_close(found.double(), expected[:, start:end], rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.double(), expected[:, start:end], rtol=0, atol=CLOSE)
 
     singles = [(i, i + 1) for i in range(276)]
     for start, end in [(0, 253), *singles[253:260], (260, 264), *singles[264:270]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import Case, run
+from cases import DEVICE, Case, run
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
@@ -20,8 +20,6 @@ from deadreckon.ops.triton.gated import operator as gated
 from deadreckon.ops.triton.householder import operator as householder
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tape import Taped
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)

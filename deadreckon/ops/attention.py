@@ -247,8 +247,11 @@ def _check_no_gradients(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> No
 def _inputs(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> dict[str, object]:
     """All that may be a tensor, by name."""
     inputs: dict[str, object] = {"q": q, "k": k, "v": v, "log_gate": factors.log_gate}
-    for part in factors.parts():
-        inputs.update({} if part is None else {f"transport.{name}": x for name, x in vars(part).items()})
+    rotation, steps = factors.parts()  # field by field: torch 2.11 does not compile vars() of a dataclass
+    if rotation is not None:
+        inputs["transport.angles"] = rotation.angles
+    if steps is not None:
+        inputs |= {"transport.w": steps.w, "transport.beta": steps.beta}
     return inputs
 
 
