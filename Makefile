@@ -1,40 +1,47 @@
 # `make demo` and `make test` set everything up in .venv on a bare machine with Python 3.10 or later.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 # Pinned, so that two machines test the same; a CPU build is enough. Users take whichever torch serves their GPU.
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1; sys_platform == "linux"
+OTHERS ?=
 
-.PHONY: demo test lint docs matrix clean
+.PHONY: demo test oldest lint docs matrix clean
 
-demo: .venv/ready
+demo: $(VENV)/ready
 	$(BIN)/deadreckon demo
 
 # Byte code is written whatever the shell says: processes that tests start would compile the package again, each of them.
 test: lint
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not integration"
 
-lint: .venv/ready
+# The same with the oldest of what we need (triton 3.6 interprets with no newer numpy), in an environment of its own.
+oldest:
+	$(MAKE) .venv-oldest/ready VENV=.venv-oldest TORCH=torch==2.11.0 TRITON=triton==3.6.0 OTHERS='transformers==5.17.0 numpy<2.4'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n 2 --dist worksteal -m "not integration"
+
+lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: .venv/docs
+docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict
 
 matrix:
 	PYTHON=$(PYTHON) .ci/matrix
 
-.venv/docs: .venv/ready
+$(VENV)/docs: $(VENV)/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@
 
-.venv/ready: pyproject.toml Makefile
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) '$(TRITON)'
+$(VENV)/ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) '$(TRITON)' $(foreach one,$(OTHERS),'$(one)')
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
 clean:
-	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oldest build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

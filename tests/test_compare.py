@@ -10,20 +10,20 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from small_runs import SMALL, quiet, run_cli, small
 from worlds import prepared
 
 from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
 from deadreckon.lab.pages.compare import compare, describe_solved, print_comparison
-from deadreckon.lab.pages.comparison import Comparison, by_label, gather
+from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather
 from deadreckon.lab.pages.report import write_report
-from deadreckon.lab.recipes import Recipe, find_recipe
+from deadreckon.lab.recipes import EXPERIMENTS, SIZES, Recipe, find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, parallel, score_run, train_run
 from deadreckon.lab.training.trainer import counted
 
@@ -202,7 +202,7 @@ def test_report_is_one_page(tmp_path: Path) -> None:
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
     assert "<script" not in text and not re.search(r'(src|href)=(?!"data:)', text)
     assert text.count("<h2>") == 3 and text.count("data:image/svg+xml;base64,") == 3 + 1 + 1 + 1
-    assert "PaTH-FoX" in text and "0 of 24" in text and torch.__version__ in text and "&quot;heads&quot;: 2" in text
+    assert "PaTH-FoX" in text and "0 of 24" in text and version("torch") in text and "&quot;heads&quot;: 2" in text
     score_of_path = next(run for run in find_runs([tmp_path]) if run.recipe.encoding == "path-fox").scores()
     assert f"<td>{100 * score_of_path['dense', 32].error:.1f}</td>" in text.replace(" class=best", "")
     with pytest.raises(ValueError, match=r"run: expected a folder with recipe\.json, or with such folders in it, got"):
@@ -230,6 +230,18 @@ def test_only_seeds_are_averaged(tmp_path: Path) -> None:
     write_report([tmp_path], tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text()
     assert "±" not in text and "PaTH rank=4" in text and "PaTH rank=8" in text
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_what_runs_have_in_common_is_a_recipe(name: str, size: str) -> None:
+    """Whatever the number of heads; widths that encodings have of their own are not a difference."""
+    recipe = find_recipe(name, size)
+    assert (
+        alike(recipe)
+        == alike(replace(recipe, width=2 * recipe.width))
+        != alike(replace(recipe, steps=recipe.steps + 1))
+    )
 
 
 def test_labels_name_what_differs(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import time
 import types
 from concurrent.futures import Future
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ def test_a_run_keeps_all_about_it(tmp_path: Path) -> None:
     run = train_run(small("fox", 2), tmp_path / "x", console=quiet())
     assert Run(tmp_path / "x").recipe == small("fox", 2)
     start = run.starts()[0]
-    assert start["versions"]["torch"] == torch.__version__ and start["threads"] == torch.get_num_threads()
+    assert start["versions"]["torch"] == version("torch") and start["threads"] == torch.get_num_threads()
     assert re.fullmatch(r"[0-9a-f]{40}\+?", start["commit"] or "0" * 40)
     best = json.loads((run.path / "best" / "score.json").read_text())
     looks = {line["step"]: line["validation_error"] for line in run.metrics() if "validation_error" in line}

@@ -87,12 +87,14 @@ def test_nobody_waits_for_a_server_that_has_failed(serve: Any, monkeypatch: pyte
 def test_transformers_own_server_answers_as_alone(serve: Any) -> None:
     """Beside which the load test is of the same requests."""
     model = serve.random_model("1x64:llama", "cpu")
-    rival = serve.Rival(model, 1000)
     asked = [row[: 3 + 2 * n].tolist() for n, row in enumerate(prompts(3, 12))]
+    alone = [
+        model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+        for ids in asked
+    ]
+    rival = serve.Rival(model, 1000)
     requests = [rival.submit(ids, 3) for ids in asked]
-    for ids, request in zip(asked, requests, strict=True):
-        alone = model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False, pad_token_id=0)
-        assert list(request) == alone[0, len(ids) :].tolist()
+    assert [list(request) for request in requests] == alone
     rival.close()
 
 

@@ -62,7 +62,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, len(inputs), CHUNK):
                 part = slice(start, start + CHUNK)
                 grad = inputs[part] @ head.T  # (chunk, V), as yet the logits
-                loss += _cross_entropy_(grad, targets[part], learning).masked_fill(~scored[part], 0).sum()
+                # Not in place: compiled by torch 2.11, a result that was written to has no gradients.
+                loss = loss + _cross_entropy_(grad, targets[part], learning).masked_fill(~scored[part], 0).sum()
                 if grad_hidden is not None and grad_weight is not None:
                     torch.mm(grad, head, out=grad_hidden[part])
                     grad_weight += grad.T @ inputs[part]

@@ -230,7 +230,8 @@ def gather(
 
 def alike(recipe: Recipe) -> Recipe:
     """What runs that are compared have in common: all but the encoding, its options, the seed, and the width."""
-    return replace(recipe, encoding=Recipe.encoding, encoding_options={}, seed=0, width=Recipe.width, initial=0.0)
+    width = recipe.heads * Recipe.width  # any that the heads can divide
+    return replace(recipe, encoding=Recipe.encoding, encoding_options={}, seed=0, width=width, initial=0.0)
 
 
 def by_label(runs: Iterable[Run], planned: Sequence[Recipe] = ()) -> dict[str, list[Run]]:
