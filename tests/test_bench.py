@@ -380,6 +380,14 @@ def test_training_steps_train() -> None:
     assert isinstance(model, dr.DeadReckonForCausalLM)
 
 
+def test_training_steps_must_have_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without, a compiler may leave out what is to be timed."""
+    model = text.make_model("rope", 1, 64, 16, 16, "cpu")
+    monkeypatch.setattr("deadreckon.models.huggingface.linear_cross_entropy", lambda *inputs: 0 * inputs[0].sum())
+    with pytest.raises(RuntimeError, match="expected gradients with a norm above 0, got 0"):
+        text.training_step(model, torch.zeros(1, 16, dtype=torch.long), compiled=False)()
+
+
 def test_generation_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "generation.md"
     names = "nope,stickbreaking,prism,sympow"

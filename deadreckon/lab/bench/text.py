@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -66,17 +67,22 @@ def make_model(
 
 
 def training_step(model: torch.nn.Module, tokens: Tensor, compiled: bool) -> Callable[[], Tensor]:
-    """From tokens to changed weights; the loss before."""
+    """From tokens to changed weights; the loss before. The first step must have gradients: what is timed can learn."""
     device = tokens.device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     forward = torch.compile(model) if compiled else model
     options = {"skip_logits": True} if isinstance(model, dr.DeadReckonForCausalLM) else {}  # as `train` does
+    norms: list[float] = []
 
     def step() -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss = forward(input_ids=tokens, labels=tokens, **options).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not norms:
+            norms.append(float(norm))
+            if not 0 < norms[0] < math.inf:
+                raise RuntimeError(f"expected gradients with a norm above 0, got {norms[0]}")
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
