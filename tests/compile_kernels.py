@@ -35,7 +35,7 @@ from deadreckon.ops.factors import Factors, Form, Householder, Power, Rotation, 
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
-from deadreckon.ops.triton import cursors, pointwise, token
+from deadreckon.ops.triton import cursors, pointwise, token, widen
 from deadreckon.ops.triton.attend import attend_fused
 from deadreckon.ops.triton.directions import directions_forward
 from deadreckon.ops.triton.loss import cross_entropy_
@@ -178,7 +178,11 @@ def call_cursors(dtype: torch.dtype, hidden: int, positions: int) -> None:
         q, keys, none = torch.randn(2, tokens, 5, 32), torch.randn(2, 5, 128, 32).to(dtype), torch.randn(2, tokens, 5)
         heads = [torch.randn(2, tokens, n, 64).to(dtype) for n in (2, 1)]
         e = torch.randn(2, tokens, 9, 104).to(dtype)
-        cursors.widen(*heads, e, table, here, order, weights[:, 0].contiguous().to(dtype), weights.to(dtype), 1.0, 1.0)
+        widen.gathered(*heads, e, table, here, order, weights[:, 0].contiguous().to(dtype), weights.to(dtype), 1.0, 1.0)
+    e, weights = torch.randn(2, 70, 2, 4, 104).to(dtype).requires_grad_(), weights.requires_grad_()
+    x = torch.randn(2, 70, 2, 64).to(dtype)
+    for scales in ((weights[:, 0], weights), (None, None)):
+        widen.Widened.apply(x, e, *scales, 1.0).sum().backward()
     cursors.jumps(torch.randn(2, 70, 5, 32), keys, torch.randn(2, 70, 5), places, positions, dtype)
     copy = cursors.jump(q, keys, q, none, here, positions)
     step(torch.randn(2, 1, 9, 4), torch.ones(9).to(dtype), copy, torch.zeros(2, 66, 9, positions), here, dtype, 1e-8)

@@ -188,7 +188,7 @@ def test_a_step_is_so_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, name in (
         ("encodings.recurrence", "gru"), ("encodings.cursors", "maps_of_token"), ("encodings.cursors", "jump"),
-        ("encodings.cursors", "filter_next"), ("encodings.prism", "widen"),
+        ("encodings.cursors", "filter_next"), ("encodings.prism", "gathered"),
     ):  # fmt: skip
         where = f"deadreckon.{module}.{name}"
         monkeypatch.setattr(where, counted(name, pytest.importorskip(f"deadreckon.{module}").__dict__[name]))
@@ -198,7 +198,7 @@ def test_a_step_is_so_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launched.clear()
     model(ids[:, :1], past_key_values=cache)
     layers = model.config.num_hidden_layers
-    assert launched == ["gru", "maps_of_token", "jump", "filter_next", *["widen"] * layers]
+    assert launched == ["gru", "maps_of_token", "jump", "filter_next", *["gathered"] * layers]
 
 
 @pytest.mark.parametrize(("layers", "heads", "kv_heads", "pairs", "copy"), [(3, 4, 2, 3, 5), (1, 2, 2, 2, 0)])
@@ -219,3 +219,53 @@ def test_each_cursor_is_one_filter(layers: int, heads: int, kv_heads: int, pairs
                     walking_keys.append((layer, heads + head, pair))
     for number, cursor in enumerate([*walks, *walking_keys, *jumping]):
         assert order[cursor] == number
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(("tokens", "heads", "width", "count", "waves"), [(41, 2, 24, 4, 13), (3, 1, 5, 1, 2)])
+@pytest.mark.usefixtures("with_kernels")
+def test_widened_heads(
+    tokens: int, heads: int, width: int, count: int, waves: int, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, and the gradient of everything, in several tiles of tokens: errors are those of sums of products."""
+    monkeypatch.setattr("deadreckon.ops.triton.widen.NUMBERS", 256)
+    torch.manual_seed(0)
+    given = [draw(2, heads, tokens, width), draw(2, tokens, 2 * heads, count, waves)]
+    given += [torch.rand(heads), draw(heads, count)] if scaled else []
+    grad, found = draw(2, tokens, heads, width + count * waves).float(), []
+    for dtype in (torch.float64, torch.float32):
+        inputs = [x.float().to(DEVICE, dtype).requires_grad_() for x in given]
+        x, e = inputs[0].transpose(1, 2), inputs[1][:, :, heads:]  # beside what is of others
+        wide = cursors.widened(x, e, *(inputs[2:] or (None, None)), 3.0)
+        assert ("Widened" in type(wide.grad_fn).__name__) == (dtype == torch.float32)
+        grads = torch.autograd.grad(wide, inputs, grad.to(DEVICE, dtype))
+        found.append([x.detach().double().cpu() for x in (wide, *grads)])
+    for exact, single_ in zip(*found, strict=True):
+        limit = 4 * EPSILON * (count * waves * (tokens if exact.dim() < 3 else 1)) ** 0.5
+        torch.testing.assert_close(single_, exact, rtol=0, atol=limit * max(1.0, float(exact.abs().max())))
+
+
+@pytest.mark.parametrize("copy", [0, 2])
+def test_training_by_kernels(copy: int, monkeypatch: Any) -> None:
+    """Gradients of a whole model are as near to those in float64 as without kernels, up to a factor."""
+    found = []
+    for dtype, kernels in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
+        model, called = make_model(copy=copy).to(DEVICE, dtype), list[bool]()
+        ids = torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        monkeypatch.setattr("deadreckon.ops.cursors.has_kernels", lambda x, on=kernels, to=called: to.append(on) or on)
+        loss = model(ids, labels=ids).loss
+        found.append([x.double() for x in torch.autograd.grad(loss, list(model.parameters()))])
+        assert called
+    plain, by_kernel = (
+        max(float((x - exact).abs().max() / exact.abs().max()) for exact, x in zip(found[0], some, strict=True))
+        for some in found[1:]
+    )
+    assert by_kernel <= 4 * plain
+
+
+def test_permutations_go_back() -> None:
+    x, order = torch.randn(2, 3, 5, 4, requires_grad=True), torch.tensor([3, 0, 4, 1, 2])
+    grad = torch.randn(2, 3, 5, 4)
+    expected = torch.autograd.grad(x[:, :, order], x, grad)
+    found = cursors._Permuted.apply(x, order)
+    assert torch.equal(found, x[:, :, order]) and torch.equal(torch.autograd.grad(found, x, grad)[0], expected[0])

@@ -25,7 +25,7 @@ from deadreckon.encodings.maps import Projection, SelfInitialised, in_step
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.encodings.waves import table_of_waves, waves_in
 from deadreckon.filters.histogram import filter_next, histogram_filter, superpose
-from deadreckon.ops.cursors import by_kernels, jump, jumps, mapped, order_of
+from deadreckon.ops.cursors import by_kernels, jump, jumps, mapped, order_of, permuted
 from deadreckon.ops.modules import is_plain
 from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.token import maps_of_token
@@ -319,8 +319,8 @@ class Cursors(SelfInitialised, nn.Module):
             key = torch.arange(self.keys, device=filtered.device)
             met = key.view(-1, 1, self.key_shape[2]).expand(-1, self.group, -1).flatten()  # by each query cursor
             fixed = fixed.unsqueeze(2).expand(-1, -1, self.fixed, -1)
-            queries = torch.cat([queries, jumps], dim=2)[:, :, _order(met % self.copy == 0)]
-            keys = torch.cat([keys, fixed], dim=2)[:, :, _order(key % self.copy == 0)]
+            queries = permuted(torch.cat([queries, jumps], dim=2), _order(met % self.copy == 0))
+            keys = permuted(torch.cat([keys, fixed], dim=2), _order(key % self.copy == 0))
         return Streams(queries.unflatten(2, self.query_shape), keys.unflatten(2, self.key_shape))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from deadreckon.encodings.base import Context, Encoding, Sizes
 from deadreckon.encodings.cursors import Cursors, Filtered
 from deadreckon.encodings.recurrence import Recurrence
-from deadreckon.ops.cursors import widen
+from deadreckon.ops.cursors import gathered, widened
 from deadreckon.ops.factors import Factors
 from deadreckon.ops.pointwise import at_least_single
 
@@ -140,14 +140,12 @@ class Prism(Encoding):
         # The logits will be scaled by D^(−1/2), which these channels are not meant to be.
         unscaled = (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
         if isinstance(found, Filtered):
-            return widen(q, k, *found, self.mix, self.alpha, unscaled, self.width**0.5)
-        queries, keys = found  # (B, T, Hq, C, r), (B, T, H, C, r)
+            return gathered(q, k, *found, self.mix, self.alpha, unscaled, self.width**0.5)
         mix, alpha = at_least_single(self.mix).sigmoid(), at_least_single(self.alpha)
         gain = (1 - mix).unsqueeze(-1) * alpha.abs() * unscaled
-        queries = queries * (_to_norm(queries, self.width) * gain.unsqueeze(-1))
-        keys = keys * _to_norm(keys, self.width)
-        q = q * mix.to(q.dtype).unsqueeze(-1)
-        return torch.cat([q, queries.to(q.dtype).flatten(-2)], -1), torch.cat([k, keys.to(k.dtype).flatten(-2)], -1)
+        return (
+            widened(q, found.queries, mix, gain, self.width**0.5), widened(k, found.keys, None, None, self.width**0.5)
+        )  # fmt: skip
 
     def penalty(self) -> Tensor | None:
         if self.cursors is None or not self.orthogonality:
@@ -156,9 +154,3 @@ class Prism(Encoding):
 
     def own_groups(self) -> list[dict[str, Any]]:
         return [{"params": [self.alpha], "lr": 0.03, "betas": (0.8, 0.92), "weight_decay": 0.0}]
-
-
-def _to_norm(e: Tensor, width: int) -> Tensor:
-    """What makes the norm of a head's superpositions (…, C, r) √d: (…, 1, 1), at least in single precision."""
-    dtype = torch.promote_types(e.dtype, torch.float32)
-    return width**0.5 / torch.linalg.vector_norm(e, dim=(-2, -1), keepdim=True, dtype=dtype)

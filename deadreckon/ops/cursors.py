@@ -1,8 +1,9 @@
-"""What PRISM computes by kernels where there are no gradients: see `deadreckon/ops/triton/cursors.py`."""
+"""What PRISM computes by kernels, most of them without gradients: see `ops/triton/cursors.py` and `widen.py`."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,11 +66,48 @@ def jump(q: Tensor, keys: Tensor, new: Tensor, none: Tensor, places: Tensor, pos
     return cursors.jump(q, keys, new, none, places, positions)
 
 
-def widen(
+def gathered(
     q: Tensor, k: Tensor, e: Tensor, table: Tensor, places: Tensor, order: Tensor, mix: Tensor, alpha: Tensor,
     gain: float, norm: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries and keys with the superpositions of their heads' cursors behind them."""
-    from deadreckon.ops.triton import cursors
+    from deadreckon.ops.triton import widen
 
-    return cursors.widen(q, k, e, table, places, order, mix, alpha, gain, norm)
+    return widen.gathered(q, k, e, table, places, order, mix, alpha, gain, norm)
+
+
+def widened(x: Tensor, e: Tensor, mix: Tensor | None, gain: Tensor | None, norm: float) -> Tensor:
+    """Queries or keys times μ with superpositions behind them, scaled to a norm and times a gain: (B, T, H, D + C r).
+
+    Args:
+        x: (B, T, H, D).
+        e: (B, T, H, C, r), those of a head's cursors; all C together are scaled.
+        mix: (H,) and gain: (H, C), at least in single precision; None for 1.
+    """
+    if has_kernels(x) and e.dtype == x.dtype:
+        from deadreckon.ops.triton.widen import Widened
+
+        wide: Tensor = Widened.apply(x, e, mix, gain, norm)
+        return wide
+    scale = norm / torch.linalg.vector_norm(
+        e, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(e.dtype, torch.float32)
+    )
+    e = e * (scale if gain is None else scale * gain.unsqueeze(-1))
+    x = x if mix is None else x * mix.to(x.dtype).unsqueeze(-1)
+    return torch.cat([x, e.to(x.dtype).flatten(-2)], -1)
+
+
+def permuted(x: Tensor, order: Tensor) -> Tensor:
+    """x (B, T, F, ·) in another order (F,) of its third dimension: also gradients are only read in another order."""
+    return _Permuted.apply(x, order) if has_kernels(x) else x[:, :, order]
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x.index_select(2, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(2, ctx.saved_tensors[0].argsort()), None

@@ -3,7 +3,6 @@
     gru      h_t from h_{t−1}, all tokens in one launch: the hidden-to-hidden matrix stays in registers
     jumps    softmax over [keys so far, no jump], by place up to P − 2, all later ones together; nothing of size T × T
     jump     the same of one token, whose key is written to the cache first
-    widen    superpositions of one layer, gathered, scaled and put behind queries and keys
 
 Places (B or 1, T) are those of tokens in their rows; before 0 there is padding, at which a row is where it starts.
 """
@@ -106,14 +105,14 @@ def gru(
     u = u.contiguous() if by_place else u.float().mT.contiguous()
     with torch.cuda.device_of(x):
         _gru[(batch,)](
-            x.contiguous(), b, u, c, first, places, state, out, _stride(places), length,
+            x.contiguous(), b, u, c, first, places, state, out, stride_of(places), length,
             H=hidden, BH=max(16, power_of_two(hidden)), KEPT=state.shape[1] if by_place else 0,
             num_warps=8 if hidden > 64 else 4,
         )  # fmt: skip
     return out
 
 
-def _stride(places: Tensor) -> int:
+def stride_of(places: Tensor) -> int:
     """From row to row; one row serves all."""
     assert places.shape[1] == 1 or places.stride(1) == 1
     return places.stride(0) if places.shape[0] > 1 else 0
@@ -228,7 +227,7 @@ def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int,
     out = none.new_empty(batch, length, cursors, positions + 1)
     with torch.cuda.device_of(q):
         _jumps[(ceil_div(length, TILE), cursors, batch)](
-            q, keys, none.contiguous(), places, out, width**-0.5 * LOG2E, _stride(places), *q.stride()[:2],
+            q, keys, none.contiguous(), places, out, width**-0.5 * LOG2E, stride_of(places), *q.stride()[:2],
             *keys.stride()[:3], length, cursors,
             P=positions, W=width, BW=padded(width), TILE=TILE, DTYPE=DTYPES[dtype], num_warps=4,
         )  # fmt: skip
@@ -245,68 +244,7 @@ def jump(q: Tensor, keys: Tensor, new: Tensor, none: Tensor, places: Tensor, pos
     with torch.cuda.device_of(q):
         _jump[(cursors, batch)](
             q.contiguous(), keys, new.to(keys.dtype).contiguous(), none.contiguous(), places, out,
-            width**-0.5 * LOG2E, _stride(places), *keys.stride()[:2], cursors,
+            width**-0.5 * LOG2E, stride_of(places), *keys.stride()[:2], cursors,
             P=positions, W=width, BW=power_of_two(width), STEP=KEYS, num_warps=8,
         )  # fmt: skip
     return out
-
-
-@Kernel
-@triton.jit
-def _widen(
-    p_q, p_k, p_e, p_table, p_place, p_order, p_mix, p_alpha, p_wide_q, p_wide_k, gain, norm, s_place, T, F, P,
-    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    BE: tl.constexpr,
-):  # fmt: skip
-    """One head of one token: query heads come first."""
-    i_n, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(p_place + i_n // T * s_place + i_n % T)
-    place = tl.minimum(tl.maximum(place, 0), P - 1)
-    channel, wave = tl.arange(0, BD), tl.arange(0, BE)
-    cursor, m_wave = wave // R, wave < C * R
-    order = tl.load(p_order + i_h * C + cursor, mask=m_wave, other=0)
-    p_filtered = p_e + (i_n * F + order) * R + wave % R
-    b_e = tl.load(p_filtered, mask=m_wave & (order >= 0), other=0.0).to(tl.float32)
-    b_e += tl.load(p_table + place * R + wave % R, mask=m_wave & (order < 0), other=0.0).to(tl.float32)
-    b_e *= norm / tl.sqrt(tl.sum(b_e * b_e, 0))
-    dtype = p_wide_q.dtype.element_ty
-    if i_h < HQ:
-        at = i_n * HQ + i_h
-        mix = sigmoid(tl.load(p_mix + i_h).to(tl.float32))
-        b_alpha = tl.load(p_alpha + i_h * C + cursor, mask=m_wave, other=0.0).to(tl.float32)
-        b_e *= (1 - mix) * tl.abs(b_alpha) * gain
-        b_x = tl.load(p_q + at * D + channel, mask=channel < D, other=0.0).to(tl.float32)
-        b_x *= mix.to(dtype).to(tl.float32)
-        p_wide = p_wide_q + at * (D + C * R)
-    else:
-        at = i_n * H + i_h - HQ
-        b_x = tl.load(p_k + at * D + channel, mask=channel < D, other=0.0).to(tl.float32)
-        p_wide = p_wide_k + at * (D + C * R)
-    tl.store(p_wide + channel, b_x.to(dtype), mask=channel < D)
-    tl.store(p_wide + D + wave, b_e.to(dtype), mask=m_wave)
-
-
-def widen(
-    q: Tensor, k: Tensor, e: Tensor, table: Tensor, places: Tensor, order: Tensor, mix: Tensor, alpha: Tensor,
-    gain: float, norm: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Queries (B, T, Hq, D + C r) and keys (B, T, H, D + C r): μ q beside (1 − μ) |α| · gain times superpositions.
-
-    Args:
-        e: (B, T, F, r) superpositions of all filters; those of a head are scaled to one norm.
-        table: (P, r), where cursors are that step forward with every token.
-        order: (Hq + H, C) int32, which filter a cursor is, query heads first; −1 for those in the table.
-        mix: (Hq,) logits of μ; alpha: (Hq, C).
-    """
-    (batch, length, query_heads, width), heads = q.shape, k.shape[2]
-    cursors, waves = alpha.shape[1], table.shape[1]
-    wide = width + cursors * waves
-    wide_q, wide_k = (q.new_empty(batch, length, n, wide) for n in (query_heads, heads))
-    with torch.cuda.device_of(q):
-        _widen[(batch * length, query_heads + heads)](
-            q.contiguous(), k.contiguous(), e.contiguous(), table, places, order, mix, alpha.contiguous(),
-            wide_q, wide_k, gain, norm, _stride(places), length, e.shape[2], len(table),
-            HQ=query_heads, H=heads, D=width, BD=power_of_two(width), C=cursors, R=waves,
-            BE=power_of_two(cursors * waves), num_warps=4,
-        )  # fmt: skip
-    return wide_q, wide_k
