@@ -301,6 +301,16 @@ def test_random_rotations_are_drawn_in_their_range() -> None:
     assert values.values
 
 
+def test_learned_angles_may_have_a_rate_of_their_own() -> None:
+    layer = dr.AttentionLayer(32, 4, "learned-rotation", vocab_size=5, encoding_options={"rate": 0.02})
+    rest, own = dr.parameter_groups(layer, 1e-3, 0.1)
+    assert own["params"] == [layer.encoding.angles] and (own["lr"], own["weight_decay"]) == (0.02, 0.1)
+    assert (rest["lr"], rest["weight_decay"]) == (1e-3, 0.1) and layer.encoding.angles not in set(rest["params"])
+    assert len(dr.parameter_groups(dr.AttentionLayer(32, 4, "learned-rotation", vocab_size=5), 1e-3, 0.1)) == 1
+    with pytest.raises(ValueError, match=r"rate: expected a positive learning rate or None, got 0"):
+        dr.AttentionLayer(32, 4, "learned-rotation", vocab_size=5, encoding_options={"rate": 0})
+
+
 def test_learned_rotations_belong_to_tokens() -> None:
     layer, (x, ids) = make_layer("learned-rotation-values", vocab_size=1000), make_input(30)
     found = factors(layer, x, ids)

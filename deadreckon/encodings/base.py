@@ -169,7 +169,7 @@ class Encoding(SelfInitialised, nn.Module, ABC):
         return None
 
     def own_groups(self) -> list[dict[str, Any]]:
-        """AdamW parameter groups with settings of their own; all other parameters take the model's settings."""
+        """AdamW parameter groups with settings of their own; all other parameters and settings are the model's."""
         return []
 
     def resize_vocabulary(self, tokens: int) -> None:
@@ -189,7 +189,8 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     special = [group for part in model.modules() if isinstance(part, Encoding) for group in part.own_groups()]
     in_special = {id(parameter) for group in special for parameter in group["params"]}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in in_special]
-    groups = [{"params": rest, "lr": learning_rate, "weight_decay": weight_decay}, *special]
+    usual = {"lr": learning_rate, "weight_decay": weight_decay}
+    groups = [usual | group for group in ({"params": rest}, *special)]
     return [{**group, "initial_lr": group["lr"]} for group in groups]
 
 

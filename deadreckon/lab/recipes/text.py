@@ -22,6 +22,11 @@ ROTATIONS_REPORTED = {  # tables 1 and 2: 16 layers of width 768 after 3.3 billi
 }
 
 
+# In the paper's 200 000 steps weight decay takes angles that are not learned to a fortieth; in a few thousand, a rate
+# of their own does.
+LEARNED_ANGLES = {name: {"rate": 0.02} for name in ("learned-rotation", "learned-rotation-values")}
+
+
 def text(
     about: str,
     source: str,
@@ -103,7 +108,8 @@ TEXT = {
         "Text, learnt at 512 tokens: rotations that accumulate, and RoPE.",
         "Why Do Accumulated Transformations Extrapolate?, tables 1, 2 and 4. The text, the learning rate (constant; "
         "the paper lowers its own twice), weights drawn from N(0, 0.02) and no dropout are ours. Small: RMSNorm and "
-        "SwiGLU in place of the paper's LayerNorm and GELU (--change block=gpt2 for these), and a rate that falls.",
+        "SwiGLU in place of the paper's LayerNorm and GELU (--change block=gpt2 for these), a rate that falls, and "
+        "one of their own for learned angles.",
         tuple(ROTATIONS_REPORTED),
         Recipe(
             length=512, layers=16, width=768, heads=8, steps=200_000, batch_size=32, learning_rate=3e-4, warmup=0,
@@ -111,8 +117,8 @@ TEXT = {
             evaluators=("perplexity", "perplexity-window"), betas=(0.9, 0.95), block="gpt2",
             test_lengths=(512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536),
         ),
-        small={"block": "llama"},
-        tiny={"block": "llama"},
+        small={"block": "llama", "encoding_options": LEARNED_ANGLES},
+        tiny={"block": "llama", "encoding_options": LEARNED_ANGLES},
         reported={"held out": ROTATIONS_REPORTED},
     ),
     "code": path_paper("Source code, whole directories of the Linux kernel (examples/data/make_tokens.py)", 1500),
