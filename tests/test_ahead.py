@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DEVICE, Case
 from test_tape import taped
 from torch import Tensor
 
+import deadreckon as dr
+from deadreckon.ops.triton import tape
 from deadreckon.ops.triton.ahead import compiled_ahead, compiling
+from deadreckon.ops.triton.householder import operator
 from deadreckon.ops.triton.kernel import Kernel
 
 
@@ -37,15 +42,15 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getitem__(self, grid: Any) -> Any:
             return lambda x: events.append(f"launch {self.name}")
 
-    kernels = [Kernel(Function(name)) for name in "ab"]
+    kernels = {name: Kernel(Function(name)) for name in "abc"}
 
     def function(x: Tensor, number: int) -> Tensor:
-        for kernel in kernels:
-            kernel[(1,)](x)
+        for name in "ab":
+            kernels[name][(1,)](x)
         return x + number
 
     monkeypatch.delenv("DEADRECKON_AHEAD", raising=False)
-    operator, ahead, plain = taped(function), ["compile a", "compile b"], ["launch a", "launch b"]
+    function_taped, ahead, plain = taped(function), ["compile a", "compile b"], ["launch a", "launch b"]
     for x, expected in (
         (torch.zeros(2, 5, 3), ahead + plain),
         (torch.zeros(4, 6, 3), plain),  # as many levels
@@ -53,17 +58,48 @@ def test_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.zeros(2, 5, 4), ahead + plain),
         (torch.zeros(2, 5, 4).double(), ahead + plain),
     ):
-        assert torch.equal(operator(x, 1), x + 1)
+        assert torch.equal(function_taped(x, 1), x + 1)
         assert events == expected
         events.clear()
     assert not any(seen_elsewhere)
     assert not compiling()
+    # What follows is compiled beside it, where it will follow, and not once more when it does.
+    for follows, expected in (
+        (True, [*ahead, "compile c", *plain, "launch c"]),
+        (False, [*ahead, *plain, "compile c", "launch c"]),
+    ):
+        before, after = taped(function), taped(lambda x, y: kernels["c"][(1,)](x))
+        before.followed_by(after, lambda given, found, on=follows: (given[0], found) if on else None)
+        x = torch.zeros(2, 5, 3)
+        after(x, before(x, 1))
+        assert events == expected
+        events.clear()
     with pytest.raises(ZeroDivisionError), compiled_ahead():
         _ = 1 // 0
     assert not compiling()
     monkeypatch.setenv("DEADRECKON_AHEAD", "0")
     taped(function)(torch.zeros(2, 5, 3), 1)
     assert events == plain
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("gate", [None, "learned"])
+def test_backward_passes_are_gone_through_once(
+    gate: str | None, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the forward pass, if that keeps what they need, by arguments of the sort that they will have."""
+    case = Case("householder", gate, length=130, batch=1, heads=1, width=64)
+    leaves = {name: x.to(DEVICE, torch.float32) for name, x in case.inputs().items()}
+    monkeypatch.setattr(tape, "compiled_ahead", contextlib.nullcontext)
+    monkeypatch.setattr(operator, "_forward_pass", forward := taped(operator._forward_pass.function))
+    monkeypatch.setattr(operator, "_backward_pass", backward := taped(operator._backward_pass.function))
+    forward.followed_by(backward, operator._arguments_of_backward_pass)
+    q = leaves.pop("q").requires_grad_()
+    steps = dr.Householder(leaves["w"], leaves["beta"], recompute=recompute)
+    out = dr.attend(q, leaves["k"], leaves["v"], transport=steps, log_gate=leaves.get("log_gate"), impl="triton")
+    assert (len(forward.compiled), len(backward.compiled)) == (1, 0 if recompute else 1)
+    out.sum().backward()
+    assert (len(forward.compiled), len(backward.compiled)) == (1, 1)
 
 
 FIRST_CALL = """

@@ -305,7 +305,15 @@ class Taped:
         self.function = function
         self.tapes: dict[Any, Tape | None] = {}  # by kind of call; None: seen once
         self.compiled = set[Any]()  # sorts of calls whose kernels are there
+        self.next: tuple[Taped, Callable[[tuple[Any, ...], Any], tuple[Any, ...] | None]] | None = None
         self.on: bool | None = None
+
+    def followed_by(self, other: Taped, arguments: Callable[[tuple[Any, ...], Any], tuple[Any, ...] | None]) -> None:
+        """Says what will be called next, such as the backward pass: its kernels are compiled beside these.
+
+        arguments: of that call, about, from those of this one and its results; None if there will be none.
+        """
+        self.next = other, arguments
 
     def __call__(self, *arguments: Any) -> Any:
         on = arguments[0].is_cuda and os.environ.get(SWITCH, "1") != "0" if self.on is None else self.on
@@ -331,11 +339,19 @@ class Taped:
         """Compiles all kernels of a first call, if that is wanted and can be: see `ahead.py`."""
         if not wanted() or (arguments[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        sort = _mapped(arguments, _sort)
-        if sort not in self.compiled:
-            self.compiled.add(sort)
+        if _mapped(arguments, _sort) not in self.compiled:
             with compiled_ahead():
-                self.function(*arguments)
+                self._go_through(arguments)
+
+    def _go_through(self, arguments: tuple[Any, ...] | None) -> None:
+        """Calls it, and what is called next, while launches only compile."""
+        sort = _mapped(arguments, _sort)
+        if arguments is not None and sort not in self.compiled:
+            self.compiled.add(sort)
+            results = self.function(*arguments)
+            if self.next is not None:
+                other, arguments_of = self.next
+                other._go_through(arguments_of(arguments, results))
 
 
 def _sort(x: Any) -> Any:

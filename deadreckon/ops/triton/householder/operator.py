@@ -251,6 +251,18 @@ def _backward_pass(
     return [*gradients, gate_gradient(by_query, by_key, log_gate, k.shape[2])]
 
 
+def _arguments_of_backward_pass(arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
+    """Where results are kept there will be one."""
+    *inputs, documents, _, scale, keep = arguments
+    out, lse, reach, *saved = results
+    if not keep:
+        return None
+    return torch.empty_like(out), *inputs, documents, out, lse, reach, Saved(*saved), scale
+
+
+_forward_pass.followed_by(_backward_pass, _arguments_of_backward_pass)
+
+
 @torch.library.custom_op("deadreckon::householder_backward", mutates_args=())
 def householder_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None,
