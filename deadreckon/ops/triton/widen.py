@@ -140,8 +140,8 @@ def _launch(
     tokens = batch * length
     with torch.cuda.device_of(x):
         kernel[(ceil_div(tokens, options["TILE"]), heads)](
-            x, e, x if mix is None else mix.contiguous(), x if gain is None else gain.contiguous(), *others, x.stride(1), x.stride(2),
-            e.stride(1), e.stride(2), e.stride(3), tokens, norm,
+            x, e, x if mix is None else mix.contiguous(), x if gain is None else gain.contiguous(), *others,
+            x.stride(1), x.stride(2), e.stride(1), e.stride(2), e.stride(3), tokens, norm,
             D=width, BD=power_of_two(width), C=cursors, R=waves, SCALED=gain is not None, num_warps=4, **options,
         )  # fmt: skip
 
