@@ -69,6 +69,57 @@ def test_derivatives_that_operators_do_not_know(case: str) -> None:
     torch.testing.assert_close(found, (attend(q + step) - attend(q - step)) / 2e-6, rtol=1e-5, atol=1e-7)
 
 
+def test_forward_mode_derivatives_of_compiled_attention() -> None:
+    """Refused, too, where the compiler does not look into tensors; the definition has them."""
+    q, k, v, along = torch.randn(4, 1, 20, 2, 8).unbind()
+
+    def attend(impl: Any) -> Any:
+        return torch.compile(lambda q: dr.attend(q, k, v, impl=impl, log_gate=-torch.ones(2)), backend="eager")
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, along)
+        with pytest.raises(ValueError, match=r"impl: derivatives of torch\.func and forward-mode ones need"):
+            attend("auto")(dual)
+        assert forward_ad.unpack_dual(attend("reference")(dual)).tangent.norm() > 0
+
+
+def test_second_derivatives_that_operators_do_not_know() -> None:
+    """Nor these: of the loss without logits, and of filters by any but the definition."""
+    model, ids = make_model("rope"), draw_ids(1, 12)
+    weight = model.lm_head.weight
+    for layer in model.model.layers:
+        layer.get_submodule("self_attn").impl = "reference"  # type: ignore[assignment]
+    assert torch.autograd.grad(model(ids, labels=ids).loss, weight, create_graph=True)[0].requires_grad
+    with pytest.raises(RuntimeError, match="second derivatives need skip_logits=False; this computes first"):
+        torch.autograd.grad(model(ids, labels=ids, skip_logits=True).loss, weight, create_graph=True)
+    reset, move = torch.rand(1, 5, 2, requires_grad=True), torch.rand(1, 5, 2, 3).softmax(-1)
+    for impl in ("auto", "blockwise", "reference"):
+        h = dr.histogram_filter(reset, move, torch.full((2,), 1.5), positions=7, impl=impl)  # type: ignore[arg-type]
+        if impl == "reference":
+            assert torch.autograd.grad(h.square().sum(), reset, create_graph=True)[0].requires_grad
+        else:
+            with pytest.raises(RuntimeError, match="second derivatives need impl='reference'; this computes first"):
+                torch.autograd.grad(h.square().sum(), reset, create_graph=True)
+
+
+def test_inference_mode() -> None:
+    """Tensors that are made in it do not count what is written to them: boundaries are read anew each time."""
+    model, ids = make_model("path-fox"), draw_ids(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+    with torch.inference_mode():
+        assert torch.equal(model(ids, attention_mask=mask.clone()).logits, expected)
+        q, k, v = torch.randn(3, 1, 12, 2, 8).unbind()
+        ends = torch.tensor([0, 4, 12], dtype=torch.int32)
+        for middle in (4, 7):
+            ends[1] = middle
+            found = dr.attend(q, k, v, log_gate=-torch.ones(2), cu_seqlens=ends)
+            alone = dr.attend(q[:, middle:], k[:, middle:], v[:, middle:], log_gate=-torch.ones(2))
+            torch.testing.assert_close(found[:, middle:], alone)
+
+
 @pytest.mark.parametrize("encoding", ["path-fox", "learned-rotation-values", "conformal-sympow", "stickbreaking"])
 def test_derivatives_of_models(encoding: str) -> None:
     """Along one direction of all weights, forwards and backwards."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.pointwise import has_kernels
+from deadreckon.ops.tracing import first_derivatives_only
 
 IGNORED = -100  # labels without loss
 CHUNK = 1 << 13  # tokens
@@ -74,5 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        if not torch.compiler.is_compiling():  # which looks at backward passes with gradients on
+            first_derivatives_only("skip_logits=False")
         grad_hidden, grad_weight = ctx.saved_tensors
         return grads[0] * grad_hidden, grads[0] * grad_weight, None

@@ -35,8 +35,8 @@ def check_derivatives(impl: object, tensors: Iterable[object]) -> None:
 
 def is_differentiated(x: Tensor) -> bool:
     """Whether x has a tangent, or is inside grad, jvp or the like of torch.func; vmap is no derivative."""
-    if torch.compiler.is_compiling():  # which does not look into this, and has no such tensors
-        return False
+    if torch.compiler.is_compiling():  # which does not look into tensors: any that are inside a forward-mode region
+        return forward_ad._current_level >= 0
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         return True
     functorch = torch._C._functorch

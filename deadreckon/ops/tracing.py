@@ -28,7 +28,8 @@ def operator(
 
     Args:
         fake: as the implementation, of tensors without data: returns empty ones, contiguous.
-        gradients: (ctx, gradients of outputs) -> gradients of inputs; itself made of operators that can be traced.
+        gradients: (ctx, gradients of outputs) -> gradients of inputs; itself made of operators that can be traced. It
+            has no derivatives of its own, which is said to whoever wants some.
         save: (ctx, inputs, output) -> None, what it needs.
     """
     schema = torch.library.infer_schema(implementation, mutates_args=())
@@ -36,9 +37,20 @@ def operator(
     torch.library.impl(name, "default", implementation)
     torch.library.register_fake(name, fake)
     if gradients is not None:
-        torch.library.register_autograd(name, gradients, setup_context=save)
+
+        def first(ctx: Any, *grads: Any) -> Any:
+            first_derivatives_only()
+            return gradients(ctx, *grads)
+
+        torch.library.register_autograd(name, first, setup_context=save)
     namespace, _, local = name.partition("::")
     return getattr(getattr(torch.ops, namespace), local).default
+
+
+def first_derivatives_only(instead: str = "impl='reference'") -> None:
+    """For backward passes: nobody has written down their derivatives."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"second derivatives need {instead}; this computes first derivatives")
 
 
 def room_like(*inputs: Tensor | None) -> list[Tensor]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from deadreckon.ops.blockwise.frames import Crossing, Frames, crossings, fall, leaf_frames, rise
 from deadreckon.ops.blockwise.leaf import HouseholderLeaf
 from deadreckon.ops.blockwise.problem import Problem
-from deadreckon.ops.blockwise.tree import LeafPadding, first_derivatives_only
-from deadreckon.ops.tracing import without_autocast
+from deadreckon.ops.blockwise.tree import LeafPadding
+from deadreckon.ops.tracing import first_derivatives_only, without_autocast
 
 
 class Ends(torch.autograd.Function):

@@ -31,7 +31,7 @@ from deadreckon.ops.blockwise.problem import Problem, by_head, gates_by_head
 from deadreckon.ops.blockwise.products import times_transposed
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import dimension, monomial_gradients, monomials, multiplicities, symmetric_power
-from deadreckon.ops.blockwise.tree import first_derivatives_only, tree_backward_pass, tree_forward_pass
+from deadreckon.ops.blockwise.tree import tree_backward_pass, tree_forward_pass
 from deadreckon.ops.factors import Form, Power
 from deadreckon.ops.tracing import operator, room_like, without_autocast
 
@@ -402,7 +402,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 7
-    first_derivatives_only()
     grad_q, grad_k, grad_v, *grad_gates = power_backward(grad, *ctx.saved_tensors, *ctx.settings)
     return grad_q, grad_k, grad_v, *(grad_gates or [None]), None, None, None
 

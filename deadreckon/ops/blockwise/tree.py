@@ -166,16 +166,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def first_derivatives_only() -> None:
-    """For backward passes: nobody has written down their derivatives."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("attend: second derivatives need impl='reference'; this one computes first derivatives")
-
-
 def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 9
-    first_derivatives_only()
     saved = ctx.saved_tensors  # once: activation checkpointing unpacks them no more often
     gradients = iter(tree_backward(grad, *saved, *ctx.settings))
     return *(None if x is None else next(gradients) for x in saved[:6]), None, None, None

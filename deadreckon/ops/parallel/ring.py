@@ -20,11 +20,11 @@ from torch import Tensor
 
 from deadreckon.ops.blockwise.dense import DenseBlocks, Rows
 from deadreckon.ops.blockwise.precision import exact, work
-from deadreckon.ops.blockwise.tree import first_derivatives_only, gradients_of_rows, unfinished_rows
+from deadreckon.ops.blockwise.tree import gradients_of_rows, unfinished_rows
 from deadreckon.ops.factors import Score
 from deadreckon.ops.parallel.blocks import Between, Pair, pairs
 from deadreckon.ops.parallel.context import ContextParallel
-from deadreckon.ops.tracing import without_autocast
+from deadreckon.ops.tracing import first_derivatives_only, without_autocast
 
 Optional = Tensor | None
 

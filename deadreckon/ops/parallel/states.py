@@ -36,10 +36,10 @@ from deadreckon.ops.blockwise.power import (
 )
 from deadreckon.ops.blockwise.precision import exact, faded
 from deadreckon.ops.blockwise.symmetric import dimension
-from deadreckon.ops.blockwise.tree import first_derivatives_only, gradients_of_rows, unfinished_rows
+from deadreckon.ops.blockwise.tree import gradients_of_rows, unfinished_rows
 from deadreckon.ops.factors import Power
 from deadreckon.ops.parallel.context import ContextParallel
-from deadreckon.ops.tracing import without_autocast
+from deadreckon.ops.tracing import first_derivatives_only, without_autocast
 
 
 def sends_states(score: Power, k: Tensor, v: Tensor, kinds: int, cp: ContextParallel) -> bool:
