@@ -354,7 +354,9 @@ def test_commands_of_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [line for line in lines if "python -m deadreckon." in line]
 
 
-@pytest.mark.parametrize(("page", "last", "tables"), [("books", 65_536, 4), ("long-context", 32_768, 15)])
+@pytest.mark.parametrize(
+    ("page", "last", "tables"), [("books", 65_536, 4), ("long-context", 32_768, 15), ("rotations-text", 65_536, 4)]
+)
 def test_pages_come_of_records(
     page: str, last: int, tables: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
