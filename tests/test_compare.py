@@ -237,11 +237,8 @@ def test_only_seeds_are_averaged(tmp_path: Path) -> None:
 def test_what_runs_have_in_common_is_a_recipe(name: str, size: str) -> None:
     """Whatever the number of heads; widths that encodings have of their own are not a difference."""
     recipe = find_recipe(name, size)
-    assert (
-        alike(recipe)
-        == alike(replace(recipe, width=2 * recipe.width))
-        != alike(replace(recipe, steps=recipe.steps + 1))
-    )
+    wider, longer = replace(recipe, width=2 * recipe.width), replace(recipe, steps=recipe.steps + 1)
+    assert alike(recipe) == alike(wider) != alike(longer)
 
 
 def test_labels_name_what_differs(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ class LearnedRotation(Encoding):
         base: of the grid.
         rate: the table's learning rate in place of the model's, with the model's weight decay. Angles are to be
             forgotten as much as learned: those of tokens that are hardly seen stay at N(0, 1) and take every route
-            apart unless learning rate × weight decay, summed over the steps, is well above 1. In the paper it is about
-            4. Training that is a hundred times as short wants a rate of 0.02.
+            apart unless learning rate × weight decay, summed over the steps, is well above 1, as in the paper's 200 000
+            steps. A few thousand steps want a rate of 0.02.
     """
 
     values = False

@@ -361,7 +361,8 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
             return_dict: False for a plain tuple; by default as the configuration says.
             use_cache: create a KV cache if past_key_values is None, and return it. Nothing carries gradients then.
-            skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory.
+            skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory. There
+                are no second derivatives then.
             output_hidden_states: also return what goes into each layer, and what the last norm gives; not with a cache.
                 By default as the configuration says.
             unused: what tools pass to every model, such as ``output_attentions=False``: None, False, and the

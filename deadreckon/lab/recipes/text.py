@@ -22,8 +22,8 @@ ROTATIONS_REPORTED = {  # tables 1 and 2: 16 layers of width 768 after 3.3 billi
 }
 
 
-# In the paper's 200 000 steps weight decay takes angles that are not learned to a fortieth; in a few thousand, a rate
-# of their own does.
+# In the paper's 200 000 steps weight decay takes away angles that are not learned; in a few thousand, a rate of their
+# own does.
 LEARNED_ANGLES = {name: {"rate": 0.02} for name in ("learned-rotation", "learned-rotation-values")}
 
 

@@ -128,19 +128,14 @@ def _tile(e: Tensor) -> dict[str, int]:
 
 
 def _launch(
-    kernel: Kernel,
-    x: Tensor,
-    e: Tensor,
-    mix: Tensor | None,
-    gain: Tensor | None,
-    others: tuple[Tensor, ...],
-    norm: float,
+    kernel: Kernel, x: Tensor, e: Tensor, mix: Tensor | None, gain: Tensor | None, rest: tuple[Tensor, ...], norm: float
 ) -> None:
+    """A program for each head of each tile of tokens; `rest`: what a kernel takes behind the scales."""
     options, (batch, length, heads, width), (cursors, waves) = _tile(e), x.shape, e.shape[3:]
     tokens = batch * length
     with torch.cuda.device_of(x):
         kernel[(ceil_div(tokens, options["TILE"]), heads)](
-            x, e, x if mix is None else mix.contiguous(), x if gain is None else gain.contiguous(), *others,
+            x, e, x if mix is None else mix.contiguous(), x if gain is None else gain.contiguous(), *rest,
             x.stride(1), x.stride(2), e.stride(1), e.stride(2), e.stride(3), tokens, norm,
             D=width, BD=power_of_two(width), C=cursors, R=waves, SCALED=gain is not None, num_warps=4, **options,
         )  # fmt: skip
