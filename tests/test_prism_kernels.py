@@ -134,9 +134,10 @@ def test_histograms_of_one_token(jumping: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"copy": 0}, {"copy": 2, "start": True}], ids=str)
-@pytest.mark.usefixtures("with_kernels")
 @torch.no_grad()
-def test_models_give_what_they_give_without(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_give_what_they_give_without(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """A whole pass, pieces that are cut further, single tokens, and a row that is padded.
 
     At most four times the error that PyTorch makes in float32: sums are in another order, and pieces have their own.
@@ -147,8 +148,8 @@ def test_models_give_what_they_give_without(options: dict[str, Any], monkeypatch
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     expected, real = model.double()(ids, attention_mask=mask).logits, mask.bool()
-    with torch.enable_grad():  # which kernels have no part in
-        plain = model.float()(ids, attention_mask=mask).logits.detach()
+    plain = model.float()(ids, attention_mask=mask).logits
+    request.getfixturevalue("with_kernels")  # from here on
     allowed = (4 if DEVICE == "cpu" else 16) * float((plain - expected)[real].abs().max())
     limit: dict[str, Any] = {"rtol": 0, "atol": allowed, "check_dtype": False}
     model, ids, mask = model.to(DEVICE), ids.to(DEVICE), mask.to(DEVICE)

@@ -12,7 +12,8 @@ Labels are not the tokens that stand there: what is to be said after reading pla
 one token more, which ends the row, stands for the last.
 
 `A5Identity`: words over g1 = (1 2 3), g2 = (1 2 4), g3 = (1 2 5) and their inverses: are they the identity? One token
-is scored. (Yang et al. 2025.)
+is scored. (Yang et al. 2025.) That is one bit a word to learn from; so models may be asked for more while they learn,
+after each letter: whether what was read so far is the identity, or which element it is.
 
     _ g1 g2 g1' g2' = no
 
@@ -143,27 +144,40 @@ class A5Identity:
 
     Args:
         identity: the share of rows whose word is; None leaves it to chance.
+        asked: besides the answer, "end" for nothing more; "prefixes" for an answer after each letter; "products" for
+            the product so far, after each letter.
     """
 
     identity: float | None = 0.5
-    vocab_size: int = len(WORDS)
+    asked: str = "end"
+    vocab_size: int = len(WORDS) + ORDER  # products are said as the last 60
     lengths: Sequence[int] = range(2, task.ENDLESS)  # no word of one letter is the identity
 
     def __post_init__(self) -> None:
         if self.identity is not None and not 0 <= self.identity <= 1:
             raise ValueError(f"identity: expected a share or None, got {self.identity!r}")
+        if self.asked not in ("end", "prefixes", "products"):
+            raise ValueError(f"asked: expected 'end', 'prefixes' or 'products', got {self.asked!r}")
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The beginning, words, then = and the answer, which is what is scored."""
+        """The beginning, words, then = and the answer, which is what is scored.
+
+        What else is asked for after a letter is the label of the next place, whatever stands there.
+        """
         lengths = task.draw_lengths(count, length, self.lengths, generator)
         others, anywhere = range(IDENTITY + 1, ORDER), range(ORDER)
         ends = (anywhere, anywhere) if self.identity is None else (others, range(IDENTITY, IDENTITY + 1))
         kinds = (torch.rand(count, generator=generator) < (self.identity or 0.0)).long()
-        words, product = draw_words(lengths, ends, kinds, generator)
-        said = torch.where(product == IDENTITY, YES, NO)[:, None]
+        words, so_far = draw_words(lengths, ends, kinds, generator)
+        answers = torch.where(so_far == IDENTITY, YES, NO)
+        said = answers.gather(1, lengths[:, None] - 1)
         edge, equals = task.column(words, PAD), task.column(words, EQUALS)
         tokens = torch.cat([edge, task.compact(torch.cat([words, equals, said], dim=1), fill=PAD)], dim=1)
-        return tokens, torch.where((tokens == YES) | (tokens == NO), tokens, task.NOT_SCORED)
+        labels = torch.where((tokens == YES) | (tokens == NO), tokens, task.NOT_SCORED)
+        if self.asked != "end":
+            asked = answers if self.asked == "prefixes" else so_far + len(WORDS)
+            labels[:, 2:-1] = torch.where(words == task.HOLE, labels[:, 2:-1], asked)
+        return tokens, labels
 
     def spell(self, tokens: Tensor) -> str:
         """One row as words."""
@@ -203,7 +217,7 @@ def draw_words(
         kinds: of the words, (count,).
 
     Returns:
-        the words, with holes beyond their ends, and their products (count,).
+        the words, with holes beyond their ends, and the product of all letters up to each place.
     """
     longest = int(lengths.max())
     shares = letter_shares(ends, longest)
@@ -216,4 +230,4 @@ def draw_words(
         at = steps().view(-1).index_select(0, at * len(GENERATORS) + letters[-1])
         reached.append(at)
     words = torch.where(left < 0, task.HOLE, torch.stack(letters)).T
-    return words, torch.stack(reached)[lengths - 1, torch.arange(len(lengths))]
+    return words, torch.stack(reached, dim=1)

@@ -61,9 +61,12 @@ def a5(layers: int) -> Experiment:
         about="The A5 word problem: is a word over three generators and their inverses the identity? Half of them are. "
         f"{layers} layer{'s' * (layers > 1)}.",
         source="Yang et al. 2025, figure 2: solved where more than 90% of answers are right. Width, budget and lengths "
-        "that grow are ours; so is a weight decay of 0.1: with less, PaTH with two layers was not seen to solve it.",
+        "that grow are ours; so is a weight decay of 0.1: with less, PaTH with two layers was not seen to solve it. In "
+        "training, models also say the product so far after each letter, as in Merrill et al. 2024, whom the paper "
+        "follows; asked for the answer alone, one seed in three learns it.",
         paper=Recipe(
-            task="a5-identity", length=20, curriculum=A5_LENGTHS, layers=layers, width=128, heads=8, initial=0.04,
+            task="a5-identity", options={"asked": "products"}, conditions={"as trained": {"asked": "end"}}, length=20,
+            curriculum=A5_LENGTHS, layers=layers, width=128, heads=8, initial=0.04, ends={"reached": 0.995},
             steps=20_000, batch_size=512, learning_rate=1e-3, betas=(0.9, 0.98), weight_decay=0.1, warmup=200,
             evaluators=("exact",), test_lengths=(2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 30, 40), test_rows=1000,
             evaluate_every=1000, validation_rows=500, log_every=50,
