@@ -7,13 +7,13 @@ attention; everything else takes the route tree (`tree.py`), whose dense blocks 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from deadreckon.ops.blockwise.documents import unpacked
 from deadreckon.ops.blockwise.power import attend_power_blockwise
 from deadreckon.ops.blockwise.precision import usual_scale
 from deadreckon.ops.blockwise.rotation import turned
-from deadreckon.ops.blockwise.stock import WIDEST, Backend, backend_for, dense_forward, width_for
+from deadreckon.ops.blockwise.stock import WIDEST, Backend, backend_for, dense_forward, padded, width_for
 from deadreckon.ops.blockwise.tree import attend_tree
 from deadreckon.ops.factors import Factors, Power
 
@@ -39,12 +39,11 @@ def attend_blockwise(
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Softmax attention with nothing on the route. Equal widths, or PyTorch may choose a kernel that builds T × T."""
-    width, value_width = q.shape[3], v.shape[3]
-    widest = max(width, value_width)
+    value_width = v.shape[3]
+    widest = max(q.shape[3], value_width)
     if q.is_cuda and widest > WIDEST:
         return wide(q, k, v, scale, "efficient")
-    if width != value_width:
-        q, k, v = (pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
+    q, k, v = (padded(x, widest) for x in (q, k, v))
     output = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
         is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
@@ -58,7 +57,7 @@ def wide(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Backend) -> Ten
     Values stay as narrow as they are, which it is fast for; key heads are there for each query head.
     """
     group, value_width = q.shape[2] // k.shape[2], v.shape[3]
-    q, k, v = (pad(x, (0, width_for(backend, x.shape[3]) - x.shape[3])) for x in (q, k, v))
+    q, k, v = (padded(x, width_for(backend, x.shape[3])) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=2) if group > 1 else x for x in (k, v))
     output, _ = dense_forward(backend, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, causal=True)
     return output.transpose(1, 2)[..., :value_width]

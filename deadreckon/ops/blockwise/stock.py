@@ -39,6 +39,11 @@ def width_for(backend: Backend, *widths: int) -> int:
     return -(-max(widths) // multiple) * multiple
 
 
+def padded(x: Tensor, width: int) -> Tensor:
+    """x with zeros behind its channels; as it is where there is no room for any, which `pad` would copy."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
 def dense_forward(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
