@@ -11,6 +11,7 @@ import torch
 from bounds import Checked
 from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
+from tune_kernels import Changed, parse
 
 from deadreckon.ops.triton import kernel
 from deadreckon.ops.triton.kernel import Kernel
@@ -120,3 +121,27 @@ def test_what_lies_outside_is_found_out() -> None:
         checked.load(outside, np.ones(4, bool), value, np.float32)
     with pytest.raises(IndexError, match="_look: 1 numbers are written outside of all arguments"):
         checked.store(outside, value, np.array([True, True, False, False]))
+
+
+def test_other_options_for_one_kernel() -> None:
+    """What `tune_kernels.py` times: the kernel that is named, and only as long as it is asked for."""
+    seen = list[Any]()
+
+    def named(name: str) -> Kernel:
+        function = Function()
+        function.__name__ = name  # type: ignore[attr-defined]
+        one = Kernel(function)
+        one._launch = lambda grid, arguments, constants: seen.append((name, constants))  # type: ignore[assignment]
+        return one
+
+    leaf, other = named("_leaf"), named("_other")
+    with Changed(*parse("_leaf:maxnreg=168,num_stages=2")) as changed:
+        leaf[(1,)](torch.zeros(1), num_stages=1)
+        other[(1,)](torch.zeros(1), num_stages=1)
+    leaf[(1,)](torch.zeros(1), num_stages=1)
+    assert seen == [
+        ("_leaf", {"num_stages": 2, "maxnreg": 168}), ("_other", {"num_stages": 1}), ("_leaf", {"num_stages": 1})
+    ]  # fmt: skip
+    assert changed.met == 1
+    with pytest.raises(SystemExit, match="changes: expected KERNEL:OPTION=NUMBER,…, got '_leaf:maxnreg'"):
+        parse("_leaf:maxnreg")

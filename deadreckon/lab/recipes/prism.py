@@ -7,7 +7,7 @@ cursors in the paper, 160 here, four to each head. α begins with 20, so that cu
 start: the paper does not say what it begins with. As in the paper, tests are run every 1000 steps, and a figure is the
 mean of the three best evaluations, for each length on its own; the paper begins once the loss is below 0.1.
 
-The paper's baseline is `sinusoidal`; `randomized` and `rope` are ours.
+The paper's baseline is `sinusoidal`, and in its figure 18 `randomized`; `rope` is ours.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ PATH_RECIPE = Recipe(
     evaluators=("perplexity", "perplexity-window", "loss-by-position"),
     test_lengths=(2048, 4096, 8192, 16_384, 32_768, 65_536),
 )  # fmt: skip
-# Rate and QK-norm are RoPE's best of a sweep on code, β what was better for PaTH there (`results/code.md`); with its
-# first weights PaTH was 0.015 nats better on books, PaTH-FoX 0.010.
+# Rate and QK-norm are RoPE's best of a sweep on code, β what was better for PaTH there (`results/code.md`); its first
+# weights are those of the authors' layer.
 PATH_SMALL: dict[str, Any] = {
     "width": 512, "heads": 8, "length": 2048, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.1,
     "evaluate_every": 250, "test_tokens": 2**20, "qk_norm": True,
