@@ -86,8 +86,11 @@ def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "No picture:" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_comparison_that_is_not_finished(tmp_path: Path) -> None:
-    """--finished shows what there is and trains nothing; the page says how far the others came."""
+def test_a_comparison_that_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--finished shows what there is and trains nothing; the page says how far the others came.
+
+    In place of many commands it has the one that asks for all.
+    """
     changes = (*SMALL, "ends.reached=1", "ends.patience=7")
     words: dict[str, Any] = {"seeds": 2, "changes": changes, "runs": tmp_path, "sweep": ["heads=1,2"]}
     with pytest.raises(ValueError, match=r"finished: expected a finished run of this comparison in .*, got none"):
@@ -110,6 +113,12 @@ def test_a_comparison_that_is_not_finished(tmp_path: Path) -> None:
     assert "; until an evaluation has error 1 or 7 in a row are no better than the best, at most 24 steps of 4" in said
     assert re.search(r"\| RoPE heads=2 \| 6, not finished: [\d.]+ \|  \|", said)
     assert re.search(r"\| PaTH heads=1 \| 6: [\d.]+ \| 6: [\d.]+ \|", said)
+    assert "    deadreckon compare flipflop" not in said
+    monkeypatch.setattr("deadreckon.lab.pages.compare.MANY", 0)
+    compare("flipflop", ("rope", "path"), **words, finished=True, page=page, console=quiet())
+    [command] = [line for line in page.read_text().splitlines() if line.startswith("    ")]
+    asked = "deadreckon compare flipflop --seeds 2 --size tiny --encodings rope,path --sweep heads=1,2 --change"
+    assert shlex.split(command) == [*asked.split(), *changes]
 
 
 @pytest.mark.parametrize("metric", ["error", "exact", "perplexity"])

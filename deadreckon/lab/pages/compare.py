@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -21,6 +22,8 @@ from deadreckon.lab.pages.tables import image, markdown, save_markdown, terminal
 from deadreckon.lab.recipes import Experiment, Recipe, check_encodings, find_experiment, parse_sweep, title_of
 from deadreckon.lab.training import Run
 from deadreckon.lab.training.parallel import make_runs
+
+MANY = 16  # commands that a page lists
 
 
 def compare(
@@ -54,7 +57,10 @@ def compare(
     print_comparison(comparison, console)
     picture = draw_comparison(comparison, picture or folder / "comparison.png", console)
     if page is not None:
-        write_page(page, comparison, done, experiment, picture)
+        words = {"--encodings": [",".join(encodings)], "--sweep": sweep, "--change": changes}
+        more = [word for flag, values in words.items() if values for word in (flag, *values)]
+        whole = ["deadreckon", "compare", name, "--seeds", str(seeds), "--size", size, *more]
+        write_page(page, comparison, done, experiment, picture, shlex.join(whole))
         console.print(f"Page: {page}", highlight=False)
     return comparison
 
@@ -115,10 +121,16 @@ def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Pat
 
 
 def write_page(
-    path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None
+    path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None, whole: str
 ) -> None:
-    """Writes the tables, what they are of, the commands that made them, and what the paper reports."""
-    commands = dict.fromkeys(start["command"] for run in runs for start in run.starts())
+    """Writes the tables, what they are of, the commands that made them, and what the paper reports.
+
+    Args:
+        whole: the command that asks for all of it, which stands in place of many.
+    """
+    commands = list(dict.fromkeys(start["command"] for run in runs for start in run.starts()))
+    if len(commands) > MANY:
+        commands = [whole]
     parts = [f"# {comparison.title}", experiment.about, experiment.source, describe_runs(runs)]
     parts.append("\n".join(f"    {command}" for command in commands))
     for condition in comparison.tabulated:
