@@ -20,7 +20,7 @@ parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--length", type=int, default=256)
 options = parser.parse_args()
 
-tokenizer = AutoTokenizer.from_pretrained(options.model)
+tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=True)
 base = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True)
 # By default q_proj and v_proj; with "all-linear", the parts of the encoding that computes w, β and gates too.
 model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"))

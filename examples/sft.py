@@ -26,7 +26,7 @@ parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--length", type=int, default=1024)
 options = parser.parse_args()
 
-tokenizer = AutoTokenizer.from_pretrained(options.model)
+tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True)
 pairs = Dataset.from_list([json.loads(line) for line in options.pairs.read_text().splitlines()])
 arguments = SFTConfig(

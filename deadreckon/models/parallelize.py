@@ -53,7 +53,10 @@ def parallelize(
     if layers_per_group < 1:
         raise ValueError(f"layers_per_group: expected 1 or more, got {layers_per_group}")
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        if hasattr(model, "activation_checkpointing_enable"):  # what transformers 5.23 calls it
+            model.activation_checkpointing_enable()
+        else:
+            model.gradient_checkpointing_enable()
     ranks = mesh if mesh.ndim == 1 else mesh[names]._flatten("_".join(names))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     sharded = ranks.size() > 1 or dtype is not None

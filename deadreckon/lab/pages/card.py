@@ -18,7 +18,7 @@ from deadreckon.lab.training.runs import KINDS, Run
 LOADING = """```python
 from transformers import AutoModelForCausalLM
 
-# runs one line that imports the installed package: pip install 'deadreckon[models]'
+# runs one line that imports deadreckon, which must be installed, with its extra `models`
 model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", trust_remote_code=True)
 ```"""
 UNKNOWN = "unknown"  # the Hub's word for a licence that nobody has stated

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 import deadreckon as dr
@@ -25,6 +25,8 @@ from deadreckon.lab.evaluation.scores import alone
 
 DIMENSIONS = ("dp", "cp")
 T = TypeVar("T")
+# Public from torch 2.15 on, where the other name warns.
+set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
 
 
 def sizes_in(mesh: str) -> dict[str, int]:
@@ -98,7 +100,7 @@ class Ranks:
             if isinstance(parameter, DTensor):
                 groups.append(parameter.device_mesh.get_group())
             for group in groups:
-                _set_pg_timeout(timedelta(seconds=self.timeout), group)  # by default 10 minutes or 30
+                set_timeout(timedelta(seconds=self.timeout), group)  # by default 10 minutes or 30
         return model
 
     def same(self, value: T) -> T:
