@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1; sys_platform == "linux"
 OTHERS ?=
 
-.PHONY: demo test oldest lint docs matrix clean
+.PHONY: demo test oldest newest lint docs matrix clean
 
 demo: $(VENV)/ready
 	$(BIN)/deadreckon demo
@@ -20,6 +20,11 @@ test: lint
 oldest:
 	$(MAKE) .venv-oldest/ready VENV=.venv-oldest TORCH=torch==2.11.0 TRITON=triton==3.6.0 OTHERS='transformers==5.17.0 numpy<2.4'
 	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n 2 --dist worksteal -m "not integration"
+
+# And with the newest that it is known to work with, which is what users get: with a torch for GPUs, some gigabytes.
+newest:
+	$(MAKE) .venv-newest/ready VENV=.venv-newest TORCH=torch==2.15.0 TRITON=triton==3.9.0 OTHERS='transformers==5.23.0'
+	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -n 2 --dist worksteal -m "not integration"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -44,4 +49,4 @@ $(VENV)/ready: pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oldest .venv-newest build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

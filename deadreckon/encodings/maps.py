@@ -62,8 +62,9 @@ class Ending:
         strength    β = 2σ(a), of a key head
 
     With `from_zero` both are ramps, and u = b = 0 before training. log f = scale · min(0, a), which is log σ(a) for
-    large |a|: nothing is forgotten, exactly, and ∂ log f / ∂a = 1, twice that of log σ at 0 (`clamp` passes gradients
-    at its bound). After a step, tokens with a < 0 are on the ramp; others begin to forget when u turns.
+    large |a|: nothing is forgotten, exactly, and ∂ log f / ∂a = 1, twice that of log σ at 0 (not by `clamp`, whose
+    gradient at its bound is 0 from torch 2.15 on). After a step, tokens with a < 0 are on the ramp; others begin to
+    forget when u turns.
     β = 2 max(0, tanh(a / 2)) = 2 max(0, 2σ(a) − 1): the route is the identity, exactly, and ∂β/∂a = 1, twice that of
     2σ at 0.
     """
@@ -73,11 +74,14 @@ class Ending:
     from_zero: bool = False
 
     def __call__(self, y: Tensor) -> Tensor:
+        if self.name == "none":
+            return y
+        if not self.from_zero:
+            return log_gate(y, self.scale) if self.name == "log gate" else strength(y)
+        a = at_least_single(y)
         if self.name == "log gate":
-            return self.scale * at_least_single(y).clamp(max=0) if self.from_zero else log_gate(y, self.scale)
-        if self.name == "strength":
-            return 2 * (at_least_single(y) / 2).tanh().clamp(min=0) if self.from_zero else strength(y)
-        return y
+            return self.scale * torch.where(a > 0, 0.0, a)
+        return 2 * torch.where(a < 0, 0.0, (a / 2).tanh())
 
 
 PLAIN = Ending()

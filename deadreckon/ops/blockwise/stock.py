@@ -1,6 +1,6 @@
 """The stock kernels: dense softmax attention that returns its log-sum-exp and, going back, takes a global one.
 
-`aten::_scaled_dot_product_*_attention` and their backwards are PyTorch's private names, the same from 2.11 to 2.13;
+`aten::_scaled_dot_product_*_attention` and their backwards are PyTorch's private names, the same from 2.11 to 2.15;
 they are used nowhere else. A backward call that is given the output and log-sum-exp of the *whole* row returns the
 exact gradients of its block, as in ring attention.
 """
