@@ -88,7 +88,9 @@ def test_a5_identity() -> None:
 @pytest.mark.parametrize("asked", ["prefixes", "products"])
 def test_a5_identity_asks_after_each_letter(asked: str) -> None:
     """What is to be said after a letter, and what stands there as without."""
-    tokens, labels = A5Identity(asked=asked).sample(200, range(2, 12), seed())
+    task = A5Identity(asked=asked)
+    tokens, labels = task.sample(200, range(2, 12), seed())
+    assert task.vocab_size == {"prefixes": 10, "products": 70}[asked] and labels.max() < task.vocab_size
     plain, answers = A5Identity().sample(200, range(2, 12), seed())
     assert torch.equal(tokens, plain)
     for row, said, answer in zip(tokens, labels, answers, strict=True):

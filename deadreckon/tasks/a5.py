@@ -150,7 +150,7 @@ class A5Identity:
 
     identity: float | None = 0.5
     asked: str = "end"
-    vocab_size: int = len(WORDS) + ORDER  # products are said as the last 60
+    vocab_size: int = len(WORDS)  # and 60 more to say products with
     lengths: Sequence[int] = range(2, task.ENDLESS)  # no word of one letter is the identity
 
     def __post_init__(self) -> None:
@@ -158,6 +158,8 @@ class A5Identity:
             raise ValueError(f"identity: expected a share or None, got {self.identity!r}")
         if self.asked not in ("end", "prefixes", "products"):
             raise ValueError(f"asked: expected 'end', 'prefixes' or 'products', got {self.asked!r}")
+        if self.asked == "products":
+            object.__setattr__(self, "vocab_size", len(WORDS) + ORDER)
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """The beginning, words, then = and the answer, which is what is scored.
