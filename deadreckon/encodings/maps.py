@@ -63,7 +63,7 @@ class Ending:
 
     With `from_zero` both are ramps, and u = b = 0 before training. log f = scale · min(0, a), which is log σ(a) for
     large |a|: nothing is forgotten, exactly, and ∂ log f / ∂a = 1, twice that of log σ at 0 (not by `clamp`, whose
-    gradient at its bound is 0 from torch 2.15 on). After a step, tokens with a < 0 are on the ramp; others begin to
+    gradient at its bound is 0 in torch 2.15). After a step, tokens with a < 0 are on the ramp; others begin to
     forget when u turns.
     β = 2 max(0, tanh(a / 2)) = 2 max(0, 2σ(a) − 1): the route is the identity, exactly, and ∂β/∂a = 1, twice that of
     2σ at 0.

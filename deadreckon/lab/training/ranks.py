@@ -25,7 +25,7 @@ from deadreckon.lab.evaluation.scores import alone
 
 DIMENSIONS = ("dp", "cp")
 T = TypeVar("T")
-# Public from torch 2.15 on, where the other name warns.
+# Public in torch 2.15, where the other name warns.
 set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
 
 
