@@ -57,12 +57,20 @@ def compare(
     print_comparison(comparison, console)
     picture = draw_comparison(comparison, picture or folder / "comparison.png", console)
     if page is not None:
-        words = {"--encodings": [",".join(encodings)], "--sweep": sweep, "--change": changes}
-        more = [word for flag, values in words.items() if values for word in (flag, *values)]
-        whole = ["deadreckon", "compare", name, "--seeds", str(seeds), "--size", size, *more]
-        write_page(page, comparison, done, experiment, picture, shlex.join(whole))
+        whole = spell_command(name, encodings, seeds, size, sweep, changes)
+        write_page(page, comparison, done, experiment, picture, whole)
         console.print(f"Page: {page}", highlight=False)
     return comparison
+
+
+def spell_command(
+    name: str, encodings: Sequence[str], seeds: int, size: str, sweep: Sequence[str], changes: Sequence[str]
+) -> str:
+    """What asks for a comparison on the command line, but for the device."""
+    words = ["deadreckon", "compare", name, "--seeds", str(seeds), "--size", size, "--encodings", ",".join(encodings)]
+    for flag, values in (("--sweep", sweep), ("--change", changes)):
+        words += [flag, *values] if values else []
+    return shlex.join(words)
 
 
 def find_begun(wanted: dict[Path, Recipe]) -> list[Run]:
