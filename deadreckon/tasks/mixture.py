@@ -1,12 +1,12 @@
-"""Text, and in a share of its rows first a question with its answer.
+"""Text, and in a share of its rows questions with their answers.
 
-    A special magic number … is 7182818.<|end|>Call me Ishmael. Some years ago - never mind how long precisely …
-    └── of the questions: answers are scored ─┘└── of the text: everything is scored ───────────────────────────
+    A special magic number … is 7182818.<|end|>Nora Becker: 7351942680 … Ivan Shah: 9120457713<|end|>Call me Ish…
+    └── a question: its answer is scored ─────┘└── another, and so on ──────────────────────────────┘└── text ───
 
 Such a model is trained on text, and learns what questions look like: without that a small model cannot be asked any.
 Any two tasks of the same tokens do, if the length of a question is its number of tokens. It counts up to the last token
-that is scored, and the text goes on behind it. Its length is the text's; questions have any length up to it. Packed,
-neither sees the other.
+that is scored; behind it another begins, of any length that fits, so that half of the first are longer than half a row
+and most are short. Where none fits any more the text goes on. Packed, none sees another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mixture:
 
     Args:
         text: what every row has.
-        questions: what a share of rows begins with.
+        questions: what a share of rows is filled with.
         share: of rows, from 0 to 1.
     """
 
@@ -59,22 +59,21 @@ class Mixture:
         return getattr(self.text, "document_end", None)
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows of the text, and questions at the beginning of some."""
+        """Rows of the text, some of them filled with questions."""
         tokens, labels = self.text.sample(count, length, generator)
-        chosen = (torch.rand(count, generator=generator) < self.share).nonzero().flatten()
-        if not len(chosen):
-            return tokens, labels
-        shortest, longest = self.questions.lengths[0], tokens.shape[1]
-        if shortest > longest:
-            raise ValueError(f"length: expected {shortest} tokens or more, the shortest question's, got {longest}")
-        asked, answers = self.questions.sample(len(chosen), range(shortest, longest + 1), generator)
-        width = asked.shape[1]
-        if width > longest:
-            raise ValueError(f"questions: expected lengths in tokens, at most {longest} here, got {width} tokens")
-        place = torch.arange(width)
-        kept = place <= torch.where(answers != task.NOT_SCORED, place, 0).amax(1, keepdim=True)
-        tokens[chosen, :width] = torch.where(kept, asked, tokens[chosen, :width])
-        labels[chosen, :width] = torch.where(kept, answers, labels[chosen, :width])
+        width, shortest = tokens.shape[1], self.questions.lengths[0]
+        if self.share and shortest > width:
+            raise ValueError(f"length: expected {shortest} tokens or more, the shortest question's, got {width}")
+        for row in (torch.rand(count, generator=generator) < self.share).nonzero().flatten().tolist():
+            start = 0
+            while (room := width - start) >= shortest:
+                asked, answers = self.questions.sample(1, range(shortest, room + 1), generator)
+                end = int((answers[0] != task.NOT_SCORED).nonzero()[-1]) + 1
+                if end > room:
+                    raise ValueError(f"questions: expected lengths in tokens, at most {room} here, got {end} tokens")
+                tokens[row, start : start + end] = asked[0, :end]
+                labels[row, start : start + end] = answers[0, :end]
+                start += end
         return tokens, labels
 
     def spell(self, tokens: Tensor) -> str:

@@ -1,6 +1,6 @@
 """Language models trained alike on any text: --change options.data=FILE options.held_out=FILE.
 
-Those of `long-context` can be asked: a fifth of their rows begins with a question of the long-context suite.
+Those of `long-context` can be asked: a fifth of their rows is filled with questions of the long-context suite.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ PATH_SMALL: dict[str, Any] = {
     "evaluate_every": 250, "test_tokens": 2**20, "qk_norm": True,
     "encoding_options": {name: {"initial": 0.02, "beta": 0.1} for name in ("path", "path-fox")},
 }  # fmt: skip
-WITH_QUESTIONS: dict[str, Any] = {"vocabulary": 32_000, "packed": True, "questions": 0.2}  # in a fifth of the rows
+WITH_QUESTIONS: dict[str, Any] = {"vocabulary": 32_000, "packed": True, "questions": 0.2}  # a fifth of the rows
 
 
 def path_paper(text_name: str, steps: int) -> Experiment:
@@ -148,7 +148,7 @@ TEXT = {
         "Text and questions about texts of up to 2048 tokens, then the long-context suite up to 32 768, answered "
         "by generation: passkey, RULER's niah, vt, cwe and fwe, PhoneBook, and BABILong where there is data for it.",
         "Yang et al. 2025, table 3: 760M parameters trained on text alone. The text, the size and the mixture "
-        "are ours: a fifth of the rows begins with a question and its answer, of which the answer is scored; so are "
+        "are ours: a fifth of the rows is filled with questions and answers, of which the answers are scored; so are "
         "the questions (`deadreckon/tasks/long/`). vt, cwe and fwe score the share of the strings that are found. "
         "--change options.data=FOLDER options.babi=FILE options.books=FILE",
         ("rope", "fox", "path", "path-fox"),

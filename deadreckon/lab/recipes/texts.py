@@ -46,7 +46,7 @@ def read_language(
         part: "train", "valid", "test", or any other that a folder of tokens has.
         vocabulary: tokens of the tokenizer, which is trained on `data`.
         packed: whether documents are kept from seeing each other.
-        questions: the share of rows that begin with one.
+        questions: the share of rows that are filled with them.
         tasks: that these are of; see :func:`deadreckon.tasks.long.make_long_tasks`.
         babi: for BABILong.
         books: likewise.
