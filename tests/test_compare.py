@@ -362,7 +362,15 @@ def test_commands_of_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("page", "last", "tables"),
-    [("books", 65_536, 4), ("long-context", 32_768, 15), ("rotations-text", 65_536, 4), ("a5-grid", 40, 4)],
+    [
+        ("books", 65_536, 4),
+        ("long-context", 32_768, 15),
+        ("rotations-text", 65_536, 4),
+        ("a5-grid", 40, 4),
+        ("prism-scan", 48, 1),
+        ("prism-dynamic-copy", 20, 1),
+        ("prism-dynamic-copy-5", 10, 1),
+    ],
 )
 def test_pages_come_of_records(
     page: str, last: int, tables: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -70,11 +70,11 @@ def test_single_tokens_of_other_scores(score: Any, gate: str | None) -> None:
     """After 500, across the closing of a tail; fourth powers of 8 channels are folded by then, into float64.
 
     With a gate for each of the three queries of a key there are three states, worth 1247 tokens."""
-    case = Case("rotation", gate, score, length=1500, heads=2, group=3, width=8, value_width=16, forgetting=0.01)
+    case = Case("rotation", gate, score, length=1700, heads=2, group=3, width=8, value_width=16, forgetting=0.01)
     leaves = {name: x.to("cuda", torch.float32) for name, x in case.inputs().items()}
     expected = case.attend({name: x.double() for name, x in leaves.items()}, impl="blockwise")
     past, found = dr.Past(), list[torch.Tensor]()
-    for start, end in ((0, 500), *((t, t + 1) for t in range(500, 1500))):
+    for start, end in ((0, 500), *((t, t + 1) for t in range(500, 1700))):
         some = {name: x[:, start:end] for name, x in leaves.items()}
         rotation = dr.Rotation(some["angles"])
         q, k, v = (some[name] for name in "qkv")
