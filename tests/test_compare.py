@@ -21,7 +21,7 @@ from worlds import prepared
 from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
 from deadreckon.lab.pages.compare import compare, describe_solved, print_comparison
-from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather
+from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather, with_mean
 from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.recipes import EXPERIMENTS, SIZES, Recipe, find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, parallel, score_run, train_run
@@ -360,11 +360,19 @@ def test_commands_of_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [line for line in lines if "python -m deadreckon." in line]
 
 
+def test_suites_have_a_mean() -> None:
+    """Of all tasks, where all were scored; a single task has none."""
+    one, other = (Score(name, 10, None, value, 0.0, 4, "score") for name, value in (("vt", 0.25), ("cwe", 0.75)))
+    scores = [Score("held out", 10, None, None, 1.0, 4, "perplexity"), one, other, replace(one, length=20)]
+    assert with_mean(scores) == [*scores, replace(one, condition="mean of 2 tasks", exact=0.5)]
+    assert with_mean([one, replace(one, length=20)]) == [one, replace(one, length=20)]
+
+
 @pytest.mark.parametrize(
     ("page", "last", "tables"),
     [
         ("books", 65_536, 4),
-        ("long-context", 32_768, 15),
+        ("long-context", 32_768, 16),
         ("rotations-text", 65_536, 4),
         ("a5-grid", 40, 4),
         ("prism-scan", 48, 1),

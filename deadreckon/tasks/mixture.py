@@ -4,9 +4,9 @@
     └── a question: its answer is scored ─────┘└── another, and so on ──────────────────────────────┘└── text ───
 
 Such a model is trained on text, and learns what questions look like: without that a small model cannot be asked any.
-Any two tasks of the same tokens do, if the length of a question is its number of tokens. It counts up to the last token
-that is scored; behind it another begins, of any length that fits, so that half of the first are longer than half a row
-and most are short. Where none fits any more the text goes on. Packed, none sees another.
+Any two tasks of the same tokens do, if the length of a question is its number of tokens. Behind it another begins, of any
+length that fits, so that half of the first are longer than half a row and most are short. Where none fits any more the
+text goes on. Packed, none sees another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deadreckon.tasks import task
 from deadreckon.tasks.task import Task
 
 
@@ -68,12 +67,13 @@ class Mixture:
             start = 0
             while (room := width - start) >= shortest:
                 asked, answers = self.questions.sample(1, range(shortest, room + 1), generator)
-                end = int((answers[0] != task.NOT_SCORED).nonzero()[-1]) + 1
-                if end > room:
-                    raise ValueError(f"questions: expected lengths in tokens, at most {room} here, got {end} tokens")
-                tokens[row, start : start + end] = asked[0, :end]
-                labels[row, start : start + end] = answers[0, :end]
-                start += end
+                end = start + asked.shape[1]
+                if end > width:
+                    raise ValueError(
+                        f"questions: expected lengths in tokens, at most {room} here, got {asked.shape[1]} tokens"
+                    )
+                tokens[row, start:end], labels[row, start:end] = asked[0], answers[0]
+                start = end
         return tokens, labels
 
     def spell(self, tokens: Tensor) -> str:

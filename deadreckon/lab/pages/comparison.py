@@ -215,7 +215,7 @@ def gather(
         for run in seeds:
             recipe = run.recipe
             wanted = lengths or recipe.test_lengths or (recipe.length,)
-            for score in run.reported().values() if run.finished else ():
+            for score in with_mean(run.reported().values()) if run.finished else ():
                 if lengths is not None and score.axis == "length" and score.length not in wanted:
                     continue
                 trained = recipe.length if score.axis != "training length" else None
@@ -226,6 +226,19 @@ def gather(
                 if score.texts:
                     texts.setdefault(label, {}).setdefault((name, score.length), []).append(score)
     return Comparison(title, alike(runs[0].recipe), values, tests, texts, labelled)
+
+
+def with_mean(scores: Iterable[Score]) -> list[Score]:
+    """Scores, and where they are of a suite of tasks the mean of all, at each length that all have."""
+    scores = list(scores)
+    of_tasks = [score for score in scores if score.measure == "score"]
+    tasks = len({score.condition for score in of_tasks})
+    for length in sorted({score.length for score in of_tasks}) if tasks > 1 else ():
+        there = [score for score in of_tasks if score.length == length]
+        if len(there) == tasks:
+            average = mean(score.value("score") for score in there)
+            scores.append(replace(there[0], condition=f"mean of {tasks} tasks", exact=average))
+    return scores
 
 
 def alike(recipe: Recipe) -> Recipe:

@@ -173,9 +173,9 @@ def learning_svg(curves: dict[str, list[tuple[list[int], list[float]]]]) -> str:
 
 
 def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
-    """Means with a band of the standard deviation between seeds."""
+    """Means with a band of the standard deviation between seeds, in percent from 0 to 100."""
     lengths, test = comparison.lengths(condition), comparison.test(condition)
-    scale = 100.0 if test.measure in SHARES else 1.0
+    scale, least, most = (100.0, 0.0, 100.0) if test.measure in SHARES else (1.0, -math.inf, math.inf)
     looks = zip(comparison.values.items(), cycle(COLOURS), cycle(MARKERS), strict=False)
     for (label, scores), colour, marker in looks:
         there = [length for length in lengths if (condition, length) in scores]
@@ -183,7 +183,8 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         middle, spread = [mean(values) for values in seeds], [stdev(v) if len(v) > 1 else 0.0 for v in seeds]
         marker = "" if test.axis == "position" else marker
         axes.plot(there, middle, color=colour, marker=marker, markersize=5, linewidth=1.8, label=title_of(label))
-        low, high = ([m + sign * s for m, s in zip(middle, spread, strict=True)] for sign in (-1, 1))
+        low = [max(m - s, least) for m, s in zip(middle, spread, strict=True)]
+        high = [min(m + s, most) for m, s in zip(middle, spread, strict=True)]
         axes.fill_between(there, low, high, color=colour, alpha=0.2, linewidth=0)
     if test.trained:
         axes.axvline(test.trained, color="black", linestyle="--", linewidth=1, zorder=0)
