@@ -4,13 +4,14 @@
     └── a question: its answer is scored ─────┘└── another, and so on ──────────────────────────────┘└── text ───
 
 Such a model is trained on text, and learns what questions look like: without that a small model cannot be asked any.
-Any two tasks of the same tokens do, if the length of a question is its number of tokens. Behind it another begins, of any
-length that fits, so that half of the first are longer than half a row and most are short. Where none fits any more the
-text goes on. Packed, none sees another.
+Any two tasks of the same tokens do, if the length of a question is its number of tokens. Behind one another begins, of
+any length that fits, so that half of the first are longer than half a row and most are short. Where none fits any more
+the text goes on. Packed, none sees another.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,13 +61,16 @@ class Mixture:
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows of the text, some of them filled with questions."""
         tokens, labels = self.text.sample(count, length, generator)
-        width, shortest = tokens.shape[1], self.questions.lengths[0]
+        width, offered = tokens.shape[1], self.questions.lengths
+        shortest = offered[0]
         if self.share and shortest > width:
             raise ValueError(f"length: expected {shortest} tokens or more, the shortest question's, got {width}")
         for row in (torch.rand(count, generator=generator) < self.share).nonzero().flatten().tolist():
             start = 0
             while (room := width - start) >= shortest:
-                asked, answers = self.questions.sample(1, range(shortest, room + 1), generator)
+                fitting = bisect_right(offered, room)
+                wanted = offered[int(torch.randint(0, fitting, (1,), generator=generator))]
+                asked, answers = self.questions.sample(1, wanted, generator)
                 end = start + asked.shape[1]
                 if end > width:
                     raise ValueError(
