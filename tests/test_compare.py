@@ -78,7 +78,7 @@ def test_compare_uses_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert again == first
     said = page.read_text()
     assert f"| 32 | {first.cell('rope', 'sparse', 32)} | {first.cell('path', 'sparse', 32)} |" in said
-    assert "| the paper's, 512 | 40.3 | 0.0001 |" in said and "seeds 0 to 1" in said
+    assert "| the paper's, trained at 512, 512 | 40.3 | 0.0001 |" in said and "seeds 0 to 1" in said
     assert (page.parent / re.findall(r"!\[.*\]\((.*)\)", said)[0]).exists()
     monkeypatch.setitem(sys.modules, "deadreckon.lab.pages.pictures", None)
     console = quiet()

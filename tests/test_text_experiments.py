@@ -71,8 +71,14 @@ def test_rotations_become_a_page(
     for score in evaluate(model, replace(run.recipe, test_piece=5)):  # in pieces, through the cache
         assert score.perplexity == pytest.approx(run.scores()[score.place].perplexity, rel=1e-4)
     page = Path("page.md").read_text()
-    assert f"| 64 | {expected['held out', 64].perplexity:.1f} |" in page and "| the paper's, 512 | 23.5 |" in page
-    assert "| the paper's, 65536 | 905.2 |" in page and "Perplexity by length, held out, window of 16, trained" in page
+    assert (
+        f"| 64 | {expected['held out', 64].perplexity:.1f} |" in page
+        and "| the paper's, trained at 512, 512 | 23.5 |" in page
+    )
+    assert (
+        "| the paper's, trained at 512, 65536 | 905.2 |" in page
+        and "Perplexity by length, held out, window of 16, trained" in page
+    )
     metrics = run.metrics()
     monkeypatch.setattr(Training, "advance", lambda self: pytest.fail("trained again"))
     assert run_cli(monkeypatch, "compare", *words, "--encodings", "rope") == 0

@@ -205,11 +205,12 @@ def score_table(comparison: Comparison, condition: str, experiment: Experiment) 
     """One test: a row for each length, and for each length of the paper's figures."""
     labels, measure = list(comparison.values), comparison.test(condition).measure
     headings, rows = comparison.table(condition)
-    reported = experiment.reported.get(condition, {})
+    reported, trained = experiment.reported.get(condition, {}), experiment.paper.length
+    whose = "the paper's" if trained == comparison.recipe.length else f"the paper's, trained at {trained}"
     for length in sorted({length for figures in reported.values() for length in figures}):
         figures = [reported.get(label, {}).get(length) for label in labels]
         cells = ["" if value is None else format_value(measure, value) for value in figures]
-        rows.append([f"the paper's, {length}", *cells])
+        rows.append([f"{whose}, {length}", *cells])
     return markdown(headings, rows)
 
 
