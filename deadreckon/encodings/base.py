@@ -102,15 +102,22 @@ class Context:
         """The context of a piece that `length` tokens come before."""
         return replace(self, positions=self.positions + length, seen=length)
 
-    def of_tokens(self, start: int, end: int) -> Context:
-        """The context of the tokens from start to end."""
-        ids = None if self.token_ids is None else self.token_ids[:, start:end]
-        return replace(self, positions=self.positions[:, start:end], token_ids=ids, seen=self.seen + start)
-
     def rope_angles(self, width: int, base: float, scaling: dict[str, float] | None = None) -> Tensor:
         """As :func:`rope_angles`, computed once for all layers: a decoding step would wait for it in each."""
         key = ("rope angles", width, base, None if scaling is None else tuple(sorted(scaling.items())))
         return self.once(key, lambda: rope_angles(width, base, self.positions.device, scaling))
+
+    def sharpness(self, beyond: int) -> Tensor:
+        """What the logits of each token are multiplied by, (B or 1, T, 1, 1): log n / log beyond, at least 1.
+
+        A logit that leads by log n, and so has half of the attention among n tokens, keeps that half at any n.
+        """
+
+        def compute() -> Tensor:
+            tokens = (self.positions + 1).clamp(min=beyond)
+            return (tokens.double().log() / math.log(beyond)).float()[..., None, None]
+
+        return self.once(("sharpness", beyond), compute)
 
     def once(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
         """What all layers need alike, computed by the first of them."""

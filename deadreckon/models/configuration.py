@@ -35,6 +35,8 @@ class DeadReckonConfig(PreTrainedConfig):
         mlp_bias: whether its projections have biases.
         norm: "rms" for RMSNorm, or "layer" for LayerNorm; with `rms_norm_eps`.
         max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
+        sharpen_beyond: the length trained at, to keep attention as sharp beyond it, see :class:`AttentionLayer`. Also
+            for a model that was trained without: ``from_pretrained(…, sharpen_beyond=2048)``.
     """
 
     model_type = "deadreckon"
@@ -57,6 +59,7 @@ class DeadReckonConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     mlp_bias: bool = False
     max_position_embeddings: int = 2048
+    sharpen_beyond: int | None = None
     initializer_range: float = 0.02
     norm: str = "rms"
     rms_norm_eps: float = 1e-6

@@ -45,6 +45,7 @@ class DecoderLayer(GradientCheckpointingLayer):
             config.hidden_size, config.num_attention_heads, encoding, config.num_key_value_heads, config.qk_norm,
             head_dim=config.head_dim, vocab_size=config.vocab_size, max_length=config.max_position_embeddings,
             qk_norm_eps=config.qk_norm_eps, bias=config.attention_bias, output_bias=config.attention_output_bias,
+            sharpen_beyond=config.sharpen_beyond,
             encoding_options=(config.encoding_options or {}).get(encoding), place=(number, config.num_hidden_layers),
         )  # fmt: skip
         self.post_attention_layernorm = NORMS[config.norm](config.hidden_size, eps=config.rms_norm_eps)

@@ -47,6 +47,8 @@ class AttentionLayer(nn.Module):
         head_dim: d_model / n_heads by default.
         vocab_size: for encodings that look tokens up.
         max_length: the longest document, for encodings that scale their angles by it.
+        sharpen_beyond: the length trained at. From there on the logits of a query with n tokens to look at are
+            multiplied by log n / log sharpen_beyond, so that attention stays as sharp as it was. By default not at all.
         encoding_options: keywords of the encoding's class.
         place: which layer this is, counted from 0, of how many, for encodings that serve several layers at once.
         impl: passed on to :func:`deadreckon.attend` and, beside a state, to :func:`deadreckon.attend_next`.
@@ -66,6 +68,7 @@ class AttentionLayer(nn.Module):
         output_bias: bool = False,
         vocab_size: int | None = None,
         max_length: int = 2048,
+        sharpen_beyond: int | None = None,
         encoding_options: dict[str, Any] | None = None,
         place: tuple[int, int] = (0, 1),
         impl: Implementation = "auto",
@@ -81,9 +84,12 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"head_dim: expected an integer of 1 or more, got {head_dim!r}")
         if head_dim is None and d_model % n_heads:
             raise ValueError(f"d_model: expected a multiple of n_heads = {n_heads} (or head_dim), got {d_model}")
+        if sharpen_beyond is not None and (not isinstance(sharpen_beyond, int) or sharpen_beyond < 2):
+            raise ValueError(f"sharpen_beyond: expected an integer of 2 or more, or None, got {sharpen_beyond!r}")
         head_dim = head_dim or d_model // n_heads
         self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim, vocab_size, max_length, *place)
         self.impl: Implementation = impl
+        self.sharpen_beyond = sharpen_beyond
         self.q_proj = nn.Linear(d_model, n_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=bias)
@@ -184,6 +190,8 @@ class AttentionLayer(nn.Module):
         q, k = residual_norm(self.q_norm, q)[1].to(v.dtype), residual_norm(self.k_norm, k)[1].to(v.dtype)
         factors, scale = self.encoding(mapped, context), width**-0.5
         q, k = self.encoding.widen(q, k, x, context)
+        if self.sharpen_beyond is not None:
+            q = (q * context.sharpness(self.sharpen_beyond)).to(v.dtype)
         if state is None:
             output = attend(
                 q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl, cp=context.cp

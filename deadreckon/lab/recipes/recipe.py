@@ -71,6 +71,7 @@ class Recipe:
     tied: bool = False  # embeddings and outputs share a matrix
     block: str = "llama"  # a name in `BLOCKS`
     qk_norm: bool = False  # queries and keys are RMS-normalised
+    sharpen: bool = False  # beyond the training length, attention stays as sharp as there
     longest: int = 2048  # the longest document, for encodings that scale their angles by it
     steps: int = 500
     learning_rate: float = 8e-3  # at its peak, after `warmup` steps; `schedule` takes it to `floor` times that

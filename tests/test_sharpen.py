@@ -1,0 +1,97 @@
+"""Attention that stays as sharp beyond the training length as it was there."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import deadreckon as dr
+from deadreckon.encodings.base import Context
+from deadreckon.lab.recipes import find_recipe
+from deadreckon.lab.training.engine import make_model
+
+ENCODINGS = ("path", "path-fox", "rope", "stickbreaking", "learned-rotation")
+
+
+def make(encoding: str, beyond: int | None = 8, **changes: object) -> dr.DeadReckonForCausalLM:
+    torch.manual_seed(0)
+    config = dr.DeadReckonConfig(
+        encoding=encoding, vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, sharpen_beyond=beyond, **changes,
+    )  # fmt: skip
+    return dr.DeadReckonForCausalLM(config).double().eval()
+
+
+def test_half_of_the_attention_stays_half() -> None:
+    """Of a token whose logit leads by log n, among n others, at any n."""
+    beyond = 64
+    factors = Context(torch.arange(5000).unsqueeze(0)).sharpness(beyond)
+    assert factors.shape == (1, 5000, 1, 1) and (factors[:, :beyond] == 1).all()
+    for n in (64, 128, 1024, 5000):
+        lead = math.log(beyond) * float(factors[0, n - 1])
+        assert math.exp(lead) / (math.exp(lead) + n) == pytest.approx(0.5, abs=1e-6)
+
+
+def test_it_is_queries_that_are_scaled() -> None:
+    torch.manual_seed(0)
+    layer = dr.AttentionLayer(32, n_heads=4, encoding="path", n_kv_heads=2, sharpen_beyond=8).double()
+    x = torch.randn(2, 30, 32, dtype=torch.float64)
+    q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
+    n = torch.arange(1, 31).double().clamp(min=8)
+    factors = layer.encoding(x, Context.of(x))
+    expected = dr.attend(
+        q * (n.log() / math.log(8))[:, None, None], k, v, **factors._asdict(), scale=8**-0.5, impl="reference"
+    )
+    torch.testing.assert_close(layer(x), layer.o_proj(expected.flatten(-2)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_up_to_the_length_nothing_changes(encoding: str) -> None:
+    model, plain = make(encoding), make(encoding, None)
+    ids = torch.randint(0, 50, (2, 40))
+    torch.testing.assert_close(model(ids[:, :8]).logits, plain(ids[:, :8]).logits, rtol=0, atol=0)
+    assert (model(ids).logits - plain(ids).logits)[:, 8:].abs().amax() > 1e-3
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_token_by_token_packed_and_padded_it_is_the_same(encoding: str) -> None:
+    model, ids = make(encoding), torch.randint(0, 50, (2, 40))
+    whole, cache, steps = model(ids).logits, None, []
+    for piece in ids.split([13, 1, 1, 10, *[1] * 15], dim=1):
+        output = model(piece, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-9)
+    bounds = torch.tensor([0, 40, 80], dtype=torch.int32)
+    packed = model(ids.reshape(1, 80), cu_seqlens=bounds).logits
+    torch.testing.assert_close(packed.view(2, 40, -1), whole, rtol=0, atol=1e-9)
+    mask = torch.ones(2, 45, dtype=torch.long)
+    mask[:, :5] = 0
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), ids], dim=1)
+    generated = model.generate(padded, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated[:, 5:], expected)
+
+
+def test_powers_do_not_depend_on_it() -> None:
+    """Their weights are divided by their sum, whatever the scale."""
+    ids = torch.randint(0, 50, (1, 30))
+    torch.testing.assert_close(make("sympow")(ids).logits, make("sympow", None)(ids).logits, rtol=0, atol=1e-9)
+
+
+def test_models_that_were_trained_without(tmp_path: Path) -> None:
+    make("path", None).float().save_pretrained(tmp_path)
+    loaded = dr.DeadReckonForCausalLM.from_pretrained(tmp_path, sharpen_beyond=16)
+    assert {layer.self_attn.sharpen_beyond for layer in loaded.model.layers} == {16}
+    recipe = find_recipe("flipflop", "tiny", "path", changes=["sharpen=true"])
+    assert make_model(recipe, 8).config.sharpen_beyond == recipe.length == 128
+    assert make_model(find_recipe("flipflop", "tiny", "path"), 8).config.sharpen_beyond is None
+
+
+@pytest.mark.parametrize("value", [1, 0, 2.5, True])
+def test_lengths_that_cannot_be(value: object) -> None:
+    with pytest.raises(ValueError, match="sharpen_beyond: expected an integer of 2 or more, or None, got"):
+        dr.AttentionLayer(32, n_heads=4, sharpen_beyond=value)  # type: ignore[arg-type]
