@@ -54,7 +54,7 @@ def learnt(name: str, cp: dr.ContextParallel | None, packed: bool) -> dict[str, 
 
 def layer_output(cp: dr.ContextParallel | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    layer = dr.AttentionLayer(16, 2, "path-fox", qk_norm=True).double()
+    layer = dr.AttentionLayer(16, 2, "path-fox", qk_norm=True, sharpen_beyond=20).double()
     x = torch.randn(2, LENGTH, 16, dtype=torch.float64, requires_grad=True)
     y = layer(x) if cp is None else cp.gather(layer(cp.shard(x), cp=cp), length=LENGTH)
     (y * torch.linspace(-1, 1, LENGTH).view(1, -1, 1)).sum().backward()
