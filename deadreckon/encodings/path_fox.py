@@ -31,7 +31,7 @@ class PaTHFoX(Encoding):
         self,
         sizes: Sizes,
         rank: int = 32,
-        initial: float = 0.0,
+        initial: float = 0.02,
         beta: float = 1.0,
         activation: str = "none",
         norm_eps: float = 0.0,
