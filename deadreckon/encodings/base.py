@@ -108,14 +108,14 @@ class Context:
         return self.once(key, lambda: rope_angles(width, base, self.positions.device, scaling))
 
     def sharpness(self, beyond: int) -> Tensor:
-        """What the logits of each token are multiplied by, (B or 1, T, 1, 1): log n / log beyond, at least 1.
+        """What a token that sees n has its logits multiplied by, (B or 1, T, 1, 1): log n / log beyond, at least 1.
 
-        A logit that leads by log n, and so has half of the attention among n tokens, keeps that half at any n.
+        A logit that leads by log `beyond` has half of the attention among so many tokens, and so keeps half at any n.
         """
 
         def compute() -> Tensor:
             tokens = (self.positions + 1).clamp(min=beyond)
-            return (tokens.double().log() / math.log(beyond)).float()[..., None, None]
+            return (1 + (tokens.float() / beyond).log() / math.log(beyond))[..., None, None]
 
         return self.once(("sharpness", beyond), compute)
 
