@@ -378,6 +378,8 @@ def test_suites_have_a_mean() -> None:
         ("prism-scan", 48, 1),
         ("prism-dynamic-copy", 20, 1),
         ("prism-dynamic-copy-5", 10, 1),
+        ("prism-odds-first", 100, 1),
+        ("prism-stack", 100, 1),
     ],
 )
 def test_pages_come_of_records(
