@@ -1,7 +1,7 @@
 """The training engine: one object with the whole state of a training, which takes one step at a time.
 
-Data come from one generator, whose state is saved; what encodings draw in a forward pass follows from the seed and the
-step. So a restored training continues exactly: on a CPU bit for bit, given the same number of threads.
+Data come from one generator (`batches.py`), whose state is saved; what encodings draw in a forward pass follows from
+the seed and the step. So a restored training continues exactly: on a CPU bit for bit, given the same number of threads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import deadreckon as dr
 from deadreckon.lab.evaluation import autocast, is_wrong
 from deadreckon.lab.recipes import BLOCKS, Recipe
 from deadreckon.lab.recipes.texts import save_tokenizer
+from deadreckon.lab.training.batches import Batches
 from deadreckon.lab.training.checkpoints import weights_of
 from deadreckon.lab.training.distillation import OBJECTIVES, freeze
 from deadreckon.lab.training.graphs import PARTS, Graphs, captured_on
 from deadreckon.lab.training.ranks import Ranks
-from deadreckon.tasks.task import NOT_SCORED, Batch, Task, draw
+from deadreckon.tasks.task import NOT_SCORED, Batch, Task
 
 COMPILE = "DEADRECKON_COMPILE"  # in the environment: 1 to compile models for training
 
@@ -136,7 +137,7 @@ class Training:
         self.forward = torch.compile(model) if os.environ.get(COMPILE, "0") != "0" else model
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, recipe)
-        self.generator = torch.Generator().manual_seed(recipe.seed)
+        self.batches = Batches(task, recipe, recipe.accumulate * self.ranks.parts)
         self.done = 0  # steps
         self.scheduled = self._place_scheduled()
         capture = captured_on(self.device) and self.ranks.size == 1 if graphs is None else graphs
@@ -152,8 +153,7 @@ class Training:
         for name, value in recipe.scheduled_at(self.done).items():
             for place in self.scheduled[name]:
                 place.fill_(value)
-        count = recipe.accumulate * self.ranks.parts
-        drawn = draw(self.task, recipe.batch_size, recipe.lengths_at(self.done), self.generator, count)
+        drawn = self.batches.take(self.done)
         mine = slice(self.ranks.part * recipe.accumulate, (self.ranks.part + 1) * recipe.accumulate)
         parts = [part.to(self.device) for part in drawn[mine]]
         step = self._step if self.graphs is None or parts[0].cu_seqlens is not None else self.graphs
@@ -251,7 +251,7 @@ class Training:
 
     def memory(self) -> dict[str, Tensor]:
         """All but the weights that the next step depends on: the optimizer's state by parameter, and the generator."""
-        memory = {"generator": self.generator.get_state()}
+        memory = {"generator": self.batches.state}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
                 memory[f"{key}.{name}"] = value
@@ -259,7 +259,7 @@ class Training:
 
     def blank_memory(self, names: Mapping[str, object]) -> dict[str, Tensor]:
         """Tensors like those of `memory`, to read a checkpoint into that has these names and those of weights."""
-        memory, parameters = {"generator": self.generator.get_state()}, dict(self.model.named_parameters())
+        memory, parameters = {"generator": self.batches.state}, dict(self.model.named_parameters())
         for place in names.keys() - self.weights().keys() - memory.keys():
             key, name = place.split(".", 1)
             memory[place] = torch.zeros(()) if key == "step" else torch.zeros_like(parameters[name])
@@ -268,7 +268,7 @@ class Training:
     def remember(self, memory: dict[str, Tensor], done: int) -> None:
         """Restores what `memory` gave after `done` steps; the weights are the model's."""
         memory = dict(memory)
-        self.generator.set_state(memory.pop("generator"))
+        self.batches.state = memory.pop("generator")
         parameters = dict(self.model.named_parameters())
         for place, value in memory.items():
             key, name = place.split(".", 1)
