@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from small_runs import run_cli, small
 
 import deadreckon as dr
 from deadreckon.encodings.base import Context
 from deadreckon.lab.recipes import find_recipe
-from deadreckon.lab.training.engine import make_model
+from deadreckon.lab.training import make_model, score_model, train_run
 
 ENCODINGS = ("path", "path-fox", "rope", "stickbreaking", "learned-rotation")
 
@@ -95,3 +97,25 @@ def test_models_that_were_trained_without(tmp_path: Path) -> None:
 def test_lengths_that_cannot_be(value: object) -> None:
     with pytest.raises(ValueError, match="sharpen_beyond: expected an integer of 2 or more, or None, got"):
         dr.AttentionLayer(32, n_heads=4, sharpen_beyond=value)  # type: ignore[arg-type]
+
+
+def test_trained_models_are_tested_sharpened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `deadreckon eval`, with other tests too; a run keeps the scores of its own."""
+    run = train_run(small("path", 0, "initial=0.3", "test_rows=64", "test_lengths=[16, 64]"), tmp_path / "run")
+    kept = run.scores()
+    words = ["eval", str(run.path), "--sharpen-beyond", "16", "--change", 'evaluators=["perplexity"]']
+    assert run_cli(monkeypatch, *words) == 2
+    assert "evaluators" in capsys.readouterr().err
+    words[-1] = "test_rows=32"
+    assert run_cli(monkeypatch, *words) == 0
+    said = dict(re.findall(r"(\d+): ([\d.e-]+)%", capsys.readouterr().out.split("\n")[0]))
+    recipe = run.recipe.change_tests(["test_rows=32"])
+    plain, sharp = (score_model(run.path / "last", recipe, sharpen_beyond=beyond) for beyond in (None, 16))
+    [within, beyond] = [place for place in plain if place[0] == "as trained"]
+    assert plain[within] == sharp[within] and plain[beyond].loss != sharp[beyond].loss
+    assert float(said["64"]) == pytest.approx(100 * sharp[beyond].value("error"), abs=0.1)
+    assert run.scores() == kept and plain[beyond].rows == 32
+    with pytest.raises(ValueError, match="change: expected a field of tests, test_… or evaluators, conditions, opt"):
+        recipe.change_tests(["layers=3"])

@@ -199,6 +199,23 @@ def test_answers_of_another_model(
         run_suite(folder, [800], **settings)
 
 
+def test_sharpened_models_are_others(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are asked as such."""
+    monkeypatch.setattr(pages, "suite_picture", lambda *words: None)
+    make_model("nope", len(tokenizer)).save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    model, _ = pages.load(tmp_path / "saved", "last", "cpu", [800], 64)
+    assert model.config.sharpen_beyond == 64
+    layers = [layer for layer in model.modules() if isinstance(layer, dr.AttentionLayer)]
+    assert layers and all(layer.sharpen_beyond == 64 for layer in layers)
+    settings: dict[str, Any] = {"tasks": ["passkey"], "rows": 1, "console": quiet(), "out": tmp_path / "out"}
+    run_suite(tmp_path / "saved", [800], **settings)
+    with pytest.raises(ValueError, match="out: expected a folder without answers, or with answers to weights"):
+        run_suite(tmp_path / "saved", [800], sharpen_beyond=64, **settings)
+
+
 def test_data_may_come_later(tmp_path: Path) -> None:
     answer = Answer("vt", 10, 0, 5, None, ["a"], "a", 1.0)
     Answers(tmp_path / "a.jsonl", {"model": "x", "data": []}).add([answer])
@@ -218,6 +235,10 @@ def test_what_cannot_be_asked(
         ((str(folder), *long_suite, "--rows", "0"), "rows: expected 1 or more, got 0"),
         ((str(folder), *long_suite, "--lengths", "200", "--tasks", "vt"), "lengths: expected at least"),
         ((str(folder), *long_suite, "--beside", str(tmp_path)), "beside: expected answers of"),
+        (
+            (str(folder), *long_suite, "--sharpen-beyond", "64"),
+            "sharpen_beyond: expected a model of deadreckon, got",
+        ),
     ):
         assert run_cli(monkeypatch, "eval", *words) == 2
         assert message in capsys.readouterr().err

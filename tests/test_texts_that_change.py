@@ -226,11 +226,11 @@ def test_flags_that_do_not_go_together(
 ) -> None:
     trained(texts, "run")
     for words, said in (
-        (["--change", "test_tokens=9"], "change: expected with --recipe only"),
+        (["--change", "steps=9"], "change: expected a field of tests, test_… or evaluators, conditions, options; got"),
         (["--size", "paper"], "size: expected with --recipe only, got 'paper'"),
         (["--rows", "-4"], "rows: expected with --suite only, got -4"),
         (["--tasks", "nonsense"], "tasks: expected with --suite only"),
-        (["--suite", "long", "--change", "steps=1"], "change: expected with --recipe only"),
+        (["--suite", "long", "--change", "steps=1"], "change: expected none beside --suite, got"),
         (["--suite", "long", "--recipe", "code"], "recipe: expected none beside --suite, got 'code'"),
     ):
         assert run_cli(monkeypatch, "eval", "run", *words) == 2

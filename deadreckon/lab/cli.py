@@ -24,6 +24,7 @@ from deadreckon.lab.bench.flags import Attention, Benchmark
 
 Size = Literal["tiny", "small", "paper"]
 Checkpoint = Literal["last", "best"]
+OUT = arg(aliases=["-o", "--output"])  # one name for where a command writes, and two that people try
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Train:
 
     resumes: ClassVar[bool] = True
     recipe: Positional[str]  # what to learn, such as flipflop, mqrar-2 or reverse (see `deadreckon list`)
-    out: Path  # folder of the run; made if it is not there
+    out: Annotated[Path, OUT]  # folder of the run; made if it is not there
     encoding: str = "path-fox"  # name of the position encoding (see `deadreckon list`)
     size: Size = "tiny"  # tiny takes about a minute on a CPU, small minutes on a GPU, paper what the paper took
     seed: int = 0  # of weights and data
@@ -114,7 +115,9 @@ class Eval:
     checkpoint: Checkpoint = "last"  # the last weights, or those that did best while training
     recipe: str = ""  # the tests to run on a saved model that is no run, such as addition
     size: Size = "small"  # of that recipe
-    change: tuple[str, ...] = ()  # fields of that recipe to change, such as test_rows=1000
+    # Fields of the recipe to change, such as test_rows=1000. Such scores of a run are shown, not kept.
+    change: tuple[str, ...] = ()
+    sharpen_beyond: int | None = None  # the length trained at, to keep attention as sharp beyond it; likewise
     suite: Literal["", "long"] = ""  # long: passkey, RULER's niah, vt, cwe and fwe, BABILong, PhoneBook
     tasks: tuple[str, ...] = ()  # of the suite, such as passkey,vt; by default all that there is data for
     rows: int = 100  # questions of each task at each length
@@ -122,16 +125,18 @@ class Eval:
     books: str = ""  # books to scatter their facts in: a file, a folder or a dataset
     seed: int = 0  # of the suite's questions
     batch_tokens: int = 2**16  # tokens of prompts to read at once
-    out: Path | None = None  # where the suite's answers, tables and picture go; `long` in the folder by default
+    # Where the suite's answers, tables and picture go; by default `long` in the folder.
+    out: Annotated[Path | None, OUT] = None
     beside: tuple[Path, ...] = ()  # models that have been through the suite, to show in the same picture
     device: str = "cpu"  # cpu, cuda, …
 
     def run(self) -> None:
-        self._check_flags("recipe", "" if self.suite else self.recipe, ("size", "change"))
+        self._check_flags("recipe", self.recipe, ("size",))
         of_suite = ("tasks", "rows", "babi", "books", "seed", "batch_tokens", "out", "beside")
         self._check_flags("suite", self.suite, of_suite)
-        if self.suite and self.recipe:
-            raise ValueError(f"recipe: expected none beside --suite, got {self.recipe!r}")
+        for name in ("recipe", "change") if self.suite else ():
+            if getattr(self, name):
+                raise ValueError(f"{name}: expected none beside --suite, got {getattr(self, name)!r}")
         if self.suite:
             self._run_suite()
         else:
@@ -150,7 +155,7 @@ class Eval:
         run_suite(
             self.folder, numbers_in(self.lengths), tasks=names_in(self.tasks), rows=self.rows, babi=self.babi,
             books=self.books, checkpoint=self.checkpoint, seed=self.seed, batch_tokens=self.batch_tokens, out=self.out,
-            beside=self.beside, device=self.device, console=Console(),
+            sharpen_beyond=self.sharpen_beyond, beside=self.beside, device=self.device, console=Console(),
         )  # fmt: skip
 
     def _run_tests(self) -> None:
@@ -159,15 +164,19 @@ class Eval:
         from deadreckon.lab.training import Run, list_scores, quiet_transformers, score_model, score_run, summary
 
         check_device(self.device)
-        console, wanted = Console(), numbers_in(self.lengths)
+        console, wanted, beyond = Console(), numbers_in(self.lengths), self.sharpen_beyond
         with quiet_transformers():
             if self.recipe:
-                recipe = find_recipe(self.recipe, self.size, changes=self.change)
-                lines = "\n".join(list_scores(recipe, score_model(self.folder, recipe, wanted, self.device, console)))
+                recipe, folder = find_recipe(self.recipe, self.size, changes=self.change), self.folder
+                lines = list_scores(recipe, score_model(folder, recipe, wanted, self.device, console, beyond))
+            elif self.change or beyond is not None:
+                recipe, folder = Run(self.folder).recipe_in_use.change_tests(self.change), self.folder / self.checkpoint
+                lines = list_scores(recipe, score_model(folder, recipe, wanted, self.device, console, beyond))
             else:
                 run = Run(self.folder)
-                lines = summary(run, score_run(run, wanted, kind=self.checkpoint, device=self.device, console=console))
-        console.print(lines, highlight=False, soft_wrap=True)
+                scores = score_run(run, wanted, kind=self.checkpoint, device=self.device, console=console)
+                lines = [summary(run, scores)]
+        console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -203,11 +212,11 @@ class Compare:
 class Report:
     """Write one self-contained page of HTML about runs: tables, pictures, recipes, environments.
 
-    With --output PAGE.md, a page about conversions of one teacher.
+    With --out PAGE.md, a page about conversions of one teacher.
     """
 
     runs: Positional[tuple[Path, ...]]  # folders of runs, or folders with such folders in them; or of conversions
-    output: Annotated[Path, arg(aliases=["-o"])] = Path("report.html")  # the page
+    out: Annotated[Path, OUT] = Path("report.html")  # the page
 
     def run(self) -> None:
         from deadreckon.lab.pages.conversion import write_conversions
@@ -215,11 +224,11 @@ class Report:
 
         if not self.runs:
             raise ValueError("runs: expected one or more folders, got none")
-        if self.output.suffix == ".md":
-            write_conversions(self.output, self.runs, Console())
+        if self.out.suffix == ".md":
+            write_conversions(self.out, self.runs, Console())
             return
-        count = write_report(self.runs, self.output)
-        print(f"{self.output}: {count} run{'s' * (count != 1)}, {self.output.stat().st_size:,} bytes")
+        count = write_report(self.runs, self.out)
+        print(f"{self.out}: {count} run{'s' * (count != 1)}, {self.out.stat().st_size:,} bytes")
 
 
 @dataclass(frozen=True)
@@ -249,14 +258,14 @@ class Probe:
     seed: int = 0  # of the sequences
     device: str = "cpu"  # cpu, cuda, …
     # Folder for probe.json and probe.png, cursors.png or attention.png; by default `probe` in that of the run.
-    output: Annotated[Path | None, arg(aliases=["-o"])] = None
+    out: Annotated[Path | None, OUT] = None
 
     def run(self) -> None:
         from deadreckon.lab.probe import run_probe
         from deadreckon.lab.probe.report import print_findings
         from deadreckon.lab.probe.source import Source
 
-        console, out = Console(), self.output or self.folder / "probe"
+        console, out = Console(), self.out or self.folder / "probe"
         source = Source(self.folder, self.checkpoint, self.device)
         if self.cursors or self.attention:
             import torch
@@ -296,7 +305,7 @@ class Convert:
     resumes: ClassVar[bool] = True
     source: Annotated[Positional[str], arg(name="src")]  # folder of the model and its tokenizer
     data: str  # text to learn from: a file, a folder, a folder of tokens or hf:NAME
-    out: Path  # folder for the new model, its stages and the report
+    out: Annotated[Path, OUT]  # folder for the new model, its stages and the report
     held_out: str = ""  # text to test on; not needed beside a folder of tokens
     encoding: str = "rope-path-fox"  # of the new model (see `deadreckon list`)
     drop_rope: bool = False  # let RoPE's angles fade to nothing in the first stage, to end with path-fox, path or fox

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import deadreckon as dr
 from deadreckon.lab.arguments import check_counts
@@ -42,6 +42,7 @@ def run_suite(
     seed: int = 0,
     batch_tokens: int = 1 << 16,
     out: Path | None = None,
+    sharpen_beyond: int | None = None,
     beside: Sequence[Path] = (),
     device: str = "cpu",
     console: Console | None = None,
@@ -64,14 +65,15 @@ def run_suite(
     }
     source, out = find_model(folder, checkpoint), out or folder / FOLDER
     data = [Path(path).name for path in (babi, books) if path]
-    answers = Answers(out / "answers.jsonl", {"weights": fingerprint(source), "seed": seed, "data": data})
+    weights = fingerprint(source) if sharpen_beyond is None else f"{fingerprint(source)} beyond {sharpen_beyond}"
+    answers = Answers(out / "answers.jsonl", {"weights": weights, "seed": seed, "data": data})
     keys = [(task, length, number) for task in chosen for length in lengths for number in range(rows)]
     countdown = Countdown(console, len(keys), sum(key in answers.known for key in keys))
     if countdown.done:
         console.print(f"{countdown.done} of {countdown.wanted} answers are there already.", highlight=False)
     if countdown.done < countdown.wanted:
         with quiet_transformers():
-            model, tokenizer = load(folder, checkpoint, device, lengths)
+            model, tokenizer = load(folder, checkpoint, device, lengths, sharpen_beyond)
         with console.status("") as status:
             for batch in ask(
                 model, tokenizer, chosen, lengths, rows, known=answers.known.keys(), seed=seed,
@@ -92,15 +94,20 @@ def find_model(folder: Path, checkpoint: str) -> Path:
 
 
 def load(
-    folder: Path, checkpoint: str, device: str, lengths: Sequence[int]
+    folder: Path, checkpoint: str, device: str, lengths: Sequence[int], sharpen_beyond: int | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A run's checkpoint or a saved model of any kind, and its tokenizer."""
     source = find_model(folder, checkpoint)
     tokenizer = tokenizer_beside(source)
     if source != folder:
-        return Run(folder).load(checkpoint, device, lengths), tokenizer
+        return Run(folder).load(checkpoint, device, lengths, sharpen_beyond), tokenizer
     AutoModelForCausalLM.register(dr.DeadReckonConfig, dr.DeadReckonForCausalLM, exist_ok=True)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval(), tokenizer
+    config = AutoConfig.from_pretrained(folder)
+    if sharpen_beyond is not None:
+        if not isinstance(config, dr.DeadReckonConfig):
+            raise ValueError(f"sharpen_beyond: expected a model of deadreckon, got {config.model_type}")
+        config.sharpen_beyond = sharpen_beyond
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto").to(device).eval(), tokenizer
 
 
 def fingerprint(folder: Path) -> str:

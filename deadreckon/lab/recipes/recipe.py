@@ -40,6 +40,7 @@ FACTORS = ("angle_factor", "new_factor")
 SCHEDULABLE = {"prism": ("noise",), "rope-fox": FACTORS, "rope-path": FACTORS, "rope-path-fox": FACTORS}
 SCHEDULABLE_ALWAYS = ("learning_rate", "length")
 TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_language}
+OF_TESTS = ("evaluators", "conditions", "options")  # beside those that begin with test_
 AT_LEAST_ONE = (
     "length", "batch_size", "accumulate", "layers", "width", "heads", "steps", "test_rows", "test_tokens",
     "evaluate_every", "validation_rows", "log_every",
@@ -280,6 +281,14 @@ class Recipe:
                     raise ValueError(f"change: expected a field of the recipe, got {place!r}")
             inside[last] = parse(value)
         return Recipe._of(data)
+
+    def change_tests(self, changes: Sequence[str]) -> Recipe:
+        """Likewise, of a model that is trained already."""
+        for change in changes:
+            field = change.partition("=")[0].partition(".")[0].strip()
+            if not field.startswith("test_") and field not in OF_TESTS:
+                raise ValueError(f"change: expected a field of tests, test_… or {', '.join(OF_TESTS)}; got {change!r}")
+        return self.change(changes)
 
     def differences(self, other: Recipe) -> list[str]:
         """Where another recipe differs, in words."""

@@ -157,12 +157,14 @@ class Run:
         path = self.path / "last" / "progress.json"
         return Progress(**json.loads(path.read_text())) if path.exists() else Progress(0)
 
-    def load(self, kind: str = "last", device: str = "cpu", lengths: Sequence[int] = ()) -> dr.DeadReckonForCausalLM:
-        """The model of a checkpoint, with the positions for tests of the recipe's lengths and of these."""
+    def load(
+        self, kind: str = "last", device: str = "cpu", lengths: Sequence[int] = (), sharpen_beyond: int | None = None
+    ) -> dr.DeadReckonForCausalLM:
+        """The model of a checkpoint, see `load_for_tests`."""
         folder = self.path / kind
         if not (folder / "config.json").exists():
             raise ValueError(f"run: {self.path} has no {kind} checkpoint yet")
-        return load_for_tests(folder, self.recipe, device, lengths)
+        return load_for_tests(folder, self.recipe, device, lengths, sharpen_beyond)
 
     def scores(self, kind: str = "last") -> dict[tuple[str, int], Score]:
         """Scores of a checkpoint by test and length; those of an earlier checkpoint do not count."""
@@ -261,10 +263,13 @@ def _describe(training: Training, name: str, about: dict[str, Any], folder: Path
     (folder / name).write_text(json.dumps(about))
 
 
-def load_for_tests(folder: Path, recipe: Recipe, device: str, lengths: Sequence[int] = ()) -> dr.DeadReckonForCausalLM:
-    """A saved model, with the positions for tests of the recipe's lengths and of these."""
+def load_for_tests(
+    folder: Path, recipe: Recipe, device: str, lengths: Sequence[int] = (), sharpen_beyond: int | None = None
+) -> dr.DeadReckonForCausalLM:
+    """A saved model, with the positions for tests of the recipe's lengths and of these; sharpened, if asked to."""
     check_model(folder)
-    config = config_for_tests(dr.DeadReckonConfig.from_pretrained(folder), recipe, lengths)
+    sharper = {} if sharpen_beyond is None else {"sharpen_beyond": sharpen_beyond}
+    config = config_for_tests(dr.DeadReckonConfig.from_pretrained(folder, **sharper), recipe, lengths)
     model: dr.DeadReckonForCausalLM = dr.DeadReckonForCausalLM.from_pretrained(folder, config=config).to(device)
     return model.eval()
 

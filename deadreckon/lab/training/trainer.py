@@ -242,12 +242,17 @@ def score_run(
 
 
 def score_model(
-    folder: Path, recipe: Recipe, lengths: Sequence[int] = (), device: str = "cpu", console: Console | None = None
+    folder: Path,
+    recipe: Recipe,
+    lengths: Sequence[int] = (),
+    device: str = "cpu",
+    console: Console | None = None,
+    sharpen_beyond: int | None = None,
 ) -> dict[Place, Score]:
     """Scores of any saved model in the tests of a recipe."""
     encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding if (folder / "config.json").exists() else ""
     recipe = replace(recipe, encoding=encoding or recipe.encoding)
-    model = load_for_tests(folder, recipe, device, lengths)
+    model = load_for_tests(folder, recipe, device, lengths, sharpen_beyond)
     expected = recipe.make_task().vocab_size
     if model.config.vocab_size != expected:
         raise ValueError(
