@@ -163,7 +163,10 @@ def validate(run: Run, training: Training, gap: Gap) -> Score:
             run.add_evaluation(training.done, found)
     condition = next(iter(recipe.conditions))
     rows, seed = recipe.validation_rows, VALIDATION_SEED
-    return score(model, recipe, condition, recipe.length, rows=rows, seed=seed, share=ranks.share)
+    validation = score(model, recipe, condition, recipe.length, rows=rows, seed=seed, share=ranks.share)
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()  # tests are long and wide, and others may share the GPU
+    return validation
 
 
 def _line(recipe: Recipe, step: Step, validation: Score | None, speed: float) -> dict[str, float]:
