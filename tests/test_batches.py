@@ -49,8 +49,8 @@ def test_they_are_those_of_one_generator() -> None:
     batches = Batches(task, RECIPE, 2)
     for step, tokens in enumerate(expected()):
         assert torch.equal(batches.take(step)[1].tokens, tokens)
-    batches.thread.shutdown()  # all that it was given is drawn
-    assert task.asked == [RECIPE.lengths_at(step) for step in range(RECIPE.steps)]  # none beyond the last
+    assert batches.next is None  # none beyond the last
+    assert task.asked == [RECIPE.lengths_at(step) for step in range(RECIPE.steps)]
     assert get_ident() not in task.threads
 
 

@@ -24,7 +24,7 @@ from deadreckon.tasks.long.frequent_words import FrequentWords
 from deadreckon.tasks.long.passkey import Passkey
 from deadreckon.tasks.long.phonebook import PhoneBook
 from deadreckon.tasks.long.question import LongTask, Question, draw, fit
-from deadreckon.tasks.long.rows import Questions
+from deadreckon.tasks.long.rows import Questions, Scale
 from deadreckon.tasks.long.variable_tracking import VariableTracking
 from deadreckon.tasks.long.words import names, words
 from deadreckon.tasks.mixture import Mixture
@@ -303,6 +303,10 @@ def test_rows_to_train_on(tasks: dict[str, LongTask], tokenizer: Tokenizer) -> N
     assert int(used.max()) < 1000 and int(used.min()) < 300
     with pytest.raises(ValueError, match=r"length: expected \d+ or more, got 3"):
         questions.sample(1, 3, torch.Generator())
+    short = Questions({"vt": tasks["vt"]}, tokenizer)
+    vars(short)["_scales"] = {"vt": Scale(10, 1.0)}  # as if questions were so short: none ever fits
+    with pytest.raises(ValueError, match="length: expected room for a question of vt, got 20 tokens"):
+        short.sample(1, 20, torch.Generator())
 
 
 def test_mixture(tmp_path: Path, tasks: dict[str, LongTask], tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from small_runs import run_cli, small
 
 import deadreckon as dr
 from deadreckon.encodings.base import Context
+from deadreckon.lab.probe.attention import maps_of
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.training import make_model, score_model, train_run
 
@@ -93,9 +94,9 @@ def test_models_that_were_trained_without(tmp_path: Path) -> None:
     assert make_model(find_recipe("flipflop", "tiny", "path"), 8).config.sharpen_beyond is None
 
 
-@pytest.mark.parametrize("value", [1, 0, 2.5, True])
+@pytest.mark.parametrize("value", [1, 0, -3, True, 1 << 70])
 def test_lengths_that_cannot_be(value: object) -> None:
-    with pytest.raises(ValueError, match="sharpen_beyond: expected an integer of 2 or more, or None, got"):
+    with pytest.raises(ValueError, match="sharpen_beyond: expected an integer from 2 to"):
         dr.AttentionLayer(32, n_heads=4, sharpen_beyond=value)  # type: ignore[arg-type]
 
 
@@ -117,5 +118,42 @@ def test_trained_models_are_tested_sharpened(
     assert plain[within] == sharp[within] and plain[beyond].loss != sharp[beyond].loss
     assert float(said["64"]) == pytest.approx(100 * sharp[beyond].value("error"), abs=0.1)
     assert run.scores() == kept and plain[beyond].rows == 32
+    for change, message in (
+        ("test_lengths=[16, -7]", "lengths: expected"),
+        ('evaluators=["error", "x"]', "evaluators"),
+    ):
+        assert run_cli(monkeypatch, "eval", str(run.path), "--change", change) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="change: expected a field of tests, test_… or evaluators, conditions, opt"):
         recipe.change_tests(["layers=3"])
+
+
+def test_tasks_count_in_tokens() -> None:
+    """A sum of 8 digits takes more of them."""
+    recipe = find_recipe("addition", "tiny", "path", changes=["sharpen=true"])
+    width = recipe.make_task().sample(100, 8, torch.Generator().manual_seed(0))[0].shape[1]
+    assert make_model(recipe, 64).config.sharpen_beyond == width > 60
+
+
+def test_a_model_that_training_starts_with_is_sharpened(tmp_path: Path) -> None:
+    first = train_run(small("path", 0, "steps=2"), tmp_path / "first")
+    run = train_run(small("path", 0, "steps=2", f"start={first.path / 'last'}", "sharpen=true"), tmp_path / "run")
+    assert first.load().config.sharpen_beyond is None and run.load().config.sharpen_beyond == 16
+
+
+@pytest.mark.parametrize("encoding", ["rope", "path-fox"])
+def test_the_probe_sees_it(encoding: str) -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 50, (1, 40))
+    sharp, plain = (maps_of(make(encoding, beyond), ids) for beyond in (8, None))
+    assert torch.equal(sharp[0, :, :8], plain[0, :, :8]) and not torch.allclose(sharp[0, :, 20:], plain[0, :, 20:])
+    model = make(encoding)
+    layer = model.model.layers[0].self_attn
+    seen = {}
+    layer.register_forward_hook(lambda _, inputs, output: seen.update(output=output))
+    layer.v_proj.register_forward_hook(lambda _, inputs, output: seen.update(v=output))
+    model(ids)
+    values = seen["v"].unflatten(-1, (2, 8)).repeat_interleave(2, dim=2)
+    output = torch.einsum("hij,bjhd->bihd", sharp[0].double(), values.double()).flatten(-2)
+    found = seen["output"][0] if isinstance(seen["output"], tuple) else seen["output"]
+    torch.testing.assert_close(layer.o_proj(output), found, atol=1e-6, rtol=1e-6)

@@ -67,6 +67,20 @@ def test_a_run_keeps_its_tokenizer(texts: tuple[str, ...]) -> None:
     assert training.task.corpus.tokenizer.get_vocab() == tokens  # type: ignore[attr-defined]
 
 
+def test_other_texts_are_tested_in_the_same_tokens(
+    texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or not at all."""
+    trained(texts, "run", "rope", "options.vocabulary=262")  # which either text fills
+    write_jsonl(Path("other.jsonl"), [f"quite other words {number * 7919}" for number in range(200)])
+    words = ["eval", "run", "--change", "options.data=other.jsonl"]
+    assert run_cli(monkeypatch, *words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "options.data: expected a text in the tokens of the model, got others; --change options.tok" in said
+    assert run_cli(monkeypatch, *words, "options.tokenizer=run/last") == 0
+    assert run_cli(monkeypatch, "eval", "run", "--change", "test_tokens=128") == 0
+
+
 def test_lengths_that_come_later_are_of_the_same_texts(texts: tuple[str, ...]) -> None:
     """Whatever was asked for before: rows are as long as the greatest length of all."""
     run = trained(texts, "run")

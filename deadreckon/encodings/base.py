@@ -108,9 +108,10 @@ class Context:
         return self.once(key, lambda: rope_angles(width, base, self.positions.device, scaling))
 
     def sharpness(self, beyond: int) -> Tensor:
-        """What a token that sees n has its logits multiplied by, (B or 1, T, 1, 1): log n / log beyond, at least 1.
+        """What a token that sees n has its queries multiplied by, (B or 1, T, 1, 1): log n / log beyond, at least 1.
 
         A logit that leads by log `beyond` has half of the attention among so many tokens, and so keeps half at any n.
+        That is softmax's. Powers give shares, which this does not change; sticks are broken off sooner.
         """
 
         def compute() -> Tensor:
@@ -236,6 +237,12 @@ def check_scaling(scaling: dict[str, float] | None) -> None:
         )
     if len(scaling) > 1 and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise ValueError(f"scaling: expected high_freq_factor above low_freq_factor, got {scaling!r}")
+
+
+def check_sharpening(beyond: object) -> None:
+    """Raises ValueError unless it is a number of tokens to be sharpened beyond, or None."""
+    if beyond is not None and (type(beyond) is not int or not 2 <= beyond < 1 << 31):
+        raise ValueError(f"sharpen_beyond: expected an integer from 2 to 2³¹ − 1, or None, got {beyond!r}")
 
 
 def every_token(angles: Tensor, x: Tensor) -> Tensor:

@@ -117,7 +117,9 @@ class Eval:
     size: Size = "small"  # of that recipe
     # Fields of the recipe to change, such as test_rows=1000. Such scores of a run are shown, not kept.
     change: tuple[str, ...] = ()
-    sharpen_beyond: int | None = None  # the length trained at, to keep attention as sharp beyond it; likewise
+    # Tokens of training rows, to keep attention as sharp beyond them. A run's scores are not kept; a suite's answers
+    # are, in `long-beyond-N`.
+    sharpen_beyond: int | None = None
     suite: Literal["", "long"] = ""  # long: passkey, RULER's niah, vt, cwe and fwe, BABILong, PhoneBook
     tasks: tuple[str, ...] = ()  # of the suite, such as passkey,vt; by default all that there is data for
     rows: int = 100  # questions of each task at each length
@@ -170,8 +172,12 @@ class Eval:
                 recipe, folder = find_recipe(self.recipe, self.size, changes=self.change), self.folder
                 lines = list_scores(recipe, score_model(folder, recipe, wanted, self.device, console, beyond))
             elif self.change or beyond is not None:
-                recipe, folder = Run(self.folder).recipe_in_use.change_tests(self.change), self.folder / self.checkpoint
-                lines = list_scores(recipe, score_model(folder, recipe, wanted, self.device, console, beyond))
+                run = Run(self.folder)
+                recipe, folder = run.recipe_in_use.change_tests(self.change), run.path / self.checkpoint
+                if any(one.startswith("test_lengths") for one in self.change):  # all of them, or none
+                    wanted = wanted or recipe.test_lengths
+                scores = score_model(folder, recipe, wanted, self.device, console, beyond, run.metrics())
+                lines = list_scores(recipe, scores)
             else:
                 run = Run(self.folder)
                 scores = score_run(run, wanted, kind=self.checkpoint, device=self.device, console=console)

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from deadreckon.encodings import ENCODINGS
+from deadreckon.encodings.base import check_sharpening
 from deadreckon.models.cache import LAYER_TYPE
 from deadreckon.models.tools import name_for_auto_classes
 
@@ -91,6 +92,7 @@ class DeadReckonConfig(PreTrainedConfig):
             raise ValueError(f"hidden_act: expected one of {', '.join(ACT2FN)}; got {self.hidden_act!r}")
         if self.norm not in NORMS:
             raise ValueError(f"norm: expected one of {', '.join(NORMS)}; got {self.norm!r}")
+        check_sharpening(self.sharpen_beyond)
         for name in self.encodings():
             if name not in ENCODINGS:
                 raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")

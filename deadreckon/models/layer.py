@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deadreckon.encodings import ENCODINGS
-from deadreckon.encodings.base import CROPPABLE, Context, Encoding, Sizes
+from deadreckon.encodings.base import CROPPABLE, Context, Encoding, Sizes, check_sharpening
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
 from deadreckon.ops.norm import residual_norm
@@ -47,8 +47,9 @@ class AttentionLayer(nn.Module):
         head_dim: d_model / n_heads by default.
         vocab_size: for encodings that look tokens up.
         max_length: the longest document, for encodings that scale their angles by it.
-        sharpen_beyond: the length trained at. From there on the logits of a query with n tokens to look at are
-            multiplied by log n / log sharpen_beyond, so that attention stays as sharp as it was. By default not at all.
+        sharpen_beyond: the tokens trained at. From there on a query with n tokens to look at is multiplied by
+            log n / log sharpen_beyond, so that softmax stays as sharp as it was (gates are left as they are, and powers
+            are not changed by it). By default not at all.
         encoding_options: keywords of the encoding's class.
         place: which layer this is, counted from 0, of how many, for encodings that serve several layers at once.
         impl: passed on to :func:`deadreckon.attend` and, beside a state, to :func:`deadreckon.attend_next`.
@@ -84,8 +85,7 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"head_dim: expected an integer of 1 or more, got {head_dim!r}")
         if head_dim is None and d_model % n_heads:
             raise ValueError(f"d_model: expected a multiple of n_heads = {n_heads} (or head_dim), got {d_model}")
-        if sharpen_beyond is not None and (not isinstance(sharpen_beyond, int) or sharpen_beyond < 2):
-            raise ValueError(f"sharpen_beyond: expected an integer of 2 or more, or None, got {sharpen_beyond!r}")
+        check_sharpening(sharpen_beyond)
         head_dim = head_dim or d_model // n_heads
         self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim, vocab_size, max_length, *place)
         self.impl: Implementation = impl
@@ -183,15 +183,20 @@ class AttentionLayer(nn.Module):
         state.become(draft)
         return output
 
+    def placed(self, q: Tensor, k: Tensor, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Queries and keys as attention takes them: widened by the encoding, sharpened beyond the training length."""
+        q, k = self.encoding.widen(q, k, x, context)
+        if self.sharpen_beyond is not None:
+            q = (q * context.sharpness(self.sharpen_beyond)).to(q.dtype)
+        return q, k
+
     def _attend(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:
         width, mapped = self.sizes.head_dim, cast_once(x)
         q, k, v = (project(mapped).unflatten(-1, (-1, width)) for project in (self.q_proj, self.k_proj, self.v_proj))
         # PyTorch's norms may answer in float32 under autocast.
         q, k = residual_norm(self.q_norm, q)[1].to(v.dtype), residual_norm(self.k_norm, k)[1].to(v.dtype)
         factors, scale = self.encoding(mapped, context), width**-0.5
-        q, k = self.encoding.widen(q, k, x, context)
-        if self.sharpen_beyond is not None:
-            q = (q * context.sharpness(self.sharpen_beyond)).to(v.dtype)
+        q, k = self.placed(q, k, x, context)
         if state is None:
             output = attend(
                 q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl, cp=context.cp

@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import deadreckon as dr
+from deadreckon.encodings.base import check_sharpening
 from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device, check_model, describe_environment
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
@@ -63,10 +64,12 @@ def run_suite(
         ]
         for other, path in zip(names, beside, strict=True)
     }
-    source, out = find_model(folder, checkpoint), out or folder / FOLDER
+    check_sharpening(sharpen_beyond)
+    sharpened = "" if sharpen_beyond is None else f" beyond {sharpen_beyond}"
+    source, out = find_model(folder, checkpoint), out or folder / (FOLDER + sharpened.replace(" ", "-"))
     data = [Path(path).name for path in (babi, books) if path]
-    weights = fingerprint(source) if sharpen_beyond is None else f"{fingerprint(source)} beyond {sharpen_beyond}"
-    answers = Answers(out / "answers.jsonl", {"weights": weights, "seed": seed, "data": data})
+    about = {"weights": fingerprint(source) + sharpened, "seed": seed, "data": data}
+    answers = Answers(out / "answers.jsonl", about)
     keys = [(task, length, number) for task in chosen for length in lengths for number in range(rows)]
     countdown = Countdown(console, len(keys), sum(key in answers.known for key in keys))
     if countdown.done:
@@ -82,7 +85,7 @@ def run_suite(
                 answers.add(batch)
                 status.update(countdown.advance(len(batch), f"{batch[-1].task} at {batch[-1].length}", "answers"))
     asked = [answers.known[key] for key in keys]
-    show({name: asked} | others, out, console, describe_environment(device)["command"])
+    show({name + sharpened: asked} | others, out, console, describe_environment(device)["command"])
     return mean_scores(asked)
 
 

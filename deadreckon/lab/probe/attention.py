@@ -29,7 +29,7 @@ def vectors_of(layer: dr.AttentionLayer, x: Tensor, context: dr.Context) -> tupl
     q, k, v = (norm(project(x).unflatten(-1, (-1, width))) for norm, project in (
         (layer.q_norm, layer.q_proj), (layer.k_norm, layer.k_proj), (torch.nn.Identity(), layer.v_proj)
     ))  # fmt: skip
-    q, k = layer.encoding.widen(q, k, x, context)
+    q, k = layer.placed(q, k, x, context)
     q, k, v = (per_head(t if t.dtype == torch.float64 else t.float(), layer.sizes.n_heads) for t in (q, k, v))
     return q, k, v
 

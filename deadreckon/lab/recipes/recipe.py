@@ -40,7 +40,7 @@ FACTORS = ("angle_factor", "new_factor")
 SCHEDULABLE = {"prism": ("noise",), "rope-fox": FACTORS, "rope-path": FACTORS, "rope-path-fox": FACTORS}
 SCHEDULABLE_ALWAYS = ("learning_rate", "length")
 TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_language}
-OF_TESTS = ("evaluators", "conditions", "options")  # beside those that begin with test_
+OF_TESTS = ("evaluators", "conditions", "options")  # fields of tests, beside those that begin with test_
 AT_LEAST_ONE = (
     "length", "batch_size", "accumulate", "layers", "width", "heads", "steps", "test_rows", "test_tokens",
     "evaluate_every", "validation_rows", "log_every",
@@ -228,10 +228,18 @@ class Recipe:
 
     def _tokens_of(self, length: int) -> int:
         """The tokens of the longest of 100 rows, rounded up to a multiple of 64."""
+        return -(-self._longest_row(length) // 64) * 64
+
+    def _longest_row(self, length: int) -> int:
         tasks = [self.make_task(), *map(self.make_task, self.conditions)]
         task = next((task for task in tasks if length in task.lengths), tasks[0])
         rows, _ = task.sample(100, length, torch.Generator().manual_seed(0))
-        return -(-rows.shape[1] // 64) * 64
+        return int(rows.shape[1])
+
+    @property
+    def sharpen_beyond(self) -> int | None:
+        """The tokens of training rows, where attention is to stay as sharp beyond them."""
+        return self._longest_row(self.length) if self.sharpen else None
 
     def at_length(self, length: int) -> Recipe:
         """The same recipe at another training length: as many tokens a step, test lengths in proportion."""

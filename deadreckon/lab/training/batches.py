@@ -7,7 +7,8 @@ as it was before the batch that is being drawn, which no step has seen.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -28,20 +29,26 @@ class Batches:
     def __init__(self, task: Task, recipe: Recipe, parts: int) -> None:
         self.task, self.recipe, self.parts = task, recipe, parts
         self.generator = torch.Generator().manual_seed(recipe.seed)
-        self.thread = ThreadPoolExecutor(1, "batches")
         self.next: tuple[Tensor, Future[list[Batch]]] | None = None  # the generator before it, and what is being drawn
 
     def take(self, step: int) -> list[Batch]:
         """The batch of a step, counted from 0. Steps are taken in their order, from wherever `state` was set."""
-        _, drawn = self.next or self._begin(step)
-        batch = drawn.result()
+        self.next = self.next or self._begin(step)
+        batch = self.next[1].result()
         self.next = self._begin(step + 1) if step + 1 < self.recipe.steps else None
         return batch
 
     def _begin(self, step: int) -> tuple[Tensor, Future[list[Batch]]]:
-        size, lengths = self.recipe.batch_size, self.recipe.lengths_at(step)
-        before = self.generator.get_state()
-        return before, self.thread.submit(draw, self.task, size, lengths, self.generator, self.parts)
+        before, drawn = self.generator.get_state(), Future[list[Batch]]()
+        # A daemon, and no executor's: a process that is told to end does not wait for it.
+        Thread(target=self._draw, args=(self.recipe.lengths_at(step), drawn), name="batches", daemon=True).start()
+        return before, drawn
+
+    def _draw(self, lengths: int | range, drawn: Future[list[Batch]]) -> None:
+        try:
+            drawn.set_result(draw(self.task, self.recipe.batch_size, lengths, self.generator, self.parts))
+        except BaseException as error:  # is raised where the batch is taken
+            drawn.set_exception(error)
 
     @property
     def state(self) -> Tensor:

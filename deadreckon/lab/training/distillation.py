@@ -45,10 +45,11 @@ def load_teacher(folder: str) -> dr.DeadReckonForCausalLM:
     return model.requires_grad_(False).eval()
 
 
-def load_start(folder: str) -> dr.DeadReckonForCausalLM:
-    """The model of ours to begin with."""
+def load_start(folder: str, **changes: Any) -> dr.DeadReckonForCausalLM:
+    """The model of ours to begin with, but for changes of its configuration."""
     check_model(Path(folder))
-    model: dr.DeadReckonForCausalLM = dr.DeadReckonForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: dr.DeadReckonForCausalLM
+    model = dr.DeadReckonForCausalLM.from_pretrained(folder, dtype=torch.float32, **changes)
     return model
 
 

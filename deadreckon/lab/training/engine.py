@@ -40,7 +40,7 @@ def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
         encoding=recipe.encoding, vocab_size=vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads, initializer_range=recipe.initial, tie_word_embeddings=recipe.tied,
         qk_norm=recipe.qk_norm, max_position_embeddings=recipe.longest,
-        sharpen_beyond=recipe.length if recipe.sharpen else None,
+        sharpen_beyond=recipe.sharpen_beyond,
         encoding_options={recipe.encoding: options} if options else None, **BLOCKS[recipe.block],
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config)

@@ -143,7 +143,8 @@ class Run:
         teacher = load_teacher(recipe.teacher).to(device) if recipe.teacher else None
         folder = self.path / "last"
         if not folder.exists():
-            begun = load_start(recipe.start) if recipe.start else make_model(recipe, task.vocab_size)
+            changes = {"sharpen_beyond": recipe.sharpen_beyond} if recipe.sharpen else {}
+            begun = load_start(recipe.start, **changes) if recipe.start else make_model(recipe, task.vocab_size)
             return Training(begun.to(device), task, recipe, teacher=teacher, ranks=ranks), Progress(0)
         model = dr.DeadReckonForCausalLM(dr.DeadReckonConfig.from_pretrained(folder)).to(device)
         training, progress = Training(model, task, recipe, teacher=teacher, ranks=ranks), self.progress()

@@ -20,6 +20,7 @@ from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, places_to_test, score
 from deadreckon.lab.files import format_line
 from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.recipes.texts import fast_tokenizer, same_tokens, text_of
 from deadreckon.lab.training.checkpoints import Writer
 from deadreckon.lab.training.display import Countdown, Display, Gap, format_seconds
 from deadreckon.lab.training.engine import Step, Training, model_for_tests
@@ -251,18 +252,25 @@ def score_model(
     device: str = "cpu",
     console: Console | None = None,
     sharpen_beyond: int | None = None,
+    metrics: Sequence[dict[str, float]] = (),
 ) -> dict[Place, Score]:
-    """Scores of any saved model in the tests of a recipe."""
+    """Scores of any saved model in the tests of a recipe; of its training, too, with its metrics."""
     encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding if (folder / "config.json").exists() else ""
     recipe = replace(recipe, encoding=encoding or recipe.encoding)
     model = load_for_tests(folder, recipe, device, lengths, sharpen_beyond)
-    expected = recipe.make_task().vocab_size
-    if model.config.vocab_size != expected:
+    task = recipe.make_task()
+    if model.config.vocab_size != task.vocab_size:
         raise ValueError(
             f"recipe: expected a task of {model.config.vocab_size} tokens, as the model has, "
-            f"got {recipe.task}, of {expected}"
+            f"got {recipe.task}, of {task.vocab_size}"
         )
-    found, wanted = evaluate(model, recipe, (), lengths), set(places_to_test(recipe, lengths))
+    known = recipe.task == "language" and (folder / "tokenizer.json").exists()
+    if known and not same_tokens(fast_tokenizer(str(folder)), text_of(task).corpus.tokenizer):
+        advice = f"--change options.tokenizer={folder}"
+        raise ValueError(f"options.data: expected a text in the tokens of the model, got others; {advice}")
+    found, wanted = evaluate(model, recipe, metrics, lengths), set(places_to_test(recipe, lengths))
+    if not wanted:
+        raise ValueError("lengths: expected some that the recipe's tests have, got none")
     return {one.place: one for one in counted(found, wanted, str(folder), console or Console())}
 
 

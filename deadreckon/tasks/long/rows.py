@@ -25,6 +25,7 @@ from deadreckon.tasks import task
 from deadreckon.tasks.long.question import LongTask, draw
 from deadreckon.tasks.tokens import end_of
 
+MOST_TRIES = 100  # questions of a row that do not fit, before it is said
 MEASURED = 64  # units more than the least, to measure what a unit takes
 
 
@@ -84,7 +85,7 @@ class Questions:
         lengths = task.draw_lengths(count, length, self.lengths, generator).tolist()
         random = Random(int(torch.randint(0, 1 << 62, (1,), generator=generator)))
         rows: list[tuple[list[int], list[int]]] = [([], [])] * count
-        plans = {row: self._plan(wanted, random) for row, wanted in enumerate(lengths)}
+        plans, tries = {row: self._plan(wanted, random) for row, wanted in enumerate(lengths)}, 0
         while plans:
             drawn = dict(zip(plans, self._encode(list(plans.values())), strict=True))
             for row, (prompt, answer) in drawn.items():
@@ -95,7 +96,11 @@ class Questions:
                     size = least + int(0.95 * (plan.size - least) * plan.length / whole)
                     plans[row] = plan._replace(size=size)
                 else:  # a question that is longer than others: take another
-                    plans[row] = self._plan(plan.length, random)
+                    plans[row], tries = self._plan(plan.length, random), tries + 1
+                    if tries > MOST_TRIES * count:
+                        raise ValueError(
+                            f"length: expected room for a question of {plan.name}, got {plan.length} tokens"
+                        )
         width = max(len(prompt) + len(answer) for prompt, answer in rows)
         tokens, labels = torch.full((count, width), self.document_end), torch.full((count, width), task.NOT_SCORED)
         for row, (prompt, answer) in enumerate(rows):
