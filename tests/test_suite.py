@@ -214,6 +214,11 @@ def test_sharpened_models_are_others(
     run_suite(tmp_path / "saved", [800], **settings)
     with pytest.raises(ValueError, match="out: expected a folder without answers, or with answers to weights"):
         run_suite(tmp_path / "saved", [800], sharpen_beyond=64, **settings)
+    with pytest.raises(ValueError, match="sharpen_beyond: expected an integer from 2"):
+        run_suite(tmp_path / "saved", [800], sharpen_beyond=1, **settings | {"out": None})
+    run_suite(tmp_path / "saved", [800], sharpen_beyond=64, **settings | {"out": None})
+    assert [path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()] == ["long-beyond-64"]
+    assert "saved beyond 64" in (tmp_path / "saved/long-beyond-64/suite.md").read_text()
 
 
 def test_data_may_come_later(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import deadreckon as dr
-from deadreckon.encodings.base import check_sharpening
 from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device, check_model, describe_environment
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
@@ -64,7 +63,7 @@ def run_suite(
         ]
         for other, path in zip(names, beside, strict=True)
     }
-    check_sharpening(sharpen_beyond)
+    dr.DeadReckonConfig(sharpen_beyond=sharpen_beyond)  # which says if it cannot be, before anything is written
     sharpened = "" if sharpen_beyond is None else f" beyond {sharpen_beyond}"
     source, out = find_model(folder, checkpoint), out or folder / (FOLDER + sharpened.replace(" ", "-"))
     data = [Path(path).name for path in (babi, books) if path]
