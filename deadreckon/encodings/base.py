@@ -111,7 +111,7 @@ class Context:
         """What a token that sees n has its queries multiplied by, (B or 1, T, 1, 1): log n / log beyond, at least 1.
 
         A logit that leads by log `beyond` has half of the attention among so many tokens, and so keeps half at any n.
-        That is softmax's. Powers give shares, which this does not change; sticks are broken off sooner.
+        That is softmax's. Weights of powers are shares, which this does not change.
         """
 
         def compute() -> Tensor:
