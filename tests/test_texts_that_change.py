@@ -153,6 +153,8 @@ def test_questions_in_any_recipe(texts: tuple[str, ...]) -> None:
     assert run.scores().keys() == {("held out", 16)}
     with pytest.raises(ValueError, match=r"lengths: expected at least \d+ tokens for passkey, got 64"):
         trained(texts, "other", "rope", *asked, 'evaluators=["perplexity", "long"]', "test_lengths=[64, 320]")
+    with pytest.raises(ValueError, match=r"length: expected \d+ tokens or more, the shortest question's, got 64"):
+        trained(texts, "other", "rope", *asked, "length=64")
     assert not Path("other").exists()
 
 

@@ -56,7 +56,9 @@ def train_run(
     ranks, gap = ranks or Ranks(), gap or Gap()
     console = ranks.console(console)
     check_device(device)
-    recipe.make_task(), places_to_test(recipe)  # so that a bad recipe fails before anything is written
+    # So that a bad recipe fails before anything is written.
+    recipe.make_task().sample(1, recipe.lengths_at(recipe.steps - 1), torch.Generator())
+    places_to_test(recipe)
     if recipe.start and not (out / "last").exists():
         check_start(recipe)
     run = Run.create(out, recipe) if ranks.first else None
