@@ -120,6 +120,7 @@ def test_trained_models_are_tested_sharpened(
     assert run.scores() == kept and plain[beyond].rows == 32
     for change, message in (
         ("test_lengths=[16, -7]", "lengths: expected"),
+        ("test_lengths=[16, 7]", "lengths: expected lengths that flip-flop (as trained) has, got 7"),
         ('evaluators=["error", "x"]', "evaluators"),
     ):
         assert run_cli(monkeypatch, "eval", str(run.path), "--change", change) == 2

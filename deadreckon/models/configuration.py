@@ -36,7 +36,7 @@ class DeadReckonConfig(PreTrainedConfig):
         mlp_bias: whether its projections have biases.
         norm: "rms" for RMSNorm, or "layer" for LayerNorm; with `rms_norm_eps`.
         max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
-        sharpen_beyond: the length trained at, to keep attention as sharp beyond it, see :class:`AttentionLayer`. Also
+        sharpen_beyond: the tokens trained at, to keep attention as sharp beyond them, see :class:`AttentionLayer`. Also
             for a model that was trained without: ``from_pretrained(…, sharpen_beyond=2048)``.
     """
 
