@@ -21,7 +21,8 @@ from worlds import prepared
 from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
 from deadreckon.lab.pages.compare import compare, describe_solved, print_comparison
-from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather, with_mean
+from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather, learning, with_mean
+from deadreckon.lab.pages.comparison import Test as Measured
 from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.recipes import EXPERIMENTS, SIZES, Recipe, find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, parallel, score_run, train_run
@@ -360,6 +361,26 @@ def test_commands_of_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [line for line in lines if "python -m deadreckon." in line]
 
 
+def test_training_is_a_curve(tmp_path: Path) -> None:
+    """Means of at most forty stretches of steps, where the loss of training is asked for; drawn, no table."""
+    recipe = replace(find_recipe("powers", "tiny", "sympow", 0, ()), test_lengths=(64,))
+    run = Run.create(tmp_path / "run", recipe)
+    lines = [{"step": step, "loss": None if step == 3 else float(step)} for step in range(1, 91)]  # of three steps each
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curve = learning(run)
+    assert [(one.length, one.loss, one.rows) for one in curve[:2]] == [(3, 1.5, 2), (6, 5.0, 3)]
+    assert (curve[-1].length, curve[-1].loss, len(curve)) == (90, 89.0, 30)
+    others = Run.create(tmp_path / "other", replace(recipe, evaluators=("loss-by-position",)))
+    (others.path / "metrics.jsonl").write_text((run.path / "metrics.jsonl").read_text())
+    assert not learning(others)
+    values = {one.place: [one.loss] for one in [*curve, Score("end", 64, None, None, 1.0, 1)]}
+    tests = {"training": Measured("loss", "step", 64), "end": Measured("loss", "training length", None)}
+    comparison = Comparison("curves", recipe, {"rope": values, "fox": values}, tests)
+    assert comparison.tabulated == ["end"] and comparison.pictured == ["training"]
+    pictures.comparison_picture(comparison, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
 def test_suites_have_a_mean() -> None:
     """Of all tasks, where all were scored; a single task has none."""
     one, other = (Score(name, 10, None, value, 0.0, 4, "score") for name, value in (("vt", 0.25), ("cwe", 0.75)))
@@ -380,6 +401,8 @@ def test_suites_have_a_mean() -> None:
         ("prism-dynamic-copy-5", 10, 1),
         ("prism-odds-first", 100, 1),
         ("prism-stack", 100, 1),
+        ("powers-text", 4096, 3),
+        ("flipflop-beyond-paper", 8192, 6),
     ],
 )
 def test_pages_come_of_records(

@@ -53,7 +53,7 @@ class Score:
     """The result of one test at one length.
 
     `axis` says what the length is: of test sequences ("length"), of training sequences ("training length"), or the
-    last of a range of positions in a sequence ("position").
+    last of a range of positions in a sequence ("position") or of training steps ("step").
     """
 
     condition: str

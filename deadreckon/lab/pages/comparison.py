@@ -22,6 +22,10 @@ from deadreckon.lab.training import Run
 SOLVED = 0.9  # a word problem counts as solved where more rows than this are right
 WORD_PROBLEMS = ("a5-products", "a5-identity")
 BASELINE = "rope"  # that others are paired with
+AXES = ("length", "training length", "step", "position")  # in the order of pictures
+CURVES = ("step", "position")  # those of so many places that they are drawn, and not tabulated
+WHILE_TRAINING = "training"  # the test that is training itself
+CURVE_POINTS = 40  # of training, at most
 NOT_NAMED = ("encoding", "encoding_options", "seed")
 BY_LENGTH = ("length", "batch_size", "accumulate", "test_lengths")  # what `Recipe.at_length` changes
 HEADINGS = {
@@ -88,15 +92,16 @@ class Comparison:
 
     @property
     def tabulated(self) -> list[str]:
-        """Tests that are shown as tables: all but those by position, which are for pictures."""
-        return [name for name in self.conditions if self.test(name).axis != "position"]
+        """Tests that are shown as tables: all but curves, which are for pictures."""
+        return [name for name in self.conditions if self.test(name).axis not in CURVES]
 
     @property
     def pictured(self) -> list[str]:
-        """Tests that are drawn: all but those by training length that have one point, if there are others."""
+        """Tests that are drawn, by axis: all but those by training length that have one point, if there are others."""
         points = [name for name in self.conditions if self.test(name).axis == "training length"]
         single = [name for name in points if len(self.lengths(name)) == 1]
-        return [name for name in self.conditions if name not in single] or self.conditions
+        drawn = [name for name in self.conditions if name not in single] or self.conditions
+        return sorted(drawn, key=lambda name: AXES.index(self.test(name).axis))
 
     def by_setting(self) -> dict[str, Comparison]:
         """Of a grid, such as four encodings with one to four layers, the encodings by what else is set ("layers=1").
@@ -215,7 +220,7 @@ def gather(
         for run in seeds:
             recipe = run.recipe
             wanted = lengths or recipe.test_lengths or (recipe.length,)
-            for score in with_mean(run.reported().values()) if run.finished else ():
+            for score in [*with_mean(run.reported().values()), *learning(run)] if run.finished else ():
                 if lengths is not None and score.axis == "length" and score.length not in wanted:
                     continue
                 trained = recipe.length if score.axis != "training length" else None
@@ -226,6 +231,21 @@ def gather(
                 if score.texts:
                     texts.setdefault(label, {}).setdefault((name, score.length), []).append(score)
     return Comparison(title, alike(runs[0].recipe), values, tests, texts, labelled)
+
+
+def learning(run: Run) -> list[Score]:
+    """Losses while training, each the mean of a stretch of steps, where a recipe asks for the loss of training."""
+    points = [(line["step"], line["loss"]) for line in run.metrics() if line["loss"] is not None]
+    if "training-loss" not in run.recipe.evaluators or not points:
+        return []
+    stretches: dict[int, list[float]] = {}
+    long = max(1, -(-points[-1][0] // CURVE_POINTS))  # steps
+    for step, loss in points:
+        stretches.setdefault(-(-step // long) * long, []).append(loss)
+    return [
+        Score(WHILE_TRAINING, step, None, None, mean(losses), len(losses), "loss", "step")
+        for step, losses in stretches.items()
+    ]
 
 
 def with_mean(scores: Iterable[Score]) -> list[Score]:

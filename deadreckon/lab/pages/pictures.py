@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from statistics import mean, stdev
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -17,14 +19,16 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from deadreckon.lab.evaluation import GROWING, SHARES
-from deadreckon.lab.pages.comparison import Comparison
+from deadreckon.lab.pages.comparison import CURVES, Comparison
 from deadreckon.lab.recipes import title_of
 
 PLAIN: Any = {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
 MARKERS = "osD^vPX*"
+# The part of a curve that need not fit in its panel: first positions and first steps are hard for all.
+LATE = {"position": 1 / 64, "step": 1 / 10}
 COLOURS = ("#999999", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 
 
@@ -70,14 +74,19 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Scores against length, a panel for each test, and of a grid for each setting, the training length marked."""
     conditions, settings = comparison.pictured, comparison.by_setting()
     wanted = [(condition, setting) for condition in conditions for setting in settings]
-    measures = {comparison.test(condition).measure for condition in conditions}
-    columns = len(settings) if 1 < len(settings) <= 5 else min(len(wanted), 5)
-    rows, shared = -(-len(wanted) // columns), len(measures) == 1
+    kinds = Counter((comparison.test(condition).measure, comparison.test(condition).axis) for condition in conditions)
+    columns = min(len(wanted), 5)
+    if 1 < len(settings) <= 5:
+        columns = len(settings)
+    elif len(kinds) > 1 and len(set(kinds.values())) == 1:
+        columns = min(columns, *kinds.values())  # a kind in each row
+    rows, shared = -(-len(wanted) // columns), len(kinds) == 1
     size = (max(1.2 + 3.6 * columns, 5.5), 3.8 * rows)
     with drawing(path, rows, columns, figsize=size, sharey=shared, squeeze=False) as (figure, panels):
         for axes, (condition, setting) in zip(panels.flat, wanted, strict=False):
             _draw_scores(axes, settings[setting], condition)
-            axes.set_title(", ".join(filter(None, [condition * (len(conditions) > 1), setting])), pad=18)
+            title = ", ".join(filter(None, [condition * (len(conditions) > 1), setting]))
+            axes.set_title(fill(title, 36), pad=18)
         for axes in panels[:, 1:].flat if shared else ():
             axes.set_ylabel("")
         for axes in panels.flat[len(wanted) :]:
@@ -181,24 +190,32 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         there = [length for length in lengths if (condition, length) in scores]
         seeds = [[scale * value for value in scores[condition, length]] for length in there]
         middle, spread = [mean(values) for values in seeds], [stdev(v) if len(v) > 1 else 0.0 for v in seeds]
-        marker = "" if test.axis == "position" else marker
+        marker = "" if test.axis in CURVES else marker
         axes.plot(there, middle, color=colour, marker=marker, markersize=5, linewidth=1.8, label=title_of(label))
         low = [max(m - s, least) for m, s in zip(middle, spread, strict=True)]
         high = [min(m + s, most) for m, s in zip(middle, spread, strict=True)]
         axes.fill_between(there, low, high, color=colour, alpha=0.2, linewidth=0)
-    if test.trained:
+    if test.trained and test.axis != "step":
         axes.axvline(test.trained, color="black", linestyle="--", linewidth=1, zorder=0)
         place = axes.get_xaxis_transform()
         axes.text(test.trained, 1.01, "trained", transform=place, ha="center", va="bottom", fontsize=8)
-    axes.set_xscale("log", base=2)
-    ticks = [2**n for n in range(max(lengths).bit_length())][::3]
-    if test.axis != "position":
-        ticks = _apart(lengths, test.trained)
-    axes.set_xticks(ticks, [str(length) for length in ticks], rotation=45 if len(ticks) > 5 else 0)
-    axes.xaxis.set_minor_locator(NullLocator())
+    if test.axis != "step":
+        axes.set_xscale("log", base=2)
+        ticks = [2**n for n in range(max(lengths).bit_length())][::3]
+        if test.axis != "position":
+            ticks = _apart(lengths, test.trained)
+        axes.set_xticks(ticks, [str(length) for length in ticks], rotation=45 if len(ticks) > 5 else 0)
+        axes.xaxis.set_minor_locator(NullLocator())
+    if test.axis in CURVES:
+        late = [length for length in lengths if length > LATE[test.axis] * max(lengths)]
+        places = [(condition, length) for length in late]
+        shown = [mean(scores[place]) for scores in comparison.values.values() for place in places if place in scores]
+        margin = 0.1 * (max(shown) - min(shown)) or 0.1
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
     if test.measure == "perplexity":
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 4 * low else MaxNLocator(5))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_locator(NullLocator())
     elif test.measure != "loss":
