@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import AWAKE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,7 @@ WIDTH, HEADS, KV_HEADS, VOCABULARY = 32, 4, 2, 11
 
 def make_layer(name: str, **keywords: object) -> dr.AttentionLayer:
     torch.manual_seed(0)
-    arguments = {"n_kv_heads": KV_HEADS, "vocab_size": VOCABULARY, **keywords}
+    arguments = {"n_kv_heads": KV_HEADS, "vocab_size": VOCABULARY, "encoding_options": AWAKE.get(name), **keywords}
     return dr.AttentionLayer(WIDTH, HEADS, name, **arguments).double()  # type: ignore[arg-type]
 
 
@@ -359,17 +360,30 @@ def test_conformal_sympow_scales_the_angles_of_sympow() -> None:
     torch.testing.assert_close(angles_of(fixed), grid.expand(2, 10, 1, 4))
     assert fixed.score == dr.Power(4)
     assert fixed.log_gate is None
+    keywords["encoding_options"] = {"p": 4, "initial": 0.0}  # paces that differ
     layer = make_layer("conformal-sympow", **keywords)
     found = factors(layer, x)
     pace = 1 + (x @ layer.encoding.pace.weight.T).tanh()
-    assert pace.shape[-1] == KV_HEADS
+    assert pace.shape[-1] == KV_HEADS and pace.std() > 0.1
     torch.testing.assert_close(angles_of(found), pace.unsqueeze(-1) * grid)
-    layer = make_layer("conformal-sympow", max_length=100, encoding_options={"p": 4, "pace": "layer"})
+    layer = make_layer("conformal-sympow", max_length=100, encoding_options={"p": 4, "pace": "layer", "initial": 0.0})
     pace = 1 + (x @ layer.encoding.pace.weight.T).tanh()
     torch.testing.assert_close(angles_of(factors(layer, x)), (pace * grid).unsqueeze(2))
-    gated = factors(make_layer("sympow-gated", **keywords), x)
+    gated = factors(make_layer("sympow-gated", max_length=100), x)
     assert gated.log_gate is not None
     assert (gated.log_gate < 0).all()
+
+
+def test_conformal_sympow_begins_nearly_as_gated() -> None:
+    """In a layer and in a model, which draws all weights again."""
+    config = dr.DeadReckonConfig(
+        encoding="conformal-sympow", vocab_size=9, hidden_size=1024, num_hidden_layers=1, num_attention_heads=4
+    )
+    inside_a_model = dr.DeadReckonForCausalLM(config).model.layers[0].self_attn
+    for layer in (dr.AttentionLayer(1024, 4, "conformal-sympow"), inside_a_model):
+        assert abs(layer.encoding.pace.weight.std() / 1e-6 - 1) < 5 / math.sqrt(2 * 4096)
+    with pytest.raises(ValueError, match="initial: expected 0 or more, got -1"):
+        dr.AttentionLayer(64, 2, "conformal-sympow", encoding_options={"initial": -1})
 
 
 def test_positions_added_to_embeddings() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, TRANSPORTS, Case
+from cases import AWAKE, DEVICE, TRANSPORTS, Case
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,10 +21,10 @@ ROTATING = [name for name in dr.ENCODINGS if "rot" in name or "rope" in name or 
 def model(name: str) -> dr.DeadReckonForCausalLM:
     """One layer of 16 channels."""
     torch.manual_seed(0)
-    options = {"prism": {"positions": 16, "width": 8, "hidden": 8}} if name == "prism" else None
+    options = {"positions": 16, "width": 8, "hidden": 8} if name == "prism" else AWAKE.get(name, {})
     config = dr.DeadReckonConfig(
         encoding=name, vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, intermediate_size=32, max_position_embeddings=64, encoding_options=options,
+        num_key_value_heads=1, intermediate_size=32, max_position_embeddings=64, encoding_options={name: options},
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config)
 
@@ -48,7 +48,7 @@ def _forget() -> None:
 
 def layer(name: str) -> dr.AttentionLayer:
     torch.manual_seed(0)
-    options = {"positions": 16, "width": 8, "hidden": 8} if name == "prism" else None
+    options = {"positions": 16, "width": 8, "hidden": 8} if name == "prism" else AWAKE.get(name)
     return dr.AttentionLayer(8, 2, name, 1, vocab_size=VOCABULARY, max_length=64, encoding_options=options)
 
 

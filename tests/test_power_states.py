@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case
+from cases import AWAKE, Case
 from power_cases import draw, error, next_piece, weak
 
 import deadreckon as dr
@@ -21,7 +21,7 @@ SYMPOWS = ("sympow", "sympow-gated", "conformal-sympow")
 
 def make_layer(name: str, **options: Any) -> dr.AttentionLayer:
     torch.manual_seed(0)
-    return dr.AttentionLayer(32, 4, name, n_kv_heads=2, qk_norm=True, encoding_options=options)
+    return dr.AttentionLayer(32, 4, name, n_kv_heads=2, qk_norm=True, encoding_options=AWAKE.get(name, {}) | options)
 
 
 @pytest.mark.parametrize(("name", "p"), [*((name, 2) for name in SYMPOWS), ("sympow", 4)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import AWAKE
 from test_streaming import VOCABULARY, prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,7 @@ CLOSE = {"rtol": 0, "atol": 1e-4}
 SMALL = {"positions": 12, "width": 8, "cursors": 2, "hidden": 5}
 BY_KERNELS = "prism:kernels"  # whose cursors are moved by kernels, too, as they are on a GPU
 OPTIONS = {
-    "sympow:4": {"p": 4}, "prism": SMALL, BY_KERNELS: SMALL, "prism:walking": {**SMALL, "copy": 0},
+    **AWAKE, "sympow:4": {"p": 4}, "prism": SMALL, BY_KERNELS: SMALL, "prism:walking": {**SMALL, "copy": 0},
 }  # fmt: skip  # as tests name them
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CLOSE, DEVICE, SCORES, TRANSPORTS, Case
+from cases import AWAKE, CLOSE, DEVICE, SCORES, TRANSPORTS, Case
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -135,7 +135,8 @@ def test_single_tokens(case: Case, kernels: Any, monkeypatch: pytest.MonkeyPatch
 
 def make_layer(name: str) -> dr.AttentionLayer:
     torch.manual_seed(0)
-    return dr.AttentionLayer(32, 4, name, n_kv_heads=2, qk_norm=True, vocab_size=VOCABULARY)
+    options = AWAKE.get(name)
+    return dr.AttentionLayer(32, 4, name, n_kv_heads=2, qk_norm=True, vocab_size=VOCABULARY, encoding_options=options)
 
 
 @pytest.mark.parametrize("name", STEADY)
@@ -254,7 +255,7 @@ def make_model(encoding: str) -> dr.DeadReckonForCausalLM:
     torch.manual_seed(0)
     config = dr.DeadReckonConfig(
         encoding=encoding, vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.3,
+        num_key_value_heads=2, initializer_range=0.3, encoding_options={encoding: AWAKE.get(encoding, {})},
     )  # fmt: skip
     return dr.DeadReckonForCausalLM(config).eval()
 

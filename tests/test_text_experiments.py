@@ -108,7 +108,7 @@ def test_code_is_compared_on_the_same_tokens(changes: tuple[str, ...], corpus: C
     mean, error = paired_difference(fox, rope)
     assert mean == pytest.approx(float(differences.mean()), abs=1e-6)
     assert error == pytest.approx(float(differences.std()) / 2, abs=1e-6)
-    assert found.pictured == ["held out", "held out, by position", "held out, window of 16"]
+    assert found.pictured == ["held out", "held out, window of 16", "held out, by position"]
     text = page.read_text()
     assert "Loss less that of RoPE on the same tokens, held out, nats ± standard error between 4 texts:" in text
     assert f"| 64 | {mean:+.4f} ± {error:.4f} |" in text and "held out, window of 16, nats ±" in text

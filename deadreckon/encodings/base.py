@@ -383,8 +383,6 @@ class HouseholderSteps(nn.Module):
             raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}; got {activation!r}")
         if not 0 < beta < 2:
             raise ValueError(f"beta: expected a number between 0 and 2, got {beta}")
-        if initial < 0:
-            raise ValueError(f"initial: expected 0 or more, got {initial}")
         self.heads, self.head_dim = sizes.n_kv_heads, sizes.head_dim
         self.activation, self.norm_eps, self.recompute = activation, norm_eps, recompute
         self.down = Projection(sizes.d_model, rank, bias=False, initial=initial)

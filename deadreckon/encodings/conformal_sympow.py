@@ -32,17 +32,21 @@ class ConformalSympow(Encoding):
     Args:
         p: the power, even.
         pace: whose β is, each key head's own, which is what the paper's parameter counts come to, or the layer's.
+        initial: standard deviation of u before training; 0 for PyTorch's default. As small as it is, all tokens turn
+            alike at first, as without β: paces that differ by chance are noise in every place, and cost more than β
+            has brought (`results/powers-text.md`).
     """
 
     saved_without: ClassVar[dict[str, Any]] = {"pace": "layer"}
 
-    def __init__(self, sizes: Sizes, p: int = 2, pace: str = "head") -> None:
+    def __init__(self, sizes: Sizes, p: int = 2, pace: str = "head", initial: float = 1e-6) -> None:
         super().__init__()
         if pace not in PACES:
             raise ValueError(f"pace: expected one of {', '.join(PACES)}; got {pace!r}")
         self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
         self.gate, self.forget = Projection(sizes.d_model, sizes.n_heads, bias=False), Ending("log gate")
-        self.pace = Projection(sizes.d_model, sizes.n_kv_heads if pace == "head" else 1, bias=False)
+        paces = sizes.n_kv_heads if pace == "head" else 1
+        self.pace = Projection(sizes.d_model, paces, bias=False, initial=initial)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         grid = ("turns of conformal powers", self.head_dim, self.longest)

@@ -38,6 +38,8 @@ class Projection(SelfInitialised, nn.Linear):
         start: float = 0.0,
         from_zero: bool = False,
     ) -> None:
+        if initial < 0:
+            raise ValueError(f"initial: expected 0 or more, got {initial}")
         self.initial, self.start, self.from_zero = initial, start, from_zero  # nn.Linear initialises itself
         super().__init__(inputs, outputs, bias)
 

@@ -214,8 +214,8 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         axes.set_ylim(min(shown) - margin, max(shown) + margin)
     if test.measure == "perplexity":
         axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 4 * low else MaxNLocator(5))
+        bottom, top = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if top > 4 * bottom else MaxNLocator(5))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_locator(NullLocator())
     elif test.measure != "loss":
