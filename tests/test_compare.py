@@ -365,17 +365,19 @@ def test_training_is_a_curve(tmp_path: Path) -> None:
     """Means of at most forty stretches of steps, where the loss of training is asked for; drawn, no table."""
     recipe = replace(find_recipe("powers", "tiny", "sympow", 0, ()), test_lengths=(64,))
     run = Run.create(tmp_path / "run", recipe)
-    lines = [{"step": step, "loss": None if step == 3 else float(step)} for step in range(1, 91)]  # of three steps each
+    lines = [{"step": step, "loss": None if step == 3 else float(step)} for step in range(1, 91)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     curve = learning(run)
-    assert [(one.length, one.loss, one.rows) for one in curve[:2]] == [(3, 1.5, 2), (6, 5.0, 3)]
+    assert [(one.length, one.loss, one.rows) for one in curve[:2]] == [(3, 1.5, 2), (6, 5.0, 3)]  # of three steps
     assert (curve[-1].length, curve[-1].loss, len(curve)) == (90, 89.0, 30)
     others = Run.create(tmp_path / "other", replace(recipe, evaluators=("loss-by-position",)))
     (others.path / "metrics.jsonl").write_text((run.path / "metrics.jsonl").read_text())
     assert not learning(others)
+    assert not learning(Run.create(tmp_path / "new", recipe))
     values = {one.place: [one.loss] for one in [*curve, Score("end", 64, None, None, 1.0, 1)]}
+    lost = values | {curve[-1].place: [math.inf]}  # which has no place in a picture
     tests = {"training": Measured("loss", "step", 64), "end": Measured("loss", "training length", None)}
-    comparison = Comparison("curves", recipe, {"rope": values, "fox": values}, tests)
+    comparison = Comparison("curves", recipe, {"rope": values, "fox": lost}, tests)
     assert comparison.tabulated == ["end"] and comparison.pictured == ["training"]
     pictures.comparison_picture(comparison, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

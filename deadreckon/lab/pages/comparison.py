@@ -235,11 +235,11 @@ def gather(
 
 def learning(run: Run) -> list[Score]:
     """Losses while training, each the mean of a stretch of steps, where a recipe asks for the loss of training."""
-    points = [(line["step"], line["loss"]) for line in run.metrics() if line["loss"] is not None]
-    if "training-loss" not in run.recipe.evaluators or not points:
+    if "training-loss" not in run.recipe.evaluators:
         return []
+    points = [(line["step"], line["loss"]) for line in run.metrics() if line["loss"] is not None]
     stretches: dict[int, list[float]] = {}
-    long = max(1, -(-points[-1][0] // CURVE_POINTS))  # steps
+    long = -(-points[-1][0] // CURVE_POINTS) if points else 1  # steps
     for step, loss in points:
         stretches.setdefault(-(-step // long) * long, []).append(loss)
     return [

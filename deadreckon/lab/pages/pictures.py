@@ -207,11 +207,11 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         axes.set_xticks(ticks, [str(length) for length in ticks], rotation=45 if len(ticks) > 5 else 0)
         axes.xaxis.set_minor_locator(NullLocator())
     if test.axis in CURVES:
-        late = [length for length in lengths if length > LATE[test.axis] * max(lengths)]
-        places = [(condition, length) for length in late]
-        shown = [mean(scores[place]) for scores in comparison.values.values() for place in places if place in scores]
-        margin = 0.1 * (max(shown) - min(shown)) or 0.1
-        axes.set_ylim(min(shown) - margin, max(shown) + margin)
+        places = [(condition, length) for length in lengths if length > LATE[test.axis] * max(lengths)]
+        means = [mean(scores[place]) for scores in comparison.values.values() for place in places if place in scores]
+        if shown := [value for value in means if math.isfinite(value)]:
+            margin = 0.1 * (max(shown) - min(shown)) or 0.1
+            axes.set_ylim(min(shown) - margin, max(shown) + margin)
     if test.measure == "perplexity":
         axes.set_yscale("log")
         bottom, top = axes.get_ylim()
