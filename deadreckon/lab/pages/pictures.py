@@ -86,7 +86,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
         for axes, (condition, setting) in zip(panels.flat, wanted, strict=False):
             _draw_scores(axes, settings[setting], condition)
             title = ", ".join(filter(None, [condition * (len(conditions) > 1), setting]))
-            axes.set_title(fill(title, 36), pad=18)
+            axes.set_title(fill(title, 44), fontsize="medium", pad=18)
         for axes in panels[:, 1:].flat if shared else ():
             axes.set_ylabel("")
         for axes in panels.flat[len(wanted) :]:
