@@ -405,6 +405,9 @@ def test_far_tokens_are_counted_for_what_gates_let_through() -> None:
     plain, open_gates = FarTokens(5, lengths, None), FarTokens(5, lengths, [1.0] * 6)
     assert plain.at(40) == open_gates.at(40) == 36
     assert plain.reaching(36) == open_gates.reaching(36) == 40
+    for closed in (0.0, 1e-310):  # by gates that are shut long before the last length, nothing more comes
+        shut = FarTokens(5, lengths, [1e-3, 1e-6, 1e-12, 1e-30, closed, closed])
+        assert shut.reaching(1e300) == math.inf > shut.reaching(shut.at(6))
 
 
 def test_ranges() -> None:

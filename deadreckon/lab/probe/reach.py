@@ -18,6 +18,7 @@ from deadreckon.lab.probe import theory
 from deadreckon.lab.probe.findings import Reach
 
 WORSE = 0.1  # nats of loss by which a model is out of its range
+CLOSED = 1e-300  # of gates: as little as nothing, and still a number that has a logarithm
 
 
 class FarTokens:
@@ -27,13 +28,13 @@ class FarTokens:
     """
 
     def __init__(self, window: int, lengths: Sequence[int], gates: Sequence[float] | None) -> None:
-        knots, logs = [0, *lengths], np.log([1.0, *np.maximum(gates or [1.0] * len(lengths), 1e-300)])
+        knots, logs = [0, *lengths], np.log([1.0, *np.maximum(gates or [1.0] * len(lengths), CLOSED)])
         self.rate = float(logs[-2] - logs[-1]) / (knots[-1] - knots[-2])  # at which gates close beyond
         self.end = max(window, knots[-1])
         beyond = np.arange(self.end - knots[-1] + 1)
         through = np.exp([*np.interp(range(knots[-1]), knots, logs), *(logs[-1] - self.rate * beyond)])
         through[:window] = 0
-        self.window, self.last = window, max(float(through[-1]), 1e-300)
+        self.window, self.last = window, max(float(through[-1]), CLOSED)
         self.counts = through.cumsum()  # of far tokens up to each distance
 
     def at(self, length: float) -> float:
@@ -45,9 +46,12 @@ class FarTokens:
 
     def reaching(self, count: float) -> float:
         """The length at which there are so many; infinite where there never are."""
-        if (more := (count - self.counts[-1]) / self.last) <= 0:
+        if count <= self.counts[-1]:
             begin = self.window - 1
             return float(np.interp(count, self.counts[begin:], range(begin, self.end + 1)))
+        if self.last < 2 * CLOSED:  # nothing comes through from there on; twice, for rounding
+            return math.inf
+        more = (count - self.counts[-1]) / self.last
         if self.rate < 1e-12:
             return float(self.end + more)
         share = more * math.expm1(self.rate)
