@@ -12,9 +12,10 @@ from small_runs import run_cli, small
 
 import deadreckon as dr
 from deadreckon.encodings.base import Context
+from deadreckon.lab.evaluation import format_value
 from deadreckon.lab.probe.attention import maps_of
 from deadreckon.lab.recipes import find_recipe
-from deadreckon.lab.training import make_model, score_model, train_run
+from deadreckon.lab.training import Run, make_model, score_model, train_run
 
 ENCODINGS = ("path", "path-fox", "rope", "stickbreaking", "learned-rotation")
 
@@ -103,7 +104,7 @@ def test_lengths_that_cannot_be(value: object) -> None:
 def test_trained_models_are_tested_sharpened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `deadreckon eval`, with other tests too; a run keeps the scores of its own."""
+    """By `deadreckon eval`, with other tests too, whose scores are not kept."""
     run = train_run(small("path", 0, "initial=0.3", "test_rows=64", "test_lengths=[16, 64]"), tmp_path / "run")
     kept = run.scores()
     words = ["eval", str(run.path), "--sharpen-beyond", "16", "--change", 'evaluators=["perplexity"]']
@@ -127,6 +128,35 @@ def test_trained_models_are_tested_sharpened(
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="change: expected a field of tests, test_… or evaluators, conditions, opt"):
         recipe.change_tests(["layers=3"])
+
+
+def test_runs_are_compared_with_themselves_sharpened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `deadreckon compare`, without training anew; what is scored so is kept beside the run's own scores."""
+    changes = ["initial=0.3", "test_rows=64", "test_lengths=[16, 64]", "steps=2", "length=16", "test_tokens=4096"]
+    of = ["flipflop", "--encodings", "rope,path", "--change", *changes, "--runs", str(tmp_path)]
+    assert run_cli(monkeypatch, "compare", *of) == 0
+    [run] = [Run(path) for path in tmp_path.glob("*/path-0")]
+    plain, weights = run.scores(), (run.path / "last" / "model.safetensors").stat().st_mtime_ns
+    assert run.scores(sharpen_beyond=16) == {}
+    assert run_cli(monkeypatch, "compare", *of, "--sharpen-beyond", "1") == 2
+    assert "sharpen_beyond: expected an integer from 2" in capsys.readouterr().err
+    page = tmp_path / "page.md"
+    assert run_cli(monkeypatch, "compare", *of, "--sharpen-beyond", "16", "--page", str(page)) == 0
+    assert run.scores() == plain and weights == (run.path / "last" / "model.safetensors").stat().st_mtime_ns
+    sharp = run.scores(sharpen_beyond=16)
+    assert sharp.keys() == plain.keys() and run.scores(sharpen_beyond=17) == {}
+    losses = {length: [scores["as trained", length].loss for scores in (plain, sharp)] for length in (16, 64)}
+    assert losses[16][0] == losses[16][1] and losses[64][0] != losses[64][1]
+    expected = score_model(run.path / "last", run.recipe, sharpen_beyond=16)
+    assert {place: one.loss for place, one in sharp.items()} == {place: one.loss for place, one in expected.items()}
+    text = page.read_text()
+    assert "| length | RoPE | RoPE sharpened | PaTH | PaTH sharpened |" in text
+    cell = format_value("error", sharp["as trained", 64].value("error"))
+    assert next(line for line in text.splitlines() if line.startswith("| 64")).split(" | ")[-1] == f"{cell} |"
+    run_cli(monkeypatch, "eval", str(run.path), "--sharpen-beyond", "16")  # known, so that nothing is loaded
+    assert run.scores(sharpen_beyond=16) == sharp
 
 
 def test_tasks_count_in_tokens() -> None:

@@ -117,8 +117,8 @@ class Eval:
     size: Size = "small"  # of that recipe
     # Fields of the recipe to change, such as test_rows=1000. Such scores of a run are shown, not kept.
     change: tuple[str, ...] = ()
-    # Tokens of training rows, to keep attention as sharp beyond them. A run's scores are not kept; a suite's answers
-    # are, in `long-beyond-N`.
+    # Tokens of training rows, to keep attention as sharp beyond them. Scores are kept beside the run's own, a suite's
+    # answers in `long-beyond-N`.
     sharpen_beyond: int | None = None
     suite: Literal["", "long"] = ""  # long: passkey, RULER's niah, vt, cwe and fwe, BABILong, PhoneBook
     tasks: tuple[str, ...] = ()  # of the suite, such as passkey,vt; by default all that there is data for
@@ -171,7 +171,7 @@ class Eval:
             if self.recipe:
                 recipe, folder = find_recipe(self.recipe, self.size, changes=self.change), self.folder
                 lines = list_scores(recipe, score_model(folder, recipe, wanted, self.device, console, beyond))
-            elif self.change or beyond is not None:
+            elif self.change:
                 run = Run(self.folder)
                 recipe, folder = run.recipe_in_use.change_tests(self.change), run.path / self.checkpoint
                 if any(one.startswith("test_lengths") for one in self.change):  # all of them, or none
@@ -180,7 +180,8 @@ class Eval:
                 lines = list_scores(recipe, scores)
             else:
                 run = Run(self.folder)
-                scores = score_run(run, wanted, kind=self.checkpoint, device=self.device, console=console)
+                kind, device = self.checkpoint, self.device
+                scores = score_run(run, wanted, kind=kind, device=device, console=console, sharpen_beyond=beyond)
                 lines = [summary(run, scores)]
         console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
@@ -200,6 +201,8 @@ class Compare:
     lengths: tuple[str, ...] = ()  # where to score, such as 512,4096; by default where the recipe says
     change: tuple[str, ...] = ()  # fields of the recipe to change, such as steps=1000 learning_rate=1e-3
     sweep: tuple[str, ...] = ()  # values to compare, such as length=256,1024 p=2,4, in place of the experiment's
+    # Also the same models, not trained again, with attention that stays as sharp beyond so many tokens.
+    sharpen_beyond: int | None = None
     runs: Path = Path("runs")  # folder of all runs
     picture: Path | None = None  # where to save the picture; beside the runs by default
     page: Path | None = None  # where to save the tables as Markdown too, with the paper's figures

@@ -14,6 +14,7 @@ from statistics import mean, median
 
 from rich.console import Console
 
+import deadreckon as dr
 from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import format_value
@@ -30,7 +31,7 @@ def compare(
     name: str, encodings: Sequence[str] = (), *, seeds: int = 1, size: str = "tiny", lengths: Sequence[int] = (),
     changes: Sequence[str] = (), sweep: Sequence[str] = (), runs: Path = Path("runs"), device: str = "cpu",
     jobs: int = 1, finished: bool = False, picture: Path | None = None, page: Path | None = None,
-    console: Console | None = None,
+    sharpen_beyond: int | None = None, console: Console | None = None,
 ) -> Comparison:  # fmt: skip
     """Trains what is missing, scores what is not scored, prints tables and draws the picture.
 
@@ -42,6 +43,7 @@ def compare(
     check_encodings(encodings)
     check_device(device)
     check_counts(seeds=seeds, jobs=jobs)
+    dr.DeadReckonConfig(sharpen_beyond=sharpen_beyond)  # which says if it cannot be, before anything is trained
     folder = runs / folder_name(name, size, changes)
     swept = parse_sweep(sweep, encodings) if sweep else None
     recipes = experiment.recipes(size, encodings, seeds, changes, swept)
@@ -52,22 +54,24 @@ def compare(
             f"lengths: expected some of {', '.join(map(str, recipe.test_lengths))}, where this recipe evaluates while "
             f"training (--change test_lengths=[…]; `deadreckon eval` scores a trained model at any), got {lengths}"
         )
-    done = find_begun(wanted) if finished else make_runs(wanted, lengths, device, jobs, console)
-    comparison = gather(f"{name}, {size}", done, lengths, list(wanted.values()))
+    done = find_begun(wanted) if finished else make_runs(wanted, lengths, device, jobs, console, sharpen_beyond)
+    comparison = gather(f"{name}, {size}", done, lengths, list(wanted.values()), sharpen_beyond)
     print_comparison(comparison, console)
     picture = draw_comparison(comparison, picture or folder / "comparison.png", console)
     if page is not None:
-        whole = spell_command(name, encodings, seeds, size, sweep, changes)
+        whole = spell_command(name, encodings, seeds, size, sweep, changes, sharpen_beyond)
         write_page(page, comparison, done, experiment, picture, whole)
         console.print(f"Page: {page}", highlight=False)
     return comparison
 
 
 def spell_command(
-    name: str, encodings: Sequence[str], seeds: int, size: str, sweep: Sequence[str], changes: Sequence[str]
-) -> str:
+    name: str, encodings: Sequence[str], seeds: int, size: str, sweep: Sequence[str], changes: Sequence[str],
+    sharpen_beyond: int | None,
+) -> str:  # fmt: skip
     """What asks for a comparison on the command line, but for the device."""
     words = ["deadreckon", "compare", name, "--seeds", str(seeds), "--size", size, "--encodings", ",".join(encodings)]
+    words += [] if sharpen_beyond is None else ["--sharpen-beyond", str(sharpen_beyond)]
     for flag, values in (("--sweep", sweep), ("--change", changes)):
         words += [flag, *values] if values else []
     return shlex.join(words)

@@ -8,7 +8,7 @@ of as many documents as are that long. It tells what other text would change, no
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import isnan, sqrt
@@ -26,6 +26,7 @@ AXES = ("length", "training length", "step", "position")  # in the order of pict
 CURVES = ("step", "position")  # those of so many places that they are drawn, and not tabulated
 WHILE_TRAINING = "training"  # the test that is training itself
 CURVE_POINTS = 40  # of training, at most
+SHARPENED = " sharpened"  # behind a label, of the same models with sharper attention
 NOT_NAMED = ("encoding", "encoding_options", "seed")
 BY_LENGTH = ("length", "batch_size", "accumulate", "test_lengths")  # what `Recipe.at_length` changes
 HEADINGS = {
@@ -204,11 +205,13 @@ def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str]
 
 
 def gather(
-    title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None, planned: Sequence[Recipe] = ()
-) -> Comparison:
+    title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None, planned: Sequence[Recipe] = (),
+    sharpen_beyond: int | None = None,
+) -> Comparison:  # fmt: skip
     """The reported scores of finished runs: at these lengths, at those of their recipes if (), or all there are.
 
-    `planned` are recipes of runs that are not there yet, see :func:`by_label`.
+    `planned` are recipes of runs that are not there yet, see :func:`by_label`. With `sharpen_beyond` the scores of the
+    same models sharpened are beside them.
     """
     runs = list(runs)
     several = len({run.recipe.length for run in runs}) > 1  # training lengths
@@ -216,21 +219,29 @@ def gather(
     tests: dict[str, Test] = {}
     texts: dict[str, dict[Place, list[Score]]] = {}
     labelled = by_label(runs, planned)
-    for label, seeds in labelled.items():
-        for run in seeds:
-            recipe = run.recipe
-            wanted = lengths or recipe.test_lengths or (recipe.length,)
-            for score in [*with_mean(run.reported().values()), *learning(run)] if run.finished else ():
-                if lengths is not None and score.axis == "length" and score.length not in wanted:
-                    continue
-                trained = recipe.length if score.axis != "training length" else None
-                name = f"{score.condition}, trained at {trained}" if several and trained else score.condition
-                tests[name] = Test(score.measure or recipe.metric, score.axis, trained)
-                value = score.value(tests[name].measure)
-                values.setdefault(label, {}).setdefault((name, score.length), []).append(value)
-                if score.texts:
-                    texts.setdefault(label, {}).setdefault((name, score.length), []).append(score)
+    for label, run, scores in _scored(labelled, sharpen_beyond):
+        recipe = run.recipe
+        wanted = lengths or recipe.test_lengths or (recipe.length,)
+        for score in scores:
+            if lengths is not None and score.axis == "length" and score.length not in wanted:
+                continue
+            trained = recipe.length if score.axis != "training length" else None
+            name = f"{score.condition}, trained at {trained}" if several and trained else score.condition
+            tests[name] = Test(score.measure or recipe.metric, score.axis, trained)
+            value = score.value(tests[name].measure)
+            values.setdefault(label, {}).setdefault((name, score.length), []).append(value)
+            if score.texts:
+                texts.setdefault(label, {}).setdefault((name, score.length), []).append(score)
     return Comparison(title, alike(runs[0].recipe), values, tests, texts, labelled)
+
+
+def _scored(labelled: dict[str, list[Run]], sharpen_beyond: int | None) -> Iterator[tuple[str, Run, list[Score]]]:
+    """Labels, finished runs and their scores: as they are, then sharpened if asked to."""
+    for label, seeds in labelled.items():
+        finished = [run for run in seeds if run.finished]
+        yield from ((label, run, [*with_mean(run.reported().values()), *learning(run)]) for run in finished)
+        for run in finished if sharpen_beyond is not None else ():
+            yield label + SHARPENED, run, with_mean(run.scores(sharpen_beyond=sharpen_beyond).values())
 
 
 def learning(run: Run) -> list[Score]:

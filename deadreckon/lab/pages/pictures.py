@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from deadreckon.lab.evaluation import GROWING, SHARES
-from deadreckon.lab.pages.comparison import CURVES, Comparison
+from deadreckon.lab.pages.comparison import CURVES, SHARPENED, Comparison
 from deadreckon.lab.recipes import title_of
 
 PLAIN: Any = {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
@@ -185,13 +185,17 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
     """Means with a band of the standard deviation between seeds, in percent from 0 to 100."""
     lengths, test = comparison.lengths(condition), comparison.test(condition)
     scale, least, most = (100.0, 0.0, 100.0) if test.measure in SHARES else (1.0, -math.inf, math.inf)
-    looks = zip(comparison.values.items(), cycle(COLOURS), cycle(MARKERS), strict=False)
-    for (label, scores), colour, marker in looks:
+    models = dict.fromkeys(label.removesuffix(SHARPENED) for label in comparison.values)
+    looks = dict(zip(models, zip(cycle(COLOURS), cycle(MARKERS), strict=False), strict=False))
+    for label, scores in comparison.values.items():
+        colour, marker = looks[label.removesuffix(SHARPENED)]
+        line = {"linestyle": "--", "markerfacecolor": "white"} if label.endswith(SHARPENED) else {}
         there = [length for length in lengths if (condition, length) in scores]
         seeds = [[scale * value for value in scores[condition, length]] for length in there]
         middle, spread = [mean(values) for values in seeds], [stdev(v) if len(v) > 1 else 0.0 for v in seeds]
         marker = "" if test.axis in CURVES else marker
-        axes.plot(there, middle, color=colour, marker=marker, markersize=5, linewidth=1.8, label=title_of(label))
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.8, **line}
+        axes.plot(there, middle, label=title_of(label), **look)
         low = [max(m - s, least) for m, s in zip(middle, spread, strict=True)]
         high = [min(m + s, most) for m, s in zip(middle, spread, strict=True)]
         axes.fill_between(there, low, high, color=colour, alpha=0.2, linewidth=0)

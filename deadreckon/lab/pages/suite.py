@@ -54,6 +54,7 @@ def run_suite(
     console = console or Console()
     check_device(device)
     check_counts(rows=rows, batch_tokens=batch_tokens)
+    dr.DeadReckonConfig(sharpen_beyond=sharpen_beyond)  # which says if it cannot be, before anything is written
     lengths = tuple(lengths) or LENGTHS
     chosen = make_long_tasks(tasks, babi=babi, books=books)
     name, *names = _names([folder, *beside])
@@ -63,7 +64,6 @@ def run_suite(
         ]
         for other, path in zip(names, beside, strict=True)
     }
-    dr.DeadReckonConfig(sharpen_beyond=sharpen_beyond)  # which says if it cannot be, before anything is written
     sharpened = "" if sharpen_beyond is None else f" beyond {sharpen_beyond}"
     source, out = find_model(folder, checkpoint), out or folder / (FOLDER + sharpened.replace(" ", "-"))
     data = [Path(path).name for path in (babi, books) if path]

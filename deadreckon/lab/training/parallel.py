@@ -19,9 +19,10 @@ from deadreckon.lab.training.trainer import quiet_transformers, score_run, train
 
 
 def make_runs(
-    wanted: dict[Path, Recipe], lengths: Sequence[int], device: str, jobs: int, console: Console
-) -> list[Run]:
-    """The runs of these folders, trained and scored where they are not yet, `jobs` at a time.
+    wanted: dict[Path, Recipe], lengths: Sequence[int], device: str, jobs: int, console: Console,
+    sharpen_beyond: int | None = None,
+) -> list[Run]:  # fmt: skip
+    """The runs of these folders, trained and scored where they are not yet, `jobs` at a time; see `make_run`.
 
     The first seed of all comes first, so that a comparison that is cut off has all its cells, of fewer seeds.
     """
@@ -29,12 +30,13 @@ def make_runs(
     longest = {path: longest_row(recipe, wanted, lengths) for path, recipe in ordered}
     if min(jobs, len(wanted)) == 1:
         for path, recipe in ordered:
-            make_run(recipe, path, lengths, device, console, longest[path])
+            make_run(recipe, path, lengths, device, console, longest[path], sharpen_beyond)
         return [Run(path) for path in wanted]
     threads = max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(threads,)) as pool:
         pending = {
-            pool.submit(_make_quietly, recipe, path, lengths, device, longest[path]): path for path, recipe in ordered
+            pool.submit(_make_quietly, recipe, path, lengths, device, longest[path], sharpen_beyond): path
+            for path, recipe in ordered
         }
         try:
             for number, done in enumerate(as_completed(pending), 1):
@@ -49,12 +51,14 @@ def make_runs(
 
 
 def make_run(
-    recipe: Recipe, path: Path, lengths: Sequence[int], device: str, console: Console, longest: int = 0
-) -> Run:
-    """Trains and scores one run, on texts of `longest` tokens at least."""
+    recipe: Recipe, path: Path, lengths: Sequence[int], device: str, console: Console, longest: int = 0,
+    sharpen_beyond: int | None = None,
+) -> Run:  # fmt: skip
+    """Trains and scores one run, on texts of `longest` tokens at least; as it is, and sharpened if asked to."""
     run = train_run(recipe, path, device=device, console=console, longest=longest)
     with quiet_transformers():
-        score_run(run, lengths, device=device, console=console, longest=longest)
+        for beyond in dict.fromkeys((None, sharpen_beyond)):
+            score_run(run, lengths, device=device, console=console, longest=longest, sharpen_beyond=beyond)
     return run
 
 
@@ -65,9 +69,11 @@ def longest_row(recipe: Recipe, wanted: dict[Path, Recipe], lengths: Sequence[in
     return max([0, *lengths, *(one.longest for run in there for one in run.scores().values())])
 
 
-def _make_quietly(recipe: Recipe, path: Path, lengths: Sequence[int], device: str, longest: int) -> None:
+def _make_quietly(
+    recipe: Recipe, path: Path, lengths: Sequence[int], device: str, longest: int, sharpen_beyond: int | None
+) -> None:
     try:
-        make_run(recipe, path, lengths, device, Console(quiet=True), longest)
+        make_run(recipe, path, lengths, device, Console(quiet=True), longest, sharpen_beyond)
     except SystemExit as terminated:
         os._exit(int(terminated.code or 0))  # not on to the next run
 

@@ -167,11 +167,14 @@ class Run:
             raise ValueError(f"run: {self.path} has no {kind} checkpoint yet")
         return load_for_tests(folder, self.recipe, device, lengths, sharpen_beyond)
 
-    def scores(self, kind: str = "last") -> dict[tuple[str, int], Score]:
-        """Scores of a checkpoint by test and length; those of an earlier checkpoint do not count."""
+    def scores(self, kind: str = "last", sharpen_beyond: int | None = None) -> dict[tuple[str, int], Score]:
+        """Scores of a checkpoint by test and length; those of an earlier checkpoint do not count.
+
+        Of the same weights sharpened, others: they are kept beside them.
+        """
         path = self.path / "scores.json"
         data = json.loads(path.read_text()) if path.exists() else []
-        scores, step = list[Score](), self._step(kind)
+        scores, step, kind = list[Score](), self._step(kind), _kept_as(kind, sharpen_beyond)
         for line in self.lines("evaluations") if kind == "last" else ():
             if line["step"] == step:
                 scores += [Score(**one) for one in line["scores"]]
@@ -179,10 +182,10 @@ class Run:
         scores += [Score(**one["score"]) for one in data if (one["kind"], one["step"]) == (kind, step)]
         return {score.place: score for score in scores}
 
-    def add_scores(self, scores: Iterable[Score], kind: str = "last") -> None:
-        """Adds scores of a checkpoint."""
-        merged = self.scores(kind) | {score.place: score for score in scores}
-        path, step = self.path / "scores.json", self._step(kind)
+    def add_scores(self, scores: Iterable[Score], kind: str = "last", sharpen_beyond: int | None = None) -> None:
+        """Adds scores of a checkpoint, as it is or sharpened."""
+        merged = self.scores(kind, sharpen_beyond) | {score.place: score for score in scores}
+        path, step, kind = self.path / "scores.json", self._step(kind), _kept_as(kind, sharpen_beyond)
         others = [one for one in json.loads(path.read_text()) if one["kind"] != kind] if path.exists() else []
         data = [{"kind": kind, "step": step, "score": asdict(merged[place])} for place in sorted(merged)]
         write_text(path, json.dumps([*others, *data], indent=1))
@@ -262,6 +265,11 @@ def _describe(training: Training, name: str, about: dict[str, Any], folder: Path
     """Writes what a checkpoint has beside its tensors; `about` it, as JSON."""
     training.describe(folder)
     (folder / name).write_text(json.dumps(about))
+
+
+def _kept_as(kind: str, sharpen_beyond: int | None) -> str:
+    """The name of a checkpoint's scores."""
+    return kind if sharpen_beyond is None else f"{kind} beyond {sharpen_beyond}"
 
 
 def load_for_tests(

@@ -220,6 +220,7 @@ def score_run(
     console: Console | None = None,
     ranks: Ranks | None = None,
     longest: int = 0,
+    sharpen_beyond: int | None = None,
 ) -> dict[Place, Score]:
     """Scores of a checkpoint in every test at these lengths, or the recipe's; known ones are not computed again.
 
@@ -228,22 +229,23 @@ def score_run(
     Args:
         ranks: the processes that share the rows, which all must call this; the first writes.
         longest: tokens of such a row, at least: where other runs have been asked for more.
+        sharpen_beyond: of the checkpoint with attention that stays as sharp beyond so many tokens.
     """
     ranks = ranks or Ranks()
     recipe = run.recipe_in_use
-    known, metrics = ranks.same((run.scores(kind), run.metrics()) if ranks.first else ({}, []))
+    known, metrics = ranks.same((run.scores(kind, sharpen_beyond), run.metrics()) if ranks.first else ({}, []))
     longest = max([longest, *lengths, *recipe.test_lengths, *(one.longest for one in known.values())])
     if other := {place for place, one in known.items() if one.longest not in (0, longest)}:
         known = {place: one for place, one in known.items() if place not in other}
         lengths = sorted({*(lengths or recipe.test_lengths), *(length for _, length in other)})
     places = places_to_test(recipe, lengths)
     if missing := {place for place in places if place not in known}:
-        model = run.load(kind, device, lengths)
+        model = run.load(kind, device, lengths, sharpen_beyond)
         found = evaluate(model, recipe, metrics, lengths, set(known), ranks.share, longest)
         for one in counted(found, missing, str(run.path), ranks.console(console)):
             known[one.place] = one
             if ranks.first:
-                run.add_scores([one], kind)
+                run.add_scores([one], kind, sharpen_beyond)
     return {place: known[place] for place in places if place in known}
 
 
