@@ -14,7 +14,7 @@ import deadreckon as dr
 from deadreckon.encodings.base import Context
 from deadreckon.lab.evaluation import format_value
 from deadreckon.lab.probe.attention import maps_of
-from deadreckon.lab.recipes import find_recipe
+from deadreckon.lab.recipes import Recipe, find_recipe
 from deadreckon.lab.training import Run, make_model, score_model, train_run
 
 ENCODINGS = ("path", "path-fox", "rope", "stickbreaking", "learned-rotation")
@@ -90,9 +90,14 @@ def test_models_that_were_trained_without(tmp_path: Path) -> None:
     make("path", None).float().save_pretrained(tmp_path)
     loaded = dr.DeadReckonForCausalLM.from_pretrained(tmp_path, sharpen_beyond=16)
     assert {layer.self_attn.sharpen_beyond for layer in loaded.model.layers} == {16}
-    recipe = find_recipe("flipflop", "tiny", "path", changes=["sharpen=true"])
-    assert make_model(recipe, 8).config.sharpen_beyond == recipe.length == 128
-    assert make_model(find_recipe("flipflop", "tiny", "path"), 8).config.sharpen_beyond is None
+    for share, beyond in ((0, None), (1, 128), (0.25, 32), (0.001, 2), (2, 256)):
+        recipe = find_recipe("flipflop", "tiny", "path", changes=[f"sharpen={share}"])
+        assert make_model(recipe, 8).config.sharpen_beyond == beyond
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    for before, now in ((True, 1.0), (False, 0.0)):  # as recipes were written once
+        assert Recipe.from_dict(recipe.to_dict() | {"sharpen": before}).sharpen == now
+    with pytest.raises(ValueError, match=r"sharpen: expected a number of 0 or more, got -0\.5"):
+        recipe.change(["sharpen=-0.5"])
 
 
 @pytest.mark.parametrize("value", [1, 0, -3, True, 1 << 70])
@@ -161,14 +166,14 @@ def test_runs_are_compared_with_themselves_sharpened(
 
 def test_tasks_count_in_tokens() -> None:
     """A sum of 8 digits takes more of them."""
-    recipe = find_recipe("addition", "tiny", "path", changes=["sharpen=true"])
+    recipe = find_recipe("addition", "tiny", "path", changes=["sharpen=1"])
     width = recipe.make_task().sample(100, 8, torch.Generator().manual_seed(0))[0].shape[1]
     assert make_model(recipe, 64).config.sharpen_beyond == width > 60
 
 
 def test_a_model_that_training_starts_with_is_sharpened(tmp_path: Path) -> None:
     first = train_run(small("path", 0, "steps=2"), tmp_path / "first")
-    run = train_run(small("path", 0, "steps=2", f"start={first.path / 'last'}", "sharpen=true"), tmp_path / "run")
+    run = train_run(small("path", 0, "steps=2", f"start={first.path / 'last'}", "sharpen=1"), tmp_path / "run")
     assert first.load().config.sharpen_beyond is None and run.load().config.sharpen_beyond == 16
 
 

@@ -72,7 +72,9 @@ class Recipe:
     tied: bool = False  # embeddings and outputs share a matrix
     block: str = "llama"  # a name in `BLOCKS`
     qk_norm: bool = False  # queries and keys are RMS-normalised
-    sharpen: bool = False  # beyond the training length, attention stays as sharp as there
+    # The share of the training length, in tokens, beyond which attention stays as sharp as there; 1 changes nothing in
+    # training, 0 nothing at all.
+    sharpen: float = 0.0
     longest: int = 2048  # the longest document, for encodings that scale their angles by it
     steps: int = 500
     learning_rate: float = 8e-3  # at its peak, after `warmup` steps; `schedule` takes it to `floor` times that
@@ -124,7 +126,7 @@ class Recipe:
             )
         if self.width % self.heads:
             raise ValueError(f"heads: expected a divisor of width = {self.width}, got {self.heads}")
-        for name in ("learning_rate", "weight_decay", "clip", "initial"):
+        for name in ("learning_rate", "weight_decay", "clip", "initial", "sharpen"):
             value, least = getattr(self, name), "above 0" if name in ("learning_rate", "clip") else "of 0 or more"
             finite = math.isfinite(value) or (name == "clip" and not math.isnan(value))  # of infinity nothing is cut
             if not finite or value < 0 or (value == 0 and least == "above 0"):
@@ -238,8 +240,8 @@ class Recipe:
 
     @property
     def sharpen_beyond(self) -> int | None:
-        """The tokens of training rows, where attention is to stay as sharp beyond them."""
-        return self._longest_row(self.length) if self.sharpen else None
+        """The tokens beyond which attention is to stay as sharp, if any."""
+        return max(2, round(self.sharpen * self._longest_row(self.length))) if self.sharpen else None
 
     def at_length(self, length: int) -> Recipe:
         """The same recipe at another training length: as many tokens a step, test lengths in proportion."""
@@ -261,6 +263,7 @@ class Recipe:
         data = dict(data)
         if "metric" in data:
             data["evaluators"] = [data.pop("metric")]
+        data["sharpen"] = float(data.get("sharpen", 0.0))  # it was whether to be sharpened beyond the training length
         options = data.get("encoding_options") or {}
         if not options.keys() <= dr.ENCODINGS.keys():  # they were the options of the one encoding
             data["encoding_options"] = {data["encoding"]: options}
