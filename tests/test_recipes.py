@@ -77,6 +77,20 @@ def test_recipes_train(name: str, texts: tuple[str, ...]) -> None:
     assert 0 <= score(model_for_tests(model, recipe), recipe, condition, length, rows=2).value("error") <= 1
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("packed=1", "options.packed: expected true or false, got 1"),
+        ("questions=2", "options.questions: expected a share of the rows, from 0 to 1, got 2"),
+        ("questions=true", "options.questions: expected a share of the rows, from 0 to 1, got True"),
+        ("tasks=passkey", r'options.tasks: expected names in brackets, such as \["passkey", "vt"\], got .passkey.'),
+    ],
+)
+def test_options_of_texts_that_cannot_be(change: str, message: str, texts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_recipe("long-context", "tiny", "rope", 0, [*texts, f"options.{change}"]).make_task()
+
+
 @pytest.mark.parametrize("packed", ["true", "false"])
 def test_a_text_is_learnt(packed: str, texts: tuple[str, ...], tmp_path: Path) -> None:
     changes = (

@@ -54,6 +54,10 @@ def read_language(
     """
     if not isinstance(packed, bool):
         raise ValueError(f"options.packed: expected true or false, got {packed!r}")
+    if type(questions) not in (int, float) or not 0 <= questions <= 1:
+        raise ValueError(f"options.questions: expected a share of the rows, from 0 to 1, got {questions!r}")
+    if isinstance(tasks, str):
+        raise ValueError(f'options.tasks: expected names in brackets, such as ["passkey", "vt"], got {tasks!r}')
     if not data:
         raise ValueError(
             "options.data: expected a text to learn from; --change options.data=FILE options.held_out=FILE"
