@@ -6,15 +6,18 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1; sys_platform == "linux"
 OTHERS ?=
+# Without --no-compile byte code is written of all of torch, used or not, which takes two fifths of the time.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+# Byte code of what is imported is written whatever the shell says: else every process would compile it again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test oldest newest lint docs matrix clean
 
 demo: $(VENV)/ready
 	$(BIN)/deadreckon demo
 
-# Byte code is written whatever the shell says: processes that tests start would compile the package again, each of them.
 test: lint
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not integration"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not integration"
 
 # The same with the oldest of what we need (triton 3.6 interprets with no newer numpy), in an environment of its own.
 oldest:
@@ -39,13 +42,13 @@ matrix:
 	PYTHON=$(PYTHON) .ci/matrix
 
 $(VENV)/docs: $(VENV)/ready
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 $(VENV)/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH) '$(TRITON)' $(foreach one,$(OTHERS),'$(one)')
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(INSTALL) $(TORCH) '$(TRITON)' $(foreach one,$(OTHERS),'$(one)')
+	$(INSTALL) -e '.[dev]'
 	touch $@
 
 clean:
