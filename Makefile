@@ -47,8 +47,7 @@ $(VENV)/docs: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) $(TORCH) '$(TRITON)' $(foreach one,$(OTHERS),'$(one)')
-	$(INSTALL) -e '.[dev]'
+	$(INSTALL) $(TORCH) '$(TRITON)' $(foreach one,$(OTHERS),'$(one)') -e '.[dev]'
 	touch $@
 
 clean:
