@@ -147,6 +147,8 @@ def test_runs_are_compared_with_themselves_sharpened(
     assert run.scores(sharpen_beyond=16) == {}
     assert run_cli(monkeypatch, "compare", *of, "--sharpen-beyond", "1") == 2
     assert "sharpen_beyond: expected an integer from 2" in capsys.readouterr().err
+    assert run_cli(monkeypatch, "compare", *of, "--sharpen-beyond", "16", "--finished") == 2
+    assert "expected runs that were scored sharpened beyond 16" in " ".join(capsys.readouterr().err.split())
     page = tmp_path / "page.md"
     assert run_cli(monkeypatch, "compare", *of, "--sharpen-beyond", "16", "--page", str(page)) == 0
     assert run.scores() == plain and weights == (run.path / "last" / "model.safetensors").stat().st_mtime_ns

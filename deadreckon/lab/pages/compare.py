@@ -18,7 +18,15 @@ import deadreckon as dr
 from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import format_value
-from deadreckon.lab.pages.comparison import HEADINGS, SOLVED, WORD_PROBLEMS, Comparison, gather, paired_table
+from deadreckon.lab.pages.comparison import (
+    HEADINGS,
+    SHARPENED,
+    SOLVED,
+    WORD_PROBLEMS,
+    Comparison,
+    gather,
+    paired_table,
+)
 from deadreckon.lab.pages.tables import image, markdown, save_markdown, terminal
 from deadreckon.lab.recipes import Experiment, Recipe, check_encodings, find_experiment, parse_sweep, title_of
 from deadreckon.lab.training import Run
@@ -56,6 +64,11 @@ def compare(
         )
     done = find_begun(wanted) if finished else make_runs(wanted, lengths, device, jobs, console, sharpen_beyond)
     comparison = gather(f"{name}, {size}", done, lengths, list(wanted.values()), sharpen_beyond)
+    if sharpen_beyond is not None and not any(label.endswith(SHARPENED) for label in comparison.values):
+        raise ValueError(
+            f"sharpen_beyond: expected runs that were scored sharpened beyond {sharpen_beyond}, which this command "
+            "does without --finished, got none"
+        )
     print_comparison(comparison, console)
     picture = draw_comparison(comparison, picture or folder / "comparison.png", console)
     if page is not None:
