@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import deadreckon as dr
 from deadreckon.lab.probe import Findings, attention, mean_gates, run_probe
 from deadreckon.lab.probe.probe import _losses_as_trained
 from deadreckon.lab.probe.reach import measure_more
-from deadreckon.lab.probe.report import print_findings
+from deadreckon.lab.probe.report import _colour, print_findings
 from deadreckon.lab.probe.source import Source
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import make_model
@@ -290,3 +291,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "run: expected a folder with recipe.json" in capsys.readouterr().err
     assert run_cli(monkeypatch, *command, "--rows", "0") == 2
     assert "rows: expected 1 or more, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", [range(1), range(3, 10), range(24)], ids=len)
+def test_every_layer_has_a_colour_of_its_own(layers: range) -> None:
+    findings: Any = SimpleNamespace(heads=[SimpleNamespace(layer=layer) for layer in layers for _ in range(2)])
+    assert len({_colour(findings, layer) for layer in layers}) == len(layers)

@@ -7,6 +7,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any, cast
 
+from matplotlib import colormaps
 from matplotlib.lines import Line2D
 from matplotlib.ticker import ScalarFormatter
 from rich.console import Console
@@ -98,12 +99,17 @@ def probe_picture(findings: Findings, path: Path) -> None:
         names = ", ".join(dict.fromkeys(about["encodings"]))
         figure.suptitle(f"{names}: {about['rows']} × {about['length']} tokens, {about['queries']} queries a row")
         layers = sorted({head.layer for head in findings.heads})
-        lines = [Line2D([], [], color=_colour(layer), linewidth=2, label=f"layer {layer}") for layer in layers]
+        lines = [
+            Line2D([], [], color=_colour(findings, layer), linewidth=2, label=f"layer {layer}") for layer in layers
+        ]
         figure.legend(handles=lines, loc="outside lower center", ncols=min(len(lines), 12), frameon=False)
 
 
-def _colour(layer: int) -> str:
-    return COLOURS[1:][layer % (len(COLOURS) - 1)]
+def _colour(findings: Findings, layer: int) -> Any:
+    """Its own for each of a few layers; of many, from dark to light."""
+    known, layers = COLOURS[1:], sorted({head.layer for head in findings.heads})
+    place = layers.index(layer)
+    return known[place] if len(layers) <= len(known) else colormaps["viridis"](0.95 * place / (len(layers) - 1))
 
 
 def _lines(findings: Findings, panel: Any, x: list[int], name: str, **how: Any) -> None:
@@ -111,7 +117,7 @@ def _lines(findings: Findings, panel: Any, x: list[int], name: str, **how: Any) 
     for head in findings.heads:
         y = reduce(lambda part, word: getattr(part, word, None), name.split("."), cast(Any, head))
         if y is not None:
-            panel.plot(x[: len(y)], y, color=_colour(head.layer), linewidth=1.2, alpha=0.8, **how)
+            panel.plot(x[: len(y)], y, color=_colour(findings, head.layer), linewidth=1.2, alpha=0.8, **how)
 
 
 def _transport(findings: Findings, panel: Any) -> None:
@@ -140,17 +146,17 @@ def _by_distance(name: str, ylabel: str, title: str, findings: Findings, panel: 
 
 def _far(findings: Findings, panel: Any) -> None:
     for place, head in enumerate(findings.heads):
-        mass = head.mass
+        mass, colour = head.mass, _colour(findings, head.layer)
         if mass.floor is not None and mass.ceiling is not None:
             panel.plot([place] * 2, [mass.floor, mass.ceiling], color=PALE, linewidth=3, solid_capstyle="butt")
-        panel.errorbar(place, mass.far, 2 * (mass.error or 0.0), color=_colour(head.layer), marker="o", markersize=4)
+        panel.errorbar(place, mass.far, 2 * (mass.error or 0.0), color=colour, marker="o", markersize=4)
     _head_axis(findings, panel)
     panel.set(ylim=(-0.02, 1.02), ylabel="far mass", title="Far mass (grey: Propositions 3 and 1)")
 
 
 def _cancellation(findings: Findings, panel: Any) -> None:
     for place, head in enumerate(findings.heads):
-        colour = _colour(head.layer)
+        colour = _colour(findings, head.layer)
         panel.plot(place, head.values.plain, color=colour, marker="o", markersize=5, fillstyle="none")
         if head.values.carried is not None:
             panel.plot([place] * 2, [head.values.plain, head.values.carried], color=colour, linewidth=0.8, alpha=0.5)
