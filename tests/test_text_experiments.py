@@ -19,7 +19,7 @@ from deadreckon.lab.pages.comparison import paired_difference
 from deadreckon.lab.recipes import EXPERIMENTS, find_recipe
 from deadreckon.lab.recipes.experiment import parse_sweep
 from deadreckon.lab.recipes.texts import read_language
-from deadreckon.lab.training import Run, Training, make_model, train_run
+from deadreckon.lab.training import Run, Training, make_model, score_run, train_run
 from deadreckon.tasks.language import Corpus, load_corpus, open_corpus, save_corpora
 
 
@@ -85,6 +85,19 @@ def test_rotations_become_a_page(
     assert run.metrics() == metrics
     assert run_cli(monkeypatch, "eval", str(run.path), "--lengths", "32") == 0
     assert run.scores()["held out", 32].rows == 8  # the same 256 tokens as at 16 and 64
+
+
+def test_models_are_scored_on_the_same_texts_sharpened(changes: tuple[str, ...], tmp_path: Path) -> None:
+    """Also if they are asked for longer ones later, sharpened or not."""
+    changes = (*changes, "test_lengths=[16]", 'evaluators=["perplexity"]', "initial=0.3")
+    run = train_run(find_recipe("rotations", "tiny", "rope", changes=changes), tmp_path, console=quiet())
+    for lengths, beyond in (([16], 8), ([16, 64], None), ([16], 8), ([16, 32, 128], 8), ([16], None)):
+        score_run(run, lengths, sharpen_beyond=beyond, console=quiet())
+    plain, sharp = run.scores(), run.scores(sharpen_beyond=8)
+    assert {one.longest for one in (*plain.values(), *sharp.values())} == {run.longest} == {128}
+    assert {length for _, length in plain} == {16, 64} and {length for _, length in sharp} == {16, 32, 128}
+    one, other = (scores["held out", 16] for scores in (plain, sharp))
+    assert one.rows == other.rows and len(one.texts) == len(other.texts) and one.loss != other.loss
 
 
 def test_code_is_compared_on_the_same_tokens(changes: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def longest_row(recipe: Recipe, wanted: dict[Path, Recipe], lengths: Sequence[in
     """Tokens of the texts that runs are compared on: as many as those of any run with the same tests have had."""
     alike = [path for path, other in wanted.items() if other.test_lengths == recipe.test_lengths]
     there = [Run(path) for path in alike if (path / "recipe.json").exists()]
-    return max([0, *lengths, *(one.longest for run in there for one in run.scores().values())])
+    return max([0, *lengths, *(run.longest for run in there)])
 
 
 def _make_quietly(

@@ -190,6 +190,13 @@ class Run:
         data = [{"kind": kind, "step": step, "score": asdict(merged[place])} for place in sorted(merged)]
         write_text(path, json.dumps([*others, *data], indent=1))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest texts that it was ever scored on, as it is or sharpened; 0 if it was on none."""
+        path = self.path / "scores.json"
+        kept = json.loads(path.read_text()) if path.exists() else []
+        return max([0, *(one["score"].get("longest", 0) for one in kept)])
+
     def _step(self, kind: str) -> int:
         """The step of a checkpoint."""
         path = self.path / kind / ("progress.json" if kind == "last" else "score.json")

@@ -233,8 +233,9 @@ def score_run(
     """
     ranks = ranks or Ranks()
     recipe = run.recipe_in_use
-    known, metrics = ranks.same((run.scores(kind, sharpen_beyond), run.metrics()) if ranks.first else ({}, []))
-    longest = max([longest, *lengths, *recipe.test_lengths, *(one.longest for one in known.values())])
+    kept = (run.scores(kind, sharpen_beyond), run.metrics(), run.longest) if ranks.first else ({}, [], 0)
+    known, metrics, before = ranks.same(kept)
+    longest = max([longest, before, *lengths, *recipe.test_lengths])
     if other := {place for place, one in known.items() if one.longest not in (0, longest)}:
         known = {place: one for place, one in known.items() if place not in other}
         lengths = sorted({*(lengths or recipe.test_lengths), *(length for _, length in other)})
