@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from small_runs import SMALL, quiet, run_cli, small
 from worlds import prepared
 
@@ -24,6 +25,7 @@ from deadreckon.lab.pages.compare import compare, describe_solved, print_compari
 from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather, learning, with_mean
 from deadreckon.lab.pages.comparison import Test as Measured
 from deadreckon.lab.pages.report import write_report
+from deadreckon.lab.pages.tables import fitting
 from deadreckon.lab.recipes import EXPERIMENTS, SIZES, Recipe, find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, parallel, score_run, train_run
 from deadreckon.lab.training.trainer import counted
@@ -381,6 +383,16 @@ def test_training_is_a_curve(tmp_path: Path) -> None:
     assert comparison.tabulated == ["end"] and comparison.pictured == ["training"]
     pictures.comparison_picture(comparison, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("width", "lies"), [(200, False), (60, True), (10, True)])
+def test_tables_that_are_too_wide_lie_down(width: int, lies: bool) -> None:
+    console = Console(quiet=True, width=width)
+    headings = ["length", *(f"encoding {n}" for n in range(9))]
+    rows = [["16", *"123456789"], ["[bold]32[/]", *"abcdefghi"]]
+    found = fitting(headings, rows, console)
+    assert [column.header for column in found.columns] == (["length", "16", "[bold]32[/]"] if lies else headings)
+    assert found.row_count == (9 if lies else 2)
 
 
 def test_suites_have_a_mean() -> None:

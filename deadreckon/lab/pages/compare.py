@@ -27,7 +27,7 @@ from deadreckon.lab.pages.comparison import (
     gather,
     paired_table,
 )
-from deadreckon.lab.pages.tables import image, markdown, save_markdown, terminal
+from deadreckon.lab.pages.tables import fitting, image, markdown, save_markdown
 from deadreckon.lab.recipes import Experiment, Recipe, check_encodings, find_experiment, parse_sweep, title_of
 from deadreckon.lab.training import Run
 from deadreckon.lab.training.parallel import make_runs
@@ -123,12 +123,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             for length, row in zip(part.lengths(condition), rows, strict=True):
                 best = 1 + list(part.values).index(part.best(condition, length))
                 row[best] = f"[bold]{row[best]}[/]"
-            console.print(terminal(headings, rows, left=0))
+            console.print(fitting(headings, rows, console))
         if solved := describe_solved(comparison, condition):
             console.print(solved, highlight=False)
         if paired := paired_table(comparison, condition):
             console.print(f"\n{paired[0]}", highlight=False)
-            console.print(terminal(paired[1], paired[2], left=0))
+            console.print(fitting(paired[1], paired[2], console))
 
 
 def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Path | None:

@@ -26,7 +26,7 @@ from deadreckon.lab.pages.comparison import CURVES, SHARPENED, Comparison
 from deadreckon.lab.recipes import title_of
 
 PLAIN: Any = {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
-MARKERS = "osD^vPX*"
+MARKERS = "osD^vPX"  # one fewer than colours, so that pairs of them differ
 # The part of a curve that need not fit in its panel: first positions and first steps are hard for all.
 LATE = {"position": 1 / 64, "step": 1 / 10}
 COLOURS = ("#999999", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
@@ -92,7 +92,8 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
         for axes in panels.flat[len(wanted) :]:
             axes.axis("off")
         handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right center", frameon=False)
+        size_of_words = "small" if len(labels) > 12 else "medium"
+        figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=size_of_words)
         figure.suptitle(comparison.title)
 
 

@@ -8,7 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 
 
@@ -30,6 +31,15 @@ def terminal(
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def fitting(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
+    """A table of numbers for a console: lying on its side if it is wider than that, and less wide so."""
+    lying: list[Sequence[str]] = list(zip(headings, *rows, strict=True))
+    tables = [terminal(headings, rows, left=0), terminal(lying[0], lying[1:])]
+    unbounded = console.options.update(max_width=100_000)
+    widths = [Measurement.get(console, unbounded, table).maximum for table in tables]
+    return tables[console.width < widths[0] > widths[1]]
 
 
 def markdown(headings: Sequence[object], rows: Iterable[Sequence[object]], left: int = 1) -> str:
