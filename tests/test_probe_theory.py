@@ -408,6 +408,7 @@ def test_far_tokens_are_counted_for_what_gates_let_through() -> None:
     for closed in (0.0, 1e-310):  # by gates that are shut long before the last length, nothing more comes
         shut = FarTokens(5, lengths, [1e-3, 1e-6, 1e-12, 1e-30, closed, closed])
         assert shut.reaching(1e300) == math.inf > shut.reaching(shut.at(6))
+        assert shut.reaching(2 * shut.at(100)) == math.inf
 
 
 def test_ranges() -> None:
