@@ -128,6 +128,10 @@ def test_recipes_are_changed_and_checked() -> None:
     assert (recipe.encoding, recipe.seed, recipe.length, recipe.steps) == ("fox", 7, 512, 10_000)
     changed = recipe.change(("steps=7", "learning_rate=1", "options.ignore=0.5", "betas=[0.8, 0.9]", "schedule=cosine"))
     assert changed.differences(recipe)[0] == "options {'ignore': 0.5}, not {}"
+    assert recipe.change(["encoding_options.path.rank=8"]).differences(recipe) == []  # it is FoX's
+    assert recipe.change(["encoding_options.fox.bias=1.0"]).differences(recipe) == [
+        "encoding_options {'bias': 1.0}, not {}"
+    ]
     assert (changed.steps, changed.learning_rate, changed.betas, changed.schedule) == (7, 1.0, (0.8, 0.9), "cosine")
     assert changed.make_task() == type(recipe.make_task())(ignore=0.5)  # type: ignore[call-arg]
     assert changed.change(("curriculum.longest=9",)).lengths_at(0) == range(1, 10)

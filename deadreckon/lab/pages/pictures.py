@@ -209,7 +209,8 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
         ticks = [2**n for n in range(max(lengths).bit_length())][::3]
         if test.axis != "position":
             ticks = _apart(lengths, test.trained)
-        axes.set_xticks(ticks, [str(length) for length in ticks], rotation=45 if len(ticks) > 5 else 0)
+        names = [_short(length) for length in ticks]
+        axes.set_xticks(ticks, names, rotation=45 if len(" ".join(names)) > 24 else 0)
         axes.xaxis.set_minor_locator(NullLocator())
     if test.axis in CURVES:
         places = [(condition, length) for length in lengths if length > LATE[test.axis] * max(lengths)]

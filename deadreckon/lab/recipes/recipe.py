@@ -302,8 +302,10 @@ class Recipe:
         return self.change(changes)
 
     def differences(self, other: Recipe) -> list[str]:
-        """Where another recipe differs, in words."""
-        mine, its = self.to_dict(), other.to_dict()
+        """Where another recipe differs, in words; options of encodings that neither has are no difference."""
+        mine, its = (
+            one.to_dict() | {"encoding_options": one.encoding_options.get(one.encoding, {})} for one in (self, other)
+        )
         return [f"{name} {mine[name]!r}, not {its[name]!r}" for name in mine if mine[name] != its[name]]
 
 

@@ -77,7 +77,7 @@ PATH_RECIPE = Recipe(
 PATH_SMALL: dict[str, Any] = {
     "width": 512, "heads": 8, "length": 2048, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.1,
     "evaluate_every": 250, "test_tokens": 2**20, "qk_norm": True,
-    "encoding_options": {name: {"initial": 0.02, "beta": 0.1} for name in ("path", "path-fox")},
+    "encoding_options": {name: {"initial": 0.02, "beta": 0.1} for name in ("path", "path-fox")} | LEARNED_ANGLES,
 }  # fmt: skip
 WITH_QUESTIONS: dict[str, Any] = {"vocabulary": 32_000, "packed": True, "questions": 0.2}  # a fifth of the rows
 
