@@ -199,7 +199,9 @@ def call_power(
 
 def call_directions(dtype: torch.dtype, width: int) -> None:
     x = torch.randn(1, 40, 2 * width).to(dtype).requires_grad_()
-    directions_forward(x, torch.randn(3, 2 * width), torch.arange(40)[None], 2, True, 0.0).sum().backward()
+    places = torch.arange(40)[None]
+    directions_forward(x, torch.randn(3, 2 * width), places, 2, True, 0.0).sum().backward()
+    directions_forward(x, torch.randn(4, 2 * width), places, 2, False, 0.0, False).sum().backward()
 
 
 def call_token(dtype: torch.dtype, width: int) -> None:

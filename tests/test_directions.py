@@ -1,4 +1,4 @@
-"""Directions of Householder steps: kernels against the definition in float64, forward and every gradient."""
+"""Short convolutions and directions of Householder steps: kernels against the definition in float64, with gradients."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from deadreckon.ops.triton.directions import directions_forward
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def definition(x: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str, epsilon: float) -> Tensor:
+def definition(
+    x: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str, epsilon: float, unit: bool = True
+) -> Tensor:
     """Token by token."""
     before, rows = x.shape[1] - places.shape[1], []
     for b in range(x.shape[0]):
         for t in range(places.shape[1]):
             place = int(places[b if places.shape[0] > 1 else 0, t])
-            y = sum(filters[i] * x[b, before + t - i] for i in range(3) if i <= place and before + t >= i)
+            y = sum(filters[i] * x[b, before + t - i] for i in range(len(filters)) if i <= place and before + t >= i)
             y = y * y.sigmoid() if activation == "silu" else y
             a = y.unflatten(0, (heads, -1))
-            rows.append(a / (a.square().sum(-1, keepdim=True) + epsilon).sqrt())
+            rows.append(a / (a.square().sum(-1, keepdim=True) + epsilon).sqrt() if unit else a)
     return torch.stack(rows).unflatten(0, (x.shape[0], -1))
 
 
-def draw(recent: int, length: int, heads: int, width: int, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def draw(
+    recent: int, length: int, heads: int, width: int, packed: bool, taps: int = 3
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(length)
     x = torch.randn(2, recent + length, heads * width, generator=generator, dtype=torch.float64)
-    filters = torch.randn(3, heads * width, generator=generator, dtype=torch.float64)
+    filters = torch.randn(taps, heads * width, generator=generator, dtype=torch.float64)
     places = torch.arange(recent, recent + length).unsqueeze(0)
     if packed:
         places = torch.stack([torch.arange(length) % 5, torch.arange(length) % 7])
@@ -40,21 +44,31 @@ def draw(recent: int, length: int, heads: int, width: int, packed: bool) -> tupl
     ("recent", "length", "heads", "width", "packed", "activation", "epsilon"),
     [(0, 1, 1, 8, False, "none", 0.0), (2, 33, 2, 16, False, "silu", 1e-6), (0, 67, 2, 24, True, "none", 0.0)],
 )
+@pytest.mark.parametrize(("taps", "unit"), [(3, True), (4, False), (1, True), (2, False), (5, True)])
 def test_directions(
-    recent: int, length: int, heads: int, width: int, packed: bool, activation: str, epsilon: float, kernel: bool
+    recent: int,
+    length: int,
+    heads: int,
+    width: int,
+    packed: bool,
+    activation: str,
+    epsilon: float,
+    taps: int,
+    unit: bool,
+    kernel: bool,
 ) -> None:
-    x, filters, places = draw(recent, length, heads, width, packed)
+    x, filters, places = draw(recent, length, heads, width, packed, taps)
     exact = [y.clone().requires_grad_() for y in (x, filters)]
-    expected = definition(*exact, places, heads, activation, epsilon)
+    expected = definition(*exact, places, heads, activation, epsilon, unit)
     grad = torch.randn_like(expected)
     expected_gradients = torch.autograd.grad(expected, exact, grad)
     expected = expected.detach()
     dtype, device = (torch.float32, DEVICE) if kernel else (torch.float64, "cpu")
     inputs = [y.to(device, dtype).requires_grad_() for y in (x, filters)]
     if kernel:
-        w = directions_forward(*inputs, places.to(device), heads, activation == "silu", epsilon)
+        w = directions_forward(*inputs, places.to(device), heads, activation == "silu", epsilon, unit)
     else:
-        w = directions(*inputs, places, heads, activation, epsilon)
+        w = directions(*inputs, places, heads, activation, epsilon, unit)
     gradients = torch.autograd.grad(w, inputs, grad.to(device, dtype))
     # Short vectors lose digits as they are divided by their length, two in these at worst.
     limit = 100 * torch.finfo(dtype).eps
@@ -89,3 +103,12 @@ def test_convolution_of_one_token(recent: int) -> None:
     for row, place, y in zip(x, places.tolist(), found, strict=True):
         expected = sum(filters[i] * row[-1 - i] for i in range(1 + min(3, place, recent)))
         torch.testing.assert_close(y[0], expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_half_precision_is_widened_first(unit: bool) -> None:
+    """Angles and directions add up over long routes: sums of products are not rounded to half precision."""
+    x, filters, places = draw(2, 9, 2, 8, False)
+    x, filters = x.bfloat16(), filters.bfloat16()
+    found = directions(x, filters, places, 2, unit=unit)
+    assert torch.equal(found, directions(x.float(), filters.float(), places, 2, unit=unit))

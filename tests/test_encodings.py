@@ -279,7 +279,7 @@ def test_path_begins_as_asked(name: str) -> None:
     x = torch.randn(1, 5, 64)
     context = Context.of(x)
     steps = layer.encoding.steps
-    w = torch.nn.functional.silu(steps.convolution(steps.up(steps.down(x)), context)).unflatten(-1, (2, 32))
+    w = torch.nn.functional.silu(steps.convolution(steps.up(steps.down(x)), context, 2))
     torch.testing.assert_close(steps(x, context).w, w / w.norm(dim=-1, keepdim=True))
     for bad, said in (({"beta": 2.0}, "beta: .* got 2.0"), ({"activation": "relu"}, "one of none, silu; got 'relu'")):
         with pytest.raises(ValueError, match=said):

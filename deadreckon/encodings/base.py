@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from deadreckon.encodings.maps import PLAIN, Ending, Map, Projection, SelfInitialised, in_step, maps
-from deadreckon.ops.directions import ACTIVATIONS, convolve, directions
+from deadreckon.ops.directions import ACTIVATIONS, directions
 from deadreckon.ops.factors import Factors, Householder, Rotation
-from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.saving import Formula
 from deadreckon.ops.token import directions_of_token
 
@@ -308,10 +307,9 @@ class ShortConvolution(SelfInitialised, nn.Module):
         bound = self.weight.shape[0] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """y (B, T, C), in float32 or more."""
-        rows, filters, places = self.inputs(x, context)
-        return context.from_rows(convolve(at_least_single(rows), filters, places))
+    def forward(self, x: Tensor, context: Context, heads: int) -> Tensor:
+        """y (B, T, H, D) of x (B, T, H·D), in float32 or more."""
+        return context.from_rows(directions(*self.inputs(x, context), heads, unit=False))
 
     def inputs(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) with the tokens before it, the filters and places: what :func:`convolve` takes."""

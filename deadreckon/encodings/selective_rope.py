@@ -38,5 +38,5 @@ class SelectiveRoPE(Encoding):
         share = normalize(x.unflatten(-1, (heads, -1)), dim=-1).flatten(-2)
         low, heads = self.down(share), self.sizes.n_kv_heads
         if (chosen := self.convolution.of_token(low, self.up, context, heads, unit=False)) is None:
-            chosen = self.convolution(self.up(low), context).unflatten(-1, (heads, -1))
+            chosen = self.convolution(self.up(low), context, heads)
         return Factors(Rotation(chosen * context.rope_angles(self.sizes.head_dim, self.base)))

@@ -1,4 +1,4 @@
-"""Directions of Householder steps: a short causal convolution, an activation, and unit length, head by head."""
+"""Short causal convolutions, and directions of Householder steps: an activation and unit length, head by head."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad, silu
 
+from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.triton import HAS_TRITON
 
 ACTIVATIONS = ("none", "silu")
-WIDTH = 3  # of the convolution whose kernel there is
+WIDEST = 8  # of the convolutions that kernels unroll
 
 
 def convolve(x: Tensor, filters: Tensor, places: Tensor) -> Tensor:
@@ -35,19 +36,27 @@ def convolve(x: Tensor, filters: Tensor, places: Tensor) -> Tensor:
 
 
 def directions(
-    x: Tensor, filters: Tensor, places: Tensor, heads: int, activation: str = "none", epsilon: float = 0.0
+    x: Tensor,
+    filters: Tensor,
+    places: Tensor,
+    heads: int,
+    activation: str = "none",
+    epsilon: float = 0.0,
+    unit: bool = True,
 ) -> Tensor:
     """Unit vectors (B, T, H, D) from x (B, R + T, H·D), in float32 (float64 if x is): see :func:`convolve`.
 
     Args:
         activation: behind the convolution, ``"none"`` or ``"silu"``.
         epsilon: added to the square of a vector's length before it is divided by that.
+        unit: whether it is; else what comes out is the convolution behind its activation.
     """
-    if x.is_cuda and HAS_TRITON and filters.shape[0] == WIDTH and x.dtype != torch.float64:
+    if x.is_cuda and HAS_TRITON and filters.shape[0] <= WIDEST and x.dtype != torch.float64:
         from deadreckon.ops.triton.directions import directions_forward
 
-        return directions_forward(x, filters, places, heads, activation == "silu", epsilon)
-    w = convolve(x, filters, places).unflatten(-1, (heads, -1))
-    w = w.float() if w.dtype in (torch.bfloat16, torch.float16) else w
+        return directions_forward(x, filters, places, heads, activation == "silu", epsilon, unit)
+    w = convolve(at_least_single(x), filters, places).unflatten(-1, (heads, -1))
     w = silu(w) if activation == "silu" else w
+    if not unit:
+        return w
     return w * (w.square().sum(-1, keepdim=True) + epsilon).rsqrt() if epsilon else normalize(w, dim=-1)

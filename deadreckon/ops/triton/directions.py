@@ -1,14 +1,14 @@
 """Directions of Householder steps from a low-rank map's output, in one pass over memory each way.
 
-    y_t = Σ_i f_i ⊙ x_{t−i}, i < 3, within the document      a = y, or silu(y)      w = a / √(‖a‖² + ε), head by head
+    y_t = Σ_i f_i ⊙ x_{t−i}, i < width, within the document    a = y, or silu(y)    w = a / √(‖a‖² + ε), head by head
 
-In PyTorch these are a dozen passes forward and two dozen back. Backward, with dy the gradient of y,
+or w = a without `unit`. In PyTorch these are a dozen passes forward and two dozen back. Backward, with dy that of y,
 
     da = (dw − w (w · dw)) / √(‖a‖² + ε)      dx_t = Σ_i f_i ⊙ dy_{t+i}      df_i = Σ_t dy_t ⊙ x_{t−i}
 
 x (B, R + T, C) has R tokens of the piece before at its beginning; places (B or 1, T) say how many tokens of its
-document come before each. dy is written and read once more, since tokens need that of the two behind them. Sums over
-tokens are taken tile by tile, then over tiles: the same bits every time.
+document come before each. dy is written and read once more, since tokens need that of those behind them; where w = y it
+is the gradient that came. Sums over tokens are taken tile by tile, then over tiles: the same bits every time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import ceil_div, power_of_two
 
-WIDTH = 3  # tokens of the convolution
 TILE = 32  # tokens of a tile
 TILES = 4  # of one program on its way back: so many rows of a filter's gradient it adds up
 CHANNELS = 64  # of such a program
@@ -53,7 +52,8 @@ def silu(b_y):
 @triton.jit(do_not_specialize=["RECENT", "T", "s_place"])
 def _forward(
     p_x, p_filter, p_place, p_w, s_place, RECENT, T, C, D, epsilon,
-    BD: tl.constexpr, TILE: tl.constexpr, SILU: tl.constexpr, SMALLEST: tl.constexpr, WIDTH: tl.constexpr,
+    BD: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, SILU: tl.constexpr, SMALLEST: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     i_tile, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token, lane = i_tile * TILE + tl.arange(0, TILE), tl.arange(0, BD)
@@ -63,18 +63,18 @@ def _forward(
     )
     if SILU:
         b_a = silu(b_a)
-    b_square = tl.maximum(tl.sum(b_a * b_a, 1) + epsilon, SMALLEST)
+    if UNIT:
+        b_a /= tl.sqrt(tl.maximum(tl.sum(b_a * b_a, 1) + epsilon, SMALLEST))[:, None]
     offsets = token.to(tl.int64)[:, None] * C + channel[None, :]
-    tl.store(
-        p_w + i_b * T * C + offsets, b_a / tl.sqrt(b_square)[:, None], mask=(token < T)[:, None] & m_channel[None, :]
-    )
+    tl.store(p_w + i_b * T * C + offsets, b_a, mask=(token < T)[:, None] & m_channel[None, :])
 
 
 @Kernel
 @triton.jit(do_not_specialize=["RECENT", "T", "s_place"])
 def _arrive(
     p_x, p_filter, p_place, p_grad, p_dy, s_place, RECENT, T, C, D, epsilon,
-    BD: tl.constexpr, TILE: tl.constexpr, SILU: tl.constexpr, SMALLEST: tl.constexpr, WIDTH: tl.constexpr,
+    BD: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, SILU: tl.constexpr, SMALLEST: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """dy of a tile of tokens."""
     i_tile, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -86,13 +86,14 @@ def _arrive(
     b_a = b_y
     if SILU:
         b_a = silu(b_y)
-    b_square = tl.sum(b_a * b_a, 1) + epsilon
-    b_inverse = 1 / tl.sqrt(tl.maximum(b_square, SMALLEST))
     mask = (token < T)[:, None] & m_channel[None, :]
     offsets = i_b * T * C + token.to(tl.int64)[:, None] * C + channel[None, :]
-    b_grad = tl.load(p_grad + offsets, mask=mask, other=0.0).to(tl.float32)
-    b_along = tl.sum(b_a * b_grad, 1) * tl.where(b_square > SMALLEST, b_inverse * b_inverse, 0.0)
-    b_da = (b_grad - b_a * b_along[:, None]) * b_inverse[:, None]
+    b_da = tl.load(p_grad + offsets, mask=mask, other=0.0).to(tl.float32)
+    if UNIT:
+        b_square = tl.sum(b_a * b_a, 1) + epsilon
+        b_inverse = 1 / tl.sqrt(tl.maximum(b_square, SMALLEST))
+        b_along = tl.sum(b_a * b_da, 1) * tl.where(b_square > SMALLEST, b_inverse * b_inverse, 0.0)
+        b_da = (b_da - b_a * b_along[:, None]) * b_inverse[:, None]
     if SILU:
         b_gate = 1 / (1 + tl.exp(-b_y))
         b_da *= b_gate * (1 + b_y * (1 - b_gate))
@@ -109,111 +110,94 @@ def _behind(p_dy, p_place, token, lag, channel, m_channel, T, C):
     return tl.load(p_dy + later.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
-def _filter(p_filter, lag, channel, m_channel, C):
-    return tl.load(p_filter + lag * C + channel, mask=m_channel, other=0.0).to(tl.float32)[None, :]
-
-
 @Kernel
 @triton.jit(do_not_specialize=["RECENT", "T", "s_place"])
 def _backward(
     p_x, p_filter, p_place, p_dy, p_dx, p_dfilter, s_place, RECENT, T, C,
-    BC: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    BC: tl.constexpr, BW: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dx of TILES tiles of rows of x, and this program's part of df (programs, 3, C)."""
+    """dx of TILES tiles of rows of x, and this program's part of df (programs, width, C)."""
     i_part, i_b = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    channel, tap = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BW)
     m_channel = channel < C
     p_x += i_b * (RECENT + T) * C
     p_dx += i_b * (RECENT + T) * C
     p_dy += i_b * T * C
     p_place += i_b * s_place
-    b_f0 = _filter(p_filter, 0, channel, m_channel, C)
-    b_f1 = _filter(p_filter, 1, channel, m_channel, C)
-    b_f2 = _filter(p_filter, 2, channel, m_channel, C)
-    b_df0 = tl.zeros([BC], tl.float32)
-    b_df1 = tl.zeros([BC], tl.float32)
-    b_df2 = tl.zeros([BC], tl.float32)
+    b_df = tl.zeros([BW, BC], tl.float32)
     for tile in range(TILES):
         token = (i_part * TILES + tile) * TILE + tl.arange(0, TILE) - RECENT  # of the piece; before it below zero
         m_row = (token < T)[:, None] & m_channel[None, :]
         offsets = (token + RECENT).to(tl.int64)[:, None] * C + channel[None, :]
         b_x = tl.load(p_x + offsets, mask=m_row, other=0.0).to(tl.float32)
-        # What x does for its own token, the one after it, and the one after that.
-        b_0 = _behind(p_dy, p_place, token, 0, channel, m_channel, T, C)
-        b_1 = _behind(p_dy, p_place, token, 1, channel, m_channel, T, C)
-        b_2 = _behind(p_dy, p_place, token, 2, channel, m_channel, T, C)
-        tl.store(p_dx + offsets, (b_0 * b_f0 + b_1 * b_f1 + b_2 * b_f2).to(p_dx.dtype.element_ty), mask=m_row)
-        b_df0 += tl.sum(b_0 * b_x, 0)
-        b_df1 += tl.sum(b_1 * b_x, 0)
-        b_df2 += tl.sum(b_2 * b_x, 0)
-    p_dfilter += (i_b * tl.num_programs(0) + i_part) * 3 * C + channel
-    tl.store(p_dfilter, b_df0, mask=m_channel)
-    tl.store(p_dfilter + C, b_df1, mask=m_channel)
-    tl.store(p_dfilter + 2 * C, b_df2, mask=m_channel)
+        b_dx = tl.zeros([TILE, BC], tl.float32)
+        for lag in tl.static_range(WIDTH):  # what x does for its own token, the one after it, …
+            b_dy = _behind(p_dy, p_place, token, lag, channel, m_channel, T, C)
+            b_dx += b_dy * tl.load(p_filter + lag * C + channel, mask=m_channel, other=0.0).to(tl.float32)[None, :]
+            b_df += tl.where((tap == lag)[:, None], tl.sum(b_dy * b_x, 0)[None, :], 0.0)
+        tl.store(p_dx + offsets, b_dx.to(p_dx.dtype.element_ty), mask=m_row)
+    p_dfilter += (i_b * tl.num_programs(0) + i_part) * WIDTH * C
+    m_filter = (tap < WIDTH)[:, None] & m_channel[None, :]
+    tl.store(p_dfilter + tap[:, None] * C + channel[None, :], b_df, mask=m_filter)
 
 
-def _options(filters: Tensor, heads: int, silu: bool) -> dict[str, Any]:
-    width = filters.shape[1] // heads
+def _options(filters: Tensor, heads: int, silu: bool, unit: bool) -> dict[str, Any]:
     return {
-        "BD": max(16, power_of_two(width)), "SILU": silu, "SMALLEST": SMALLEST, "WIDTH": WIDTH,
-        "num_warps": 4,
+        "BD": max(16, power_of_two(filters.shape[1] // heads)), "TILE": TILE, "UNIT": unit, "SILU": silu,
+        "SMALLEST": SMALLEST, "WIDTH": filters.shape[0], "num_warps": 4,
     }  # fmt: skip
 
 
 @torch.library.custom_op("deadreckon::directions", mutates_args=())
-def directions_forward(x: Tensor, filters: Tensor, places: Tensor, heads: int, silu: bool, epsilon: float) -> Tensor:
-    """w (B, T, H, D) float32 of x (B, R + T, H·D), filters (3, H·D) and places (B or 1, T)."""
+def directions_forward(
+    x: Tensor, filters: Tensor, places: Tensor, heads: int, silu: bool, epsilon: float, unit: bool = True
+) -> Tensor:
+    """w (B, T, H, D) float32 of x (B, R + T, H·D), filters (width, H·D) and places (B or 1, T)."""
     x, filters, places = x.contiguous(), filters.contiguous(), places.contiguous()
     batch, length, channels = x.shape[0], places.shape[1], x.shape[2]
     w = x.new_empty(batch, length, heads, channels // heads, dtype=torch.float32)
     with torch.cuda.device_of(x):
         _forward[(ceil_div(length, TILE), heads, batch)](
             x, filters, places, w, places.stride(0) if places.shape[0] > 1 else 0, x.shape[1] - length, length,
-            channels, channels // heads, epsilon, TILE=TILE, **_options(filters, heads, silu),
+            channels, channels // heads, epsilon, **_options(filters, heads, silu, unit),
         )  # fmt: skip
     return w
 
 
 @directions_forward.register_fake
-def _(x: Tensor, filters: Tensor, places: Tensor, heads: int, silu: bool, epsilon: float) -> Tensor:
+def _(x: Tensor, filters: Tensor, places: Tensor, heads: int, silu: bool, epsilon: float, unit: bool = True) -> Tensor:
     return x.new_empty(x.shape[0], places.shape[1], heads, x.shape[2] // heads, dtype=torch.float32)
 
 
 @torch.library.custom_op("deadreckon::directions_backward", mutates_args=())
 def directions_backward(
-    grad: Tensor, x: Tensor, filters: Tensor, places: Tensor, heads: int, silu: bool, epsilon: float
+    grad: Tensor, x: Tensor, filters: Tensor, places: Tensor, heads: int, silu: bool, epsilon: float, unit: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and filters."""
     x, filters, places, grad = (y.contiguous() for y in (x, filters, places, grad))
     batch, rows, channels = x.shape
     length = places.shape[1]
-    parts, block = ceil_div(rows, TILE * TILES), min(CHANNELS, power_of_two(channels))
-    dx, dy = torch.empty_like(x), x.new_empty(batch, length, channels, dtype=torch.float32)
-    partial = x.new_empty(batch * parts, WIDTH, channels, dtype=torch.float32)
+    width, parts, block = filters.shape[0], ceil_div(rows, TILE * TILES), min(CHANNELS, power_of_two(channels))
+    dx, dy = torch.empty_like(x), grad
+    partial = x.new_empty(batch * parts, width, channels, dtype=torch.float32)
     sizes = places.stride(0) if places.shape[0] > 1 else 0, rows - length, length, channels
     with torch.cuda.device_of(x):
-        _arrive[(ceil_div(length, TILE), heads, batch)](
-            x,
-            filters,
-            places,
-            grad,
-            dy,
-            *sizes,
-            channels // heads,
-            epsilon,
-            TILE=TILE,
-            **_options(filters, heads, silu),
-        )
+        if unit or silu:
+            dy = x.new_empty(batch, length, channels, dtype=torch.float32)
+            _arrive[(ceil_div(length, TILE), heads, batch)](
+                x, filters, places, grad, dy, *sizes, channels // heads, epsilon,
+                **_options(filters, heads, silu, unit),
+            )  # fmt: skip
         _backward[(parts, ceil_div(channels, block), batch)](
-            x, filters, places, dy, dx, partial, *sizes, BC=block, TILE=TILE, TILES=TILES, num_warps=4
-        )
+            x, filters, places, dy, dx, partial, *sizes, BC=block, BW=power_of_two(width), TILE=TILE, TILES=TILES,
+            WIDTH=width, num_warps=4,
+        )  # fmt: skip
     return dx, partial.sum(0).to(filters.dtype)
 
 
 @directions_backward.register_fake
 def _(
-    grad: Tensor, x: Tensor, filters: Tensor, places: Tensor, heads: int, silu: bool, epsilon: float
+    grad: Tensor, x: Tensor, filters: Tensor, places: Tensor, heads: int, silu: bool, epsilon: float, unit: bool
 ) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(filters)
 
@@ -225,7 +209,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dx, dfilters = directions_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return dx, dfilters, None, None, None, None
+    return dx, dfilters, None, None, None, None, None
 
 
 directions_forward.register_autograd(_gradients, setup_context=_save)
