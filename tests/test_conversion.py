@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -34,7 +35,7 @@ from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.recipes.texts import fast_tokenizer
 from deadreckon.lab.training import Run, Training
-from deadreckon.lab.training.conversion import convert_run
+from deadreckon.lab.training.conversion import convert_run, score_before
 from deadreckon.lab.training.distillation import OBJECTIVES, load_start, load_teacher
 from deadreckon.lab.training.engine import Step
 from deadreckon.tasks.language import make_corpora
@@ -251,6 +252,13 @@ def test_the_start_is_exact_and_stages_close_the_gap(teacher: Path, tmp_path: Pa
     expected, source = load_teacher(exact.source), LlamaForCausalLM.from_pretrained(exact.source)
     logits = source(batch.tokens).logits
     assert (expected(batch.tokens).logits - logits).abs().max() < 1e-4 * (logits.max() - logits.min())
+    with pytest.raises(ValueError, match=r"holds another conversion: source '.*', not '.*'; seed 0, not 1"):
+        shutil.copytree(teacher / "llama", tmp_path / "other")
+        convert_run(replace(exact, source=str(tmp_path / "other"), seed=1), tmp_path / "exact", console=quiet())
+    other = replace(exact, held_out=str(teacher / "train.jsonl"), length=16)
+    found = [score_before(plan, tmp_path / "exact", "cpu")["teacher"][0] for plan in (exact, other, exact)]
+    assert [one.length for one in found] == [32, 16, 32]
+    assert found[0].loss == found[2].loss != found[1].loss
     start = load_start(str(tmp_path / "exact"))
     for objective in OBJECTIVES.values():
         assert abs(objective(start, expected, batch)) < 1e-6

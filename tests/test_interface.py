@@ -56,6 +56,25 @@ def test_a_kv_cache_changes_nothing(name: str) -> None:
     assert name == "deadreckon" or not torch.allclose(whole, llama("deadreckon")(tokens, attention_mask=mask).logits)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_pieces_may_begin_in_padding_and_have_holes(name: str) -> None:
+    """A query that is padding sees nothing: no NaN of it reaches a token. Distances count tokens, not padding."""
+    model, tokens = llama(name).double(), ids()
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = mask[0, 8:10] = 0
+    pieces, kept = list[Tensor](), None
+    with torch.no_grad():
+        whole = model(tokens, attention_mask=mask).logits
+        for start, end in ((0, 3), (3, 9), (9, 19)):
+            found = model(tokens[:, start:end], attention_mask=mask[:, :end], past_key_values=kept)
+            pieces, kept = [*pieces, found.logits], found.past_key_values
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(pieces, 1)[real], whole[real], atol=1e-12, rtol=1e-12)
+    sampling = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    in_pieces = model.generate(tokens, prefill_chunk_size=4, **sampling)
+    assert torch.equal(in_pieces, model.generate(tokens, **sampling))
+
+
 def test_scores_and_slopes_are_those_of_attend() -> None:
     q, k, v = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))
     q, k, v = (x.double() for x in (q, k, v))

@@ -22,10 +22,20 @@ from deadreckon.lab.evaluation.perplexity import Reader, loss_by_position, perpl
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import train
 from deadreckon.tasks import tokens as tokens_module
+from deadreckon.tasks.files import writing
 from deadreckon.tasks.language import Corpus, Language, load_corpus, open_corpus, save_corpora
 from deadreckon.tasks.task import NOT_SCORED, draw
 from deadreckon.tasks.text import PACKED, fingerprint, read_documents
-from deadreckon.tasks.tokens import END, cut, for_transformers, load_tokenizer, tokenize, train_tokenizer, writing
+from deadreckon.tasks.tokens import (
+    END,
+    cut,
+    for_transformers,
+    load_ids,
+    load_tokenizer,
+    tokenize,
+    train_tokenizer,
+    write_ids,
+)
 
 TEXT = "the sea was calm and the wind had gone ; a sail stood far out , white as bone , and nobody spoke"
 WORDS = TEXT.split()
@@ -205,6 +215,27 @@ def test_cache_is_used_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not np.array_equal(load_corpus(data, vocabulary=290).ids, first.ids)
 
 
+def test_a_state_that_outlives_its_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between the file's new name and the end of its state; and the file is gone later."""
+    tokenizer = train_tokenizer(write_jsonl(tmp_path / "a.jsonl", [story(1, 80)]), 290, cache=tmp_path)
+    path, documents = tmp_path / "a.npy", [story(1, 80), story(2, 80)]
+    unlink = Path.unlink
+
+    def interrupt(file: Path, missing_ok: bool = False) -> None:
+        if file.name == ".a.npy.state":
+            raise KeyboardInterrupt
+        unlink(file, missing_ok)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "unlink", interrupt)
+        write_ids(path, documents, tokenizer, "a")
+    whole = load_ids(path).copy()
+    assert len(whole) > 100 and (tmp_path / ".a.npy.state").exists()
+    path.unlink()
+    write_ids(path, documents, tokenizer, "a")
+    assert np.array_equal(load_ids(path), whole)
+
+
 def test_what_fails_leaves_no_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "a.json"
     with pytest.raises(KeyboardInterrupt), writing(path) as unfinished:
@@ -332,6 +363,10 @@ def test_perplexity_by_length(corpus: Corpus, encoding: str) -> None:
         assert score.loss == pytest.approx(losses.mean().item(), rel=1e-5)
         assert score.perplexity == pytest.approx(math.exp(losses.mean().item()), rel=1e-4)
         assert score.last_loss == pytest.approx(losses[:, -score.length // 4 :].mean().item(), rel=1e-5)
+    uneven, even = perplexity_by_length(Reader(model), corpus, (36, 96), tokens=400)  # rows of 36, 36 and 24
+    losses = torch.cat([direct(model, row[start : start + 37]) for row in text for start in range(0, 96, 36)])
+    assert uneven.tokens == even.tokens == losses.numel() and uneven.loss == pytest.approx(losses.mean().item(), 1e-5)
+    assert uneven.texts == pytest.approx(losses.view(4, 96).mean(1).tolist(), 1e-5)
     pieces = perplexity_by_length(Reader(model, piece=20), corpus, (8, 32, 96), tokens=400)
     assert [score.loss for score in pieces] == pytest.approx([score.loss for score in scores], rel=1e-5)
     with pytest.raises(ValueError, match="lengths: expected one or more, got none"):

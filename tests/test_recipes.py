@@ -141,6 +141,8 @@ def test_recipes_are_changed_and_checked() -> None:
         "steps=many": "steps: expected int, got 'many'",
         "steps=0": "steps: expected 1 or more, got 0",
         "steps.more=1": "change: expected a field of the recipe, got 'steps.more'",
+        'evaluators=["error", "exact"]': "evaluators: expected each once, and one of error, exact, perplexity, whose "
+        "scores have the same place; got error, exact",
         "curriculum.stages=[]": "curriculum: expected Curriculum | None, got {'stages': []}",
         "tied=1": "tied: expected bool, got 1",
         "accumulate=5": "accumulate: expected a divisor of batch_size = 16, got 5",

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import types
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,7 @@ from worlds import prepared
 
 import deadreckon as dr
 from deadreckon.lab import cli, files
-from deadreckon.lab.evaluation import score
+from deadreckon.lab.evaluation import Score, score
 from deadreckon.lab.files import recover, replacing
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import Progress, Run, Training, checkpoints, make_model, train, train_run
@@ -386,6 +386,23 @@ def test_training_ends_where_the_recipe_says(tmp_path: Path) -> None:
     never = train_run(small("rope", 0, "ends.reached=-1"), tmp_path / "never", console=quiet())
     assert never.finished and never.progress().step == 24
     assert len(train_run(at_once.recipe, at_once.path, console=quiet()).starts()) == 1  # not begun again
+
+
+def test_scores_may_be_added_at_once(tmp_path: Path) -> None:
+    """By several processes, as `eval` and `eval --sharpen-beyond` of one run are: none is lost."""
+    run = Run.create(tmp_path, small("rope", 0))
+    kinds = [("last", None), ("last", 32), ("best", None)]
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        list(pool.map(lambda kind: add_one_by_one(tmp_path, *kind), kinds))
+    for kind, beyond in kinds:
+        assert [length for _, length in run.scores(kind, beyond)] == list(range(1, 21))
+    assert not list(tmp_path.glob(".scores.json*"))
+
+
+def add_one_by_one(path: Path, kind: str, sharpen_beyond: int | None) -> None:
+    for length in range(1, 21):
+        score = Score("as trained", length, 0.5, 0.5, 1.0, 4)
+        Run(path).add_scores([score], kind, sharpen_beyond)
 
 
 def test_patience_counts_evaluations_that_were_no_better() -> None:

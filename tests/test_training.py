@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from small_runs import quiet, small
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from deadreckon.lab.evaluation.scores import Score, mean_of_best, score, tally
+from deadreckon.lab.evaluation.scores import Score, Tally, counts_by_row, is_better, mean_of_best, score
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import Run, Training, make_model, train, train_run
 from deadreckon.lab.training.display import Gap
@@ -88,6 +89,10 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(
     assert run.progress().best == shares[step]
 
 
+def tally(model: torch.nn.Module, tokens: Tensor, labels: Tensor, batch_size: int = 64) -> Tally:
+    return Tally.of(counts_by_row(model, tokens, labels, batch_size))  # type: ignore[arg-type]
+
+
 class Peeks(torch.nn.Module):
     """Says the very next token, but for rows with a given first token, where it goes wrong at the very end."""
 
@@ -126,6 +131,16 @@ def test_mean_of_best() -> None:
     assert mean_of_best("error", [0.2, 0.9, 0.5, 0.7]) == pytest.approx(1.4 / 3)
     assert mean_of_best("exact", [0.2, 0.9], best=1) == 0.9
     assert mean_of_best("exact", [0.2, 0.4]) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("values", [(5.0, math.nan, 2.0, 1.0, 3.0), (math.nan, 1.0, 2.0, 3.0, 5.0)])
+def test_what_is_not_a_number_is_the_worst(values: tuple[float, ...]) -> None:
+    """Wherever it stands."""
+    assert mean_of_best("loss", values) == 2 and mean_of_best("exact", values) == pytest.approx(10 / 3)
+    assert math.isnan(mean_of_best("loss", [math.nan, 1.0]))
+    for measure in ("loss", "exact"):
+        assert is_better(measure, 5.0, math.nan)
+        assert not is_better(measure, math.nan, 5.0) and not is_better(measure, math.nan, math.nan)
 
 
 def test_the_mean_of_the_best_three_is_reported(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class LearnedRotation(Encoding):
             e^{−1/2} a token, less than 1% after ten.
             "grid": multiples of RoPE's grid that start uniform in [−1, 1], as random rotations are drawn: slow pairs
             start slow and are trained on their own scale.
+        spread: the standard deviation σ of "normal", in place of 1: the mean phasor is e^{−σ²/2} a token.
         base: of the grid.
         rate: the table's learning rate in place of the model's, with the model's weight decay. Angles are to be
             forgotten as much as learned: those of tokens that are hardly seen stay at N(0, 1) and take every route
@@ -39,15 +40,24 @@ class LearnedRotation(Encoding):
     values = False
     saved_without: ClassVar[dict[str, Any]] = {"initial": "grid"}
 
-    def __init__(self, sizes: Sizes, base: float = 10000.0, initial: str = "normal", rate: float | None = None) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        base: float = 10000.0,
+        initial: str = "normal",
+        spread: float = 1.0,
+        rate: float | None = None,
+    ) -> None:
         super().__init__()
         if sizes.vocab_size is None:
             raise ValueError("learned-rotation: expected vocab_size, a table of angles needs it; got None")
         if initial not in STARTS:
             raise ValueError(f"initial: expected one of {', '.join(STARTS)}; got {initial!r}")
+        if not 0 < spread < math.inf:
+            raise ValueError(f"spread: expected a positive number, got {spread!r}")
         if rate is not None and not 0 < rate < math.inf:
             raise ValueError(f"rate: expected a positive learning rate or None, got {rate!r}")
-        self.head_dim, self.base, self.rate = sizes.even_head_dim, base, rate
+        self.head_dim, self.base, self.spread, self.rate = sizes.even_head_dim, base, spread, rate
         # Two names, so that weights in one unit do not load into the other.
         self.name = "angles" if initial == "normal" else "table"
         self.register_parameter(self.name, nn.Parameter(torch.empty(sizes.vocab_size, self.head_dim // 2)))
@@ -56,7 +66,7 @@ class LearnedRotation(Encoding):
     def reset_parameters(self) -> None:
         table = self.get_parameter(self.name)
         if self.name == "angles":
-            nn.init.normal_(table)
+            nn.init.normal_(table, std=self.spread)
         else:
             nn.init.uniform_(table, -1, 1)
 

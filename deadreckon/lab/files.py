@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deadreckon.tasks.files import writing
+
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file as a whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    to_disk(new)
-    os.replace(new, path)
+    with writing(path) as new:
+        new.write_text(text)
+        to_disk(new)
     to_disk(path.parent)
 
 

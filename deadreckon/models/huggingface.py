@@ -113,6 +113,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
                 x = self._continue(input_ids, inputs_embeds, attention_mask, cache)
             return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        check_documents(cu_seqlens, x)
         real = _padding(attention_mask, x)
         order: Tensor | None = None
         if real is not None and cu_seqlens is not None:

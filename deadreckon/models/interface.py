@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from deadreckon.encodings.alibi import slopes
 from deadreckon.ops.attention import attend
 from deadreckon.ops.factors import Power
+from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.reference import weigh
 
 SERVED: dict[str, dict[str, Any]] = {
@@ -109,15 +110,16 @@ def _late(
     """The last T queries of S keys, where a KV cache holds the others: a query at a time, by the definition."""
     (_, queries, heads, width), length = q.shape, k.shape[1]
     k, v = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (k, v))  # (B, Hq, S, ·)
-    logits = (q.transpose(1, 2) @ k.mT).float() * (width**-0.5 if scale is None else scale)  # (B, Hq, T, S)
-    place = torch.arange(length, device=q.device)
+    logits = at_least_single(q.transpose(1, 2) @ k.mT) * (width**-0.5 if scale is None else scale)  # (B, Hq, T, S)
+    padded = torch.zeros(1, length, dtype=torch.bool, device=q.device) if mask is None else ~mask.bool()
+    place, padded = (~padded).cumsum(1).unsqueeze(1), padded.unsqueeze(1)  # among tokens that are no padding
     outputs = []
     for row, end in enumerate(range(length - queries + 1, length + 1)):
-        seen = logits[:, :, row, :end]
-        gates = torch.zeros_like(seen) if log_gate is None else log_gate[:, None] * (end - 1 - place[:end]).float()
-        if mask is not None:
-            padded = ~mask[:, None, :end].bool()
-            seen = seen.masked_fill(padded, 0.0 if isinstance(score, Power) else -torch.inf)  # weights of zero
-        weights = weigh(seen, gates, score)  # (B, Hq, end)
+        nothing, seen = padded[:, :, :end], logits[:, :, row, :end]
+        gates = torch.zeros_like(seen)
+        if log_gate is not None:
+            gates = gates + log_gate[:, None] * (place[:, :, end - 1 : end] - place[:, :, :end])
+        seen = seen.masked_fill(nothing, 0.0 if isinstance(score, Power) else -torch.inf)
+        weights = weigh(seen, gates, score).masked_fill(nothing, 0.0)  # (B, Hq, end); padding sees nothing at all
         outputs.append((weights.to(v.dtype).unsqueeze(2) @ v[:, :, :end]).squeeze(2))
     return torch.stack(outputs, dim=1)

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from deadreckon.tasks import task
+from deadreckon.tasks.files import writing
 from deadreckon.tasks.tokens import (
     end_of,
     fit_tokenizer,
@@ -35,7 +36,6 @@ from deadreckon.tasks.tokens import (
     tokenize,
     train_tokenizer,
     write_ids,
-    writing,
 )
 
 TOKENIZER_FILE = "tokenizer.json"

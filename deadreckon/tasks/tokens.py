@@ -10,10 +10,8 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from tqdm import tqdm
 
+from deadreckon.tasks.files import locked, writing
 from deadreckon.tasks.text import fingerprint, read_documents
 
 if TYPE_CHECKING:
@@ -45,18 +44,6 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("DEADRECKON_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deadreckon"
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[Path]:
-    """Another path in the same folder, to write to; what is there takes the name `path` if nothing went wrong."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def train_tokenizer(
@@ -161,11 +148,13 @@ def write_ids(path: Path, documents: Iterable[str], tokenizer: Tokenizer, name: 
     key = _key(name, tokenizer.to_str())
     path.parent.mkdir(parents=True, exist_ok=True)
     often = 0.1 if sys.stderr.isatty() else 30.0  # seconds
-    with _locked(unfinished) as file, tqdm(desc=name, unit=" tokens", unit_scale=True, mininterval=often) as progress:
+    with locked(unfinished) as file, tqdm(desc=name, unit=" tokens", unit_scale=True, mininterval=often) as progress:
         if path.exists():  # another process has written it meanwhile
             return
-        done = _read_state(state, key)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         _write_header(file, kind, 0)
+        done = _read_state(state, key, (size - file.tell()) // kind.itemsize)
         file.seek(done["tokens"] * kind.itemsize, os.SEEK_CUR)
         file.truncate()
         progress.update(done["tokens"])
@@ -181,17 +170,22 @@ def write_ids(path: Path, documents: Iterable[str], tokenizer: Tokenizer, name: 
         file.seek(0)
         _write_header(file, kind, done["tokens"])  # numpy leaves room for the count to grow
         file.flush()
+        os.fsync(file.fileno())
         os.replace(unfinished, path)
         state.unlink(missing_ok=True)
 
 
-def _read_state(path: Path, key: str) -> dict[str, int]:
-    """How many documents and tokens of an unfinished file are valid: none if it was made of something else."""
+def _read_state(path: Path, key: str, room: int) -> dict[str, int]:
+    """How many documents and tokens of an unfinished file are valid: none if it was made of something else.
+
+    Nor if it has not room for so many: then the state was left behind by a file that is complete, or gone.
+    """
     try:
         state = json.loads(path.read_text())
     except (OSError, ValueError):
         state = {}
-    return {name: state[name] if state.get("key") == key else 0 for name in ("documents", "tokens")}
+    valid = state.get("key") == key and state["tokens"] <= room
+    return {name: state[name] if valid else 0 for name in ("documents", "tokens")}
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -217,19 +211,6 @@ def _encode(documents: list[str], tokenizer: Tokenizer, end: int, kind: np.dtype
         parts += [np.array(next(encoded).ids, kind) for _ in one]
         parts.append(np.array([end], kind))
     return np.concatenate(parts)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[IO[bytes]]:
-    """The file, made if it is not there, open for this process alone; others wait, where the system has such locks."""
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-        try:
-            import fcntl
-        except ModuleNotFoundError:
-            pass
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
 
 
 def _write_header(file: IO[bytes], kind: np.dtype[Any], count: int) -> None:

@@ -1,8 +1,8 @@
 """Perplexity by context length, and loss by position.
 
 All figures are means of −log p(token | tokens before it in its row), in nats. A row of L + 1 tokens gives L of them,
-the t-th from t tokens of context. Rows of L tile rows of the greatest length, so that **the same tokens are predicted
-at every length**: what differs is where their context begins.
+the t-th from t tokens of context. Rows of L tile rows of the greatest length, the last of them shorter where L does not
+divide it, so that **the same tokens are predicted at every length**: what differs is where their context begins.
 
 - The mean over all positions of rows of L is what the rotations' paper reports ("all positions, no burn-in").
 - The mean over the last quarter of the positions shows what the far end of a row costs or gains. These are other tokens
@@ -142,15 +142,20 @@ def perplexity_by_length(
     if not lengths:
         raise ValueError("lengths: expected one or more, got none")
     text = corpus.rows(longest or max(lengths), tokens, across=across)
+
+    def read(rows: Tensor) -> Tensor:  # (R, n + 1) to losses (R, n)
+        if window is None or window >= rows.shape[1] - 1:
+            return reader.losses(rows)
+        return reader.windowed_losses(rows, window, stride)
+
     scores = []
     for length in lengths:
-        rows = text.unfold(1, length + 1, length).flatten(0, 1)
-        if window is None or window >= length:
-            losses = reader.losses(rows)
-        else:
-            losses = reader.windowed_losses(rows, window, stride)
-        loss, last = _mean(losses), _mean(losses[:, length - math.ceil(length / LAST) :])
-        texts = tuple(losses.double().reshape(len(text), -1).mean(1).tolist())
+        losses = read(text.unfold(1, length + 1, length).flatten(0, 1))
+        last = _mean(losses[:, length - math.ceil(length / LAST) :])
+        losses = losses.reshape(len(text), -1)
+        if (rest := text[:, losses.shape[1] :]).shape[1] > 1:
+            losses = torch.cat([losses, read(rest)], dim=1)
+        loss, texts = _mean(losses), tuple(losses.double().mean(1).tolist())
         scores.append(LengthScore(length, window, losses.numel(), loss, math.exp(min(loss, 700.0)), last, texts))
     return scores
 

@@ -86,13 +86,16 @@ class Score:
 
 
 def is_better(measure: str, one: float, other: float) -> bool:
-    """Whether the first of two values is better."""
+    """Whether the first of two values is better; what is not a number is worse than any."""
+    if math.isnan(one) or math.isnan(other):
+        return not math.isnan(one) and math.isnan(other)
     return one > other if measure in GROWING else one < other
 
 
 def mean_of_best(measure: str, evaluations: Sequence[float], best: int = 3) -> float:
     """The mean of the best of several evaluations, or of all while there are fewer."""
-    chosen = sorted(evaluations, reverse=measure in GROWING)[:best]
+    sign = -1 if measure in GROWING else 1
+    chosen = sorted(evaluations, key=lambda value: (math.isnan(value), sign * value))[:best]
     return sum(chosen) / len(chosen)
 
 
@@ -132,11 +135,6 @@ def score(
     counts = Tally.of(share(rows, judged))
     scored = max(counts.scored, 1)
     return Score(condition, length, counts.wrong / scored, counts.exact / rows, counts.loss / scored, rows)
-
-
-def tally(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, batch_size: int = 64) -> Tally:
-    """Errors and loss on rows (count, width)."""
-    return Tally.of(counts_by_row(model, tokens, labels, batch_size))
 
 
 @torch.no_grad()

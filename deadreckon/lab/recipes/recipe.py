@@ -24,6 +24,7 @@ MEASURES = {
     "error": "error", "exact": "exact", "perplexity": "perplexity", "perplexity-window": "perplexity",
     "loss-by-position": "loss", "training-loss": "loss", "long": "score",
 }  # fmt: skip
+ALIKE = ("error", "exact", "perplexity")  # evaluators that score the same tests at the same lengths
 REPORTING = ("last", "every", "best-three")
 ENDS = ("reached", "patience")
 OBJECTIVES = ("next-token", "align", "distil")
@@ -145,6 +146,12 @@ class Recipe:
             for word in chosen:
                 if word not in known:
                     raise ValueError(f"{name}: expected one of {', '.join(known)}; got {word!r}")
+        alike = [name for name in self.evaluators if name in ALIKE]
+        if len(alike) > 1 or len({*self.evaluators}) < len(self.evaluators):
+            raise ValueError(
+                f"evaluators: expected each once, and one of {', '.join(ALIKE)}, whose scores have the same place; "
+                f"got {', '.join(self.evaluators)}"
+            )
         if bool(self.teacher) != (self.objective != "next-token"):
             raise ValueError(f"teacher: expected a folder to align or distil, else none, got {self.teacher!r}")
         if not self.conditions:

@@ -1,6 +1,7 @@
 """Carries out a conversion: the start, its stages as runs, and the model that is left, in one folder.
 
     OUT/start                  the model before training
+    OUT/start/conversion.json  what it was made of
     OUT/before.json            scores of teacher and start, in the tests that the student meets while it is trained
     OUT/align, OUT/distil, …   runs, as `deadreckon train` makes them
     OUT                        the result for from_pretrained, and its tokenizer
@@ -14,6 +15,7 @@ import json
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,6 +34,7 @@ from deadreckon.lab.training.ranks import processes
 from deadreckon.lab.training.trainer import quiet_transformers, train_run
 from deadreckon.tasks.language import Language
 
+MADE_OF = "conversion.json"
 ROPE_OPTIONS = ("base", "scaling", "learn_factor")
 
 
@@ -86,10 +89,14 @@ def check_vocabulary(conversion: Conversion) -> None:
 def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
     """Saves the model that training begins with, if it is not there, and says how far it is off the teacher."""
     recover(folder)
-    if (folder / "config.json").exists():
-        encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding
-        if encoding != conversion.begun:
-            raise ValueError(f"out: {folder.parent} holds a conversion to {encoding}, not {conversion.begun}")
+    made_of = {"source": conversion.source, "encoding": conversion.begun, "cold": conversion.cold}
+    made_of |= {"drop_rope": conversion.drop_rope, "seed": conversion.seed}
+    if (folder / MADE_OF).exists():
+        was = json.loads((folder / MADE_OF).read_text())
+        if differences := [
+            f"{name} {was.get(name)!r}, not {value!r}" for name, value in made_of.items() if was.get(name) != value
+        ]:
+            raise ValueError(f"out: {folder.parent} holds another conversion: {'; '.join(differences)}")
         return
     torch.manual_seed(conversion.seed)
     source = load_source(conversion.source)
@@ -102,21 +109,24 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
     with replacing(folder) as new:
         student.save_pretrained(new)
         AutoTokenizer.from_pretrained(conversion.source).save_pretrained(new)
+        (new / MADE_OF).write_text(json.dumps(made_of) + "\n")
     rows = conversion.sample_tests(1, 64)
     off = difference(student, load_teacher(conversion.source), rows)
     console.print(f"{folder}: logits {off:.1e} of their range off the source's", highlight=False, soft_wrap=True)
 
 
 def score_before(conversion: Conversion, out: Path, device: str) -> dict[str, list[Score]]:
-    """Scores of "teacher" and "start" at the training length, as stages score the student; computed once."""
+    """Scores of "teacher" and "start" at the training length, as stages score the student; computed once a test."""
     path, recipe = out / "before.json", replace(conversion.test_recipe(), test_lengths=(conversion.length,))
-    if not path.exists():
-        scores = {}
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    if kept.get("recipe") != recipe.to_dict():
+        scores = dict[str, Any]()
         for name, folder, load in (("teacher", conversion.source, load_teacher), ("start", out / "start", load_start)):
             model = load(str(folder)).to(device).eval()
             scores[name] = [asdict(one) for one in evaluate(model, recipe)]
-        write_text(path, json.dumps(scores) + "\n")
-    return {name: [Score(**one) for one in found] for name, found in json.loads(path.read_text()).items()}
+        kept = {"recipe": recipe.to_dict(), "scores": scores}
+        write_text(path, json.dumps(kept) + "\n")
+    return {name: [Score(**one) for one in found] for name, found in kept["scores"].items()}
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from deadreckon.lab.training.checkpoints import Writer, read, tensors_in
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.engine import Training, config_for_tests, make_model
 from deadreckon.lab.training.ranks import Ranks
+from deadreckon.tasks.files import locked
 
 KINDS = ("last", "best")
 
@@ -49,10 +50,10 @@ class Progress:
 
     def evaluated(self, recipe: Recipe, value: float) -> Progress:
         """What an evaluation makes of it."""
-        better = self.best is None or math.isnan(self.best) or is_better(recipe.metric, value, self.best)
+        better = self.best is None or is_better(recipe.metric, value, self.best)
         best, idle = (value, 0) if better else (self.best, self.idle + 1)
-        goal, patience = recipe.ends.get("reached", math.nan), recipe.ends.get("patience", math.inf)
-        reached = value == goal or is_better(recipe.metric, value, goal)
+        goal, patience = recipe.ends.get("reached"), recipe.ends.get("patience", math.inf)
+        reached = goal is not None and (value == goal or is_better(recipe.metric, value, goal))
         return replace(self, best=best, idle=idle, ended=reached or idle >= patience)
 
 
@@ -184,11 +185,12 @@ class Run:
 
     def add_scores(self, scores: Iterable[Score], kind: str = "last", sharpen_beyond: int | None = None) -> None:
         """Adds scores of a checkpoint, as it is or sharpened."""
-        merged = self.scores(kind, sharpen_beyond) | {score.place: score for score in scores}
-        path, step, kind = self.path / "scores.json", self._step(kind), _kept_as(kind, sharpen_beyond)
-        others = [one for one in json.loads(path.read_text()) if one["kind"] != kind] if path.exists() else []
-        data = [{"kind": kind, "step": step, "score": asdict(merged[place])} for place in sorted(merged)]
-        write_text(path, json.dumps([*others, *data], indent=1))
+        path, step, kept_as = self.path / "scores.json", self._step(kind), _kept_as(kind, sharpen_beyond)
+        with locked(self.path / "scores.lock"):  # others may be scoring it, too
+            merged = self.scores(kind, sharpen_beyond) | {score.place: score for score in scores}
+            others = [one for one in json.loads(path.read_text()) if one["kind"] != kept_as] if path.exists() else []
+            data = [{"kind": kept_as, "step": step, "score": asdict(merged[place])} for place in sorted(merged)]
+            write_text(path, json.dumps([*others, *data], indent=1))
 
     @property
     def longest(self) -> int:
