@@ -271,7 +271,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert found.about["trained"] == 32
     assert {(head.window, head.window_from) for head in found.heads} == {(16, "given")}
     for data, message in (
-        ("nothing.txt", "data: expected a text file or one of flip-flop"),
+        ("nothing.txt", "data: expected texts or one of flip-flop"),
         (__file__, "a tokenizer beside the model in"),
     ):
         assert run_cli(monkeypatch, *command[:3], data) == 2

@@ -121,7 +121,7 @@ def test_cursors_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (["nope", "--cursors"], "model: expected one with the encoding prism, got"),
         (["nope", "--cursors", "--question", "1"], "model: expected one with the encoding prism, got"),
         (["prism", "--cursors", "--data", "flip-flop", "--length", "8"], "question: expected one in digits and words"),
-        (["prism", "--cursors"], "data: expected a text file or one of flip-flop"),
+        (["prism", "--cursors"], "data: expected texts or one of flip-flop"),
     ):
         assert run_cli(monkeypatch, "probe", *words) == 2
         assert message in " ".join(capsys.readouterr().err.split())

@@ -14,10 +14,11 @@ from small_runs import quiet, run_cli
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import deadreckon as dr
+from deadreckon.lab.environment import fingerprint
 from deadreckon.lab.evaluation import format_value, is_better, long
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, generate
 from deadreckon.lab.pages import suite as pages
-from deadreckon.lab.pages.suite import depths, fingerprint, mean_scores, run_suite
+from deadreckon.lab.pages.suite import depths, mean_scores, run_suite
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.training import Run, train_run
 from deadreckon.tasks.long import LONG_TASKS

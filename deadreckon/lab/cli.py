@@ -250,7 +250,7 @@ class Probe:
     """
 
     folder: Annotated[Positional[Path], arg(name="run")]  # folder of a run, or of a model as save_pretrained writes it
-    data: str = ""  # what to read, a task or a text file; by default what the run was trained on
+    data: str = ""  # what to read, a task or texts (.txt, .jsonl); by default what the run was trained on
     length: int = 0  # of the sequences to look at; by default four times the training length
     rows: int = 4  # how many of them
     trained: int = 0  # tokens of a training sequence; by default those of the run
@@ -274,9 +274,13 @@ class Probe:
         from deadreckon.lab.probe.report import print_findings
         from deadreckon.lab.probe.source import Source
 
+        asked = self.cursors or self.attention
+        for name in ("question", "layer", "head", "cursor"):
+            if not asked and getattr(self, name) not in ("", None):
+                raise ValueError(f"{name}: expected with --cursors or --attention only, got {getattr(self, name)!r}")
         console, out = Console(), self.out or self.folder / "probe"
         source = Source(self.folder, self.checkpoint, self.device)
-        if self.cursors or self.attention:
+        if asked:
             import torch
 
             from deadreckon.lab.probe import cursors, maps

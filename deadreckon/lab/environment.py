@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -44,6 +45,19 @@ def check_model(folder: Path, ours: bool = True) -> None:
         raise ValueError(
             f"model: expected one of deadreckon's, got {kind} in {str(folder)!r}: `deadreckon convert` makes it one"
         )
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells models apart: by configuration, tokenizer and weights."""
+    digest = hashlib.sha256()
+    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    for path in [folder / "config.json", folder / "tokenizer.json", *weights]:
+        if path.exists() and not path.name.startswith("optimizer"):
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+    return digest.hexdigest()[:16]
 
 
 def describe_environment(device: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -15,6 +16,11 @@ from deadreckon.encodings.base import check_sharpening
 from deadreckon.models.cache import LAYER_TYPE
 from deadreckon.models.tools import name_for_auto_classes
 
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim",
+)  # fmt: skip
+LEAST = dict.fromkeys(SIZES, 1) | dict.fromkeys(("initializer_range", "rms_norm_eps", "qk_norm_eps"), 0)
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 
 
@@ -71,6 +77,11 @@ class DeadReckonConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name, least in LEAST.items():
+            if (value := getattr(self, name)) is not None and not least <= value < math.inf:
+                raise ValueError(f"{name}: expected {least} or more, got {value!r}")
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id: expected a token below {self.vocab_size}, got {self.pad_token_id}")
         if self.intermediate_size is None:
             gated = -(-self.hidden_size * 8 // 3 // 32) * 32
             self.intermediate_size = gated if self.gated_mlp else 4 * self.hidden_size

@@ -92,6 +92,12 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
+        if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
+            raise ValueError(f"input_ids: expected tokens (B, T), got {input_ids.dtype} {tuple(input_ids.shape)}")
+        width = self.config.hidden_size
+        if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
+            got = tuple(inputs_embeds.shape)
+            raise ValueError(f"inputs_embeds: expected (B, T, hidden_size = {width}), got {got}")
         wants_all = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if wants_all and (self.cp is not None or past_key_values is not None or use_cache):
             beside = "a KV cache" if self.cp is None else "context parallelism"
@@ -305,6 +311,9 @@ def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
         return real
     if not bool(real.any()):
         raise ValueError("attention_mask: expected a token that is not padding, got zeros alone")
+    if attention_mask.dtype != torch.bool and bool(((attention_mask != 1) & real).any()):
+        other = attention_mask[(attention_mask != 1) & real][0].item()
+        raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {other}")
     return None if bool(real.all()) else real
 
 
@@ -372,6 +381,9 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
         and so is the loss; logits are those of this rank's shard.
         """
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if labels is not None and given is not None and labels.shape != given.shape[:2]:
+            raise ValueError(f"labels: expected (B, T) = {tuple(given.shape[:2])}, got {tuple(labels.shape)}")
         refuse_unknown({"output_attentions": self.config.output_attentions, **unused})
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")

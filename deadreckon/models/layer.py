@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -19,12 +20,18 @@ if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
 
 RESET = -1e4  # a log gate that nothing passes
+LEAST = {"rank": 1, "base": 1e-6, "initial": 0, "norm_eps": 0, "gate_scale": 0}  # that options of encodings may be
 
 
 def make_encoding(name: str, sizes: Sizes, options: dict[str, Any] | None = None) -> Encoding:
     """Builds the encoding of that name; options are the keywords of its class."""
     if name not in ENCODINGS:
         raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
+    for option, value in (options or {}).items():
+        least = LEAST.get(option, -math.inf)
+        if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= least):
+            wanted = "a finite number" if least == -math.inf else f"{least} or more"
+            raise ValueError(f"{option}: expected {wanted}, got {value!r}")
     try:
         return ENCODINGS[name](sizes, **(options or {}))
     except TypeError as error:

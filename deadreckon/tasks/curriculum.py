@@ -20,6 +20,9 @@ class Curriculum:
     shortest: int = 1
 
     def __post_init__(self) -> None:
+        for number in (self.shortest, self.longest, *(number for stage in self.stages for number in stage)):
+            if not isinstance(number, int):
+                raise TypeError(f"curriculum: expected whole numbers, got {number!r}")
         if self.shortest < 1:
             raise ValueError(f"shortest: expected 1 or more, got {self.shortest}")
         if self.longest < self.shortest:

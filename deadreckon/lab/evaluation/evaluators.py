@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +142,8 @@ def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
         longest=longest,
     ):  # fmt: skip
         rows = one.tokens // one.length
-        yield Score(name, one.length, None, None, one.loss, rows, "perplexity", texts=one.texts, longest=longest)
+        found = Score(name, one.length, None, None, one.loss, rows, "perplexity")
+        yield replace(found, texts=one.texts, longest=longest, digest=one.digest)
 
 
 def _longer(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:

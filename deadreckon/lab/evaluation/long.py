@@ -82,11 +82,15 @@ class Answers:
         self.known |= new
 
 
-def read_answers(path: Path) -> list[Answer]:
-    """All answers of a file, whatever model they are of."""
+def read_answers(path: Path, about: Mapping[str, Any]) -> list[Answer]:
+    """All answers of a file, whatever model they are of, to the questions that `about` decides: see `Answers`."""
     if not path.exists():
         raise ValueError(f"beside: expected answers of `deadreckon eval --suite long`, got no {path}")
-    return [Answer(**line) for line in read_lines(path)[1:]]
+    said, *answers = read_lines(path) or [{}]
+    for name, now in about.items():
+        if said.get(name) not in (None, [], now) and now not in (None, []):
+            raise ValueError(f"beside: expected answers to {name} {now!r}, got {path} with {said[name]!r}")
+    return [Answer(**line) for line in answers]
 
 
 def ask(
@@ -174,6 +178,13 @@ def generate(
     )  # fmt: skip
     model.eval()
     with isolated_rng(device, seed), autocast(device, model.dtype == torch.float32):
-        said = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+        try:
+            said = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+        except IndexError as error:  # of a table of positions
+            known = getattr(model.config, "max_position_embeddings", "its")
+            raise ValueError(
+                f"lengths: expected at most {known} positions, as {model.config.model_type} has, "
+                f"got {width} tokens and {new_tokens} new ones"
+            ) from error
     answers = [list(takewhile(lambda token: token not in stops, row)) for row in said]
     return [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]

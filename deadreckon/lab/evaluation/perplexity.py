@@ -13,6 +13,7 @@ divide it, so that **the same tokens are predicted at every length**: what diffe
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ class LengthScore:
     perplexity: float  # cut off at the greatest that a double holds
     last_loss: float  # in the last quarter of a row
     texts: tuple[float, ...]  # the loss on each row of the greatest length, for comparisons on the same tokens
+    digest: str  # of these tokens
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def perplexity_by_length(
     if not lengths:
         raise ValueError("lengths: expected one or more, got none")
     text = corpus.rows(longest or max(lengths), tokens, across=across)
+    digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12]
 
     def read(rows: Tensor) -> Tensor:  # (R, n + 1) to losses (R, n)
         if window is None or window >= rows.shape[1] - 1:
@@ -156,7 +159,9 @@ def perplexity_by_length(
         if (rest := text[:, losses.shape[1] :]).shape[1] > 1:
             losses = torch.cat([losses, read(rest)], dim=1)
         loss, texts = _mean(losses), tuple(losses.double().mean(1).tolist())
-        scores.append(LengthScore(length, window, losses.numel(), loss, math.exp(min(loss, 700.0)), last, texts))
+        scores.append(
+            LengthScore(length, window, losses.numel(), loss, math.exp(min(loss, 700.0)), last, texts, digest)
+        )
     return scores
 
 

@@ -66,6 +66,7 @@ class Score:
     axis: str = "length"
     texts: Sequence[float] = ()  # losses on texts that are the same for all models, so that differences can be paired
     longest: int = 0  # the tokens of such a text, where there are any
+    digest: str = ""  # of all their tokens; earlier versions kept none
 
     @property
     def place(self) -> Place:

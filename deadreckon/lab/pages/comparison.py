@@ -171,6 +171,12 @@ def paired_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[f
     return mean(differences), stdev(differences) / sqrt(len(differences)) if len(differences) > 1 else float("nan")
 
 
+def same_texts(scores: Sequence[Score]) -> bool:
+    """Whether scores are of the same texts, so that their losses are pairs: one held-out file may have changed."""
+    digests = {one.digest for one in scores} - {""}
+    return len(digests) < 2 and len({(one.longest, len(one.texts)) for one in scores}) == 1
+
+
 def format_difference(mean: float, error: float) -> str:
     """Without the standard error where one text has none."""
     return f"{mean:+.4f}" if isnan(error) else f"{mean:+.4f} ± {error:.4f}"
@@ -193,7 +199,7 @@ def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str]
         row, reference = [f"{length}"], comparison.texts[baseline].get((condition, length))
         for label in others:
             texts = comparison.texts[label].get((condition, length))
-            if not texts or not reference or len({(one.longest, len(one.texts)) for one in (*texts, *reference)}) > 1:
+            if not texts or not reference or not same_texts((*texts, *reference)):
                 row.append("")
                 continue
             count = len(texts[0].texts)

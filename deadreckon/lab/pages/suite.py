@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import deadreckon as dr
 from deadreckon.lab.arguments import check_counts
-from deadreckon.lab.environment import check_device, check_model, describe_environment
+from deadreckon.lab.environment import check_device, check_model, describe_environment, fingerprint
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
 from deadreckon.lab.pages.pictures import suite_picture
 from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown, terminal
@@ -25,7 +25,6 @@ from deadreckon.tasks.long import make_long_tasks
 
 LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 FOLDER = "long"
-BLOCK = 1 << 20  # bytes that are read at a time
 MEAN = "mean"
 Scores = dict[str, dict[int, float]]  # by task and length, from 0 to 1
 
@@ -58,17 +57,19 @@ def run_suite(
     lengths = tuple(lengths) or LENGTHS
     chosen = make_long_tasks(tasks, babi=babi, books=books)
     name, *names = _names([folder, *beside])
+    data = [Path(path).name for path in (babi, books) if path]
+    questions: dict[str, Any] = {"seed": seed, "data": data}
     others = {
         other: [
-            answer for answer in read_answers(_answers_file(path)) if answer.task in chosen and answer.length in lengths
+            answer
+            for answer in read_answers(_answers_file(path), questions)
+            if answer.task in chosen and answer.length in lengths and answer.number < rows
         ]
         for other, path in zip(names, beside, strict=True)
     }
     sharpened = "" if sharpen_beyond is None else f" beyond {sharpen_beyond}"
     source, out = find_model(folder, checkpoint), out or folder / (FOLDER + sharpened.replace(" ", "-"))
-    data = [Path(path).name for path in (babi, books) if path]
-    about = {"weights": fingerprint(source) + sharpened, "seed": seed, "data": data}
-    answers = Answers(out / "answers.jsonl", about)
+    answers = Answers(out / "answers.jsonl", {"weights": fingerprint(source) + sharpened} | questions)
     keys = [(task, length, number) for task in chosen for length in lengths for number in range(rows)]
     countdown = Countdown(console, len(keys), sum(key in answers.known for key in keys))
     if countdown.done:
@@ -112,34 +113,27 @@ def load(
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype="auto").to(device).eval(), tokenizer
 
 
-def fingerprint(folder: Path) -> str:
-    """Tells models apart: by configuration, tokenizer and weights."""
-    digest = hashlib.sha256()
-    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
-    for path in [folder / "config.json", folder / "tokenizer.json", *weights]:
-        if path.exists() and not path.name.startswith("optimizer"):
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-            with path.open("rb") as file:
-                while block := file.read(BLOCK):
-                    digest.update(block)
-    return digest.hexdigest()[:16]
+def mean_scores(answers: Iterable[Answer], averaged: Collection[str] | None = None) -> Scores:
+    """By task and length, tasks in their order, with the mean of all tasks at the end if there are several.
 
-
-def mean_scores(answers: Iterable[Answer]) -> Scores:
-    """By task and length, tasks in their order, with the mean of all tasks at the end if there are several."""
+    Args:
+        averaged: the tasks that the mean is of, in place of all.
+    """
     groups: dict[str, dict[int, list[float]]] = {}
     for answer in answers:
         groups.setdefault(answer.task, {}).setdefault(answer.length, []).append(answer.score)
     scores = {task: {n: mean(group[n]) for n in sorted(group)} for task, group in groups.items()}
-    if len(scores) > 1:
-        shared = sorted(set.intersection(*(set(by_length) for by_length in scores.values())))
-        scores[MEAN] = {length: mean(by_length[length] for by_length in scores.values()) for length in shared}
+    counted = [by_length for task, by_length in scores.items() if averaged is None or task in averaged]
+    if len(counted) > 1:
+        shared = sorted(set.intersection(*map(set, counted)))
+        scores[MEAN] = {length: mean(by_length[length] for by_length in counted) for length in shared}
     return scores
 
 
 def show(asked: dict[str, list[Answer]], out: Path, console: Console, command: str) -> None:
     """Prints a table for each model, and writes tables, a picture and the scores to the folder."""
-    scores = {name: mean_scores(answers) for name, answers in asked.items()}
+    shared = set.intersection(*({answer.task for answer in answers} for answers in asked.values()))
+    scores = {name: mean_scores(answers, shared) for name, answers in asked.items()}
     parts = ["# Long-context suite", "Scores in % by length in tokens, answered by generation.", f"    {command}"]
     for name, by_task in scores.items():
         cells = {task: {n: f"{100 * score:.1f}" for n, score in scored.items()} for task, scored in by_task.items()}

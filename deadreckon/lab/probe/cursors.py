@@ -11,6 +11,7 @@ from torch import Tensor
 import deadreckon as dr
 from deadreckon.lab.pages.pictures import COLOURS, drawing
 from deadreckon.lab.probe.attention import maps_of
+from deadreckon.lab.probe.source import check_vocabulary
 from deadreckon.tasks import task
 
 
@@ -55,8 +56,7 @@ def answer(model: dr.DeadReckonForCausalLM, question: str) -> tuple[Tensor, int]
 
     A question that goes on behind its = is read as it stands: what cursors do with an answer that is not the model's.
     """
-    if model.config.vocab_size != task.VOCAB_SIZE:
-        raise ValueError(f"question: expected none to a model of {model.config.vocab_size} tokens, got {question!r}")
+    check_vocabulary(model)
     before, _, given = question.partition("=")
     asked = task.encode(before + "=").to(model.device)
     if given.strip():

@@ -15,6 +15,16 @@ from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
 from deadreckon.tasks import TASKS
 from deadreckon.tasks.task import EQUALS, VOCAB_SIZE, spell
+from deadreckon.tasks.text import read_documents
+
+
+def check_vocabulary(model: dr.DeadReckonForCausalLM) -> None:
+    """Raises ValueError if a model cannot be asked in digits and words."""
+    if (known := model.config.vocab_size) != VOCAB_SIZE:
+        raise ValueError(
+            f"run: expected a model of PRISM's tasks, such as copy, to look at while it answers a question, got one "
+            f"of {known} tokens"
+        )
 
 
 class Rows(NamedTuple):
@@ -64,19 +74,20 @@ class Source:
 
     def question(self, data: str, length: int, seed: int) -> str:
         """That of one row, as long as in training unless a length is given."""
+        check_vocabulary(self.model)
         if self.run is not None and not data:
             length = length or self.run.recipe.length
         row = self.rows(data, 1, length, seed).tokens[0]
         places = (row == EQUALS).nonzero().flatten().tolist()
-        if self.model.config.vocab_size != VOCAB_SIZE or not places:
+        if not places:
             raise ValueError("question: expected one in digits and words of a task, such as 12345, got none")
         return spell(row[: places[0]])
 
     def _text(self, data: str, rows: int, length: int) -> Tensor:
         """Stretches of a text, spread over it, as the tokenizer beside the model reads it."""
-        if not Path(data).is_file():
-            raise ValueError(f"data: expected a text file or one of {', '.join(TASKS)}; got {data!r}")
-        ids = torch.tensor(tokenizer_beside(self.folder)(Path(data).read_text())["input_ids"])
+        if not data or not Path(data).exists():
+            raise ValueError(f"data: expected texts or one of {', '.join(TASKS)}; got {data!r}")
+        ids = torch.tensor(tokenizer_beside(self.folder)("\n\n".join(read_documents(data)))["input_ids"])
         if len(ids) < rows * length:
             raise ValueError(f"data: expected {rows} × {length} tokens or more in {data!r}, got {len(ids)}")
         starts = [row * (len(ids) // rows) for row in range(rows)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deadreckon.lab.recipes.experiment import SIZES, Experiment, check_encodings, parse_sweep, title_of
+from deadreckon.lab.recipes.experiment import SIZES, Experiment, check_changes, check_encodings, parse_sweep, title_of
 from deadreckon.lab.recipes.prism import PRISM
 from deadreckon.lab.recipes.recipe import BLOCKS, MEASURES, Recipe
 from deadreckon.lab.recipes.state_tracking import STATE_TRACKING
@@ -23,4 +23,5 @@ def find_recipe(
     name: str, size: str = "tiny", encoding: str = Recipe.encoding, seed: int = 0, changes: Sequence[str] = ()
 ) -> Recipe:
     """The whole recipe of one run."""
+    check_changes(changes)
     return replace(find_experiment(name).recipe(size, encoding).change(changes), seed=seed)

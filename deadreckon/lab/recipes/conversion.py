@@ -68,7 +68,11 @@ class Conversion:
         for stage in self.planned:
             if stage not in STAGES:
                 raise ValueError(f"stages: expected some of {', '.join(STAGES)}; got {stage!r}")
-        check_encodings((self.encoding, self.begun))
+        if len({*self.planned}) < len(self.planned):
+            raise ValueError(f"stages: expected each once, got {', '.join(self.planned)}")
+        if self.length < 1:
+            raise ValueError(f"length: expected 1 or more, got {self.length}")
+        check_encodings((self.encoding,))
         if self.drop_rope and self.cold:
             raise ValueError("drop_rope: expected it without cold, which begins without the rotation, got both")
         if self.drop_rope and "angle_factor" not in SCHEDULABLE.get(self.begun, ()):

@@ -18,6 +18,7 @@ TITLES = {
     "rope": "RoPE", "fox": "FoX", "path": "PaTH", "path-fox": "PaTH-FoX", "alibi": "ALiBi", "nope": "NoPE",
     "prism": "PRISM", "rope-fox": "RoPE-FoX", "rope-path": "RoPE-PaTH", "rope-path-fox": "RoPE-PaTH-FoX",
 }  # fmt: skip
+OF_THEIR_OWN = ("encoding", "seed")  # fields that have arguments of their own
 # Values by name: a field of the recipe, an option of its task ("options.back"), or one of encodings that have it.
 Sweep = dict[str, tuple[Any, ...]]
 
@@ -53,6 +54,7 @@ class Experiment:
         self, size: str, encodings: Iterable[str], seeds: int, changes: Sequence[str] = (), sweep: Sweep | None = None
     ) -> dict[str, Recipe]:
         """All runs of a comparison, by the names of their folders."""
+        check_changes(changes)
         sweep = self.sweep.get(size, {}) if sweep is None else sweep
         encodings = tuple(encodings)
         options = options_of(encodings)
@@ -75,6 +77,13 @@ class Experiment:
         return runs
 
 
+def check_changes(changes: Iterable[str]) -> None:
+    """Raises ValueError for what has an argument of its own, which would win, or be overruled."""
+    for change in changes:
+        if (name := change.partition("=")[0].strip()) in OF_THEIR_OWN:
+            raise ValueError(f"change: expected a field without an argument of its own, as {name} has; got {change!r}")
+
+
 def check_encodings(names: Sequence[str]) -> None:
     """Raises ValueError if there is no such encoding, or none is asked for."""
     if not names:
@@ -94,8 +103,10 @@ def parse_sweep(words: Iterable[str], encodings: Sequence[str]) -> Sweep:
     sweep: Sweep = {}
     for word in words:
         name, _, values = word.partition("=")
+        if name in sweep:
+            raise ValueError(f"sweep: expected each name once, such as length=256,1024, got {name} again")
         sweep[name] = tuple(parse(value) for value in values.split(",") if value.strip())
-        known = name.startswith("options.") or name in {*vars(Recipe()), *options_of(encodings)} - {"encoding", "seed"}
+        known = name.startswith("options.") or name in {*vars(Recipe()), *options_of(encodings)} - {*OF_THEIR_OWN}
         if not sweep[name] or not known:
             raise ValueError(
                 f"sweep: expected values of a field of the recipe or an option, such as length=256,1024, got {word!r}"

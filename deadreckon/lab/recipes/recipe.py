@@ -254,6 +254,8 @@ class Recipe:
         """The same recipe at another training length: as many tokens a step, test lengths in proportion."""
         if self.curriculum is not None:
             raise ValueError(f"length: expected one training length, got a curriculum, {self.curriculum}")
+        if not isinstance(length, int) or length < 1:
+            raise ValueError(f"length: expected 1 or more, got {length!r}")
         batch = max(1, self.batch_size * self.length // length)
         tests = tuple(max(1, test * length // self.length) for test in self.test_lengths)
         accumulate = math.gcd(batch, self.accumulate)
@@ -352,7 +354,11 @@ def _as_declared(name: str, kind: str, value: Any) -> Any:
     """A value of a field in its own type, whether it comes from Python or from JSON."""
     if kind.startswith("Curriculum"):
         if isinstance(value, dict) and "longest" in value:
-            return Curriculum(**(value | {"stages": tuple(map(tuple, value.get("stages", ())))}))
+            try:
+                return Curriculum(**(value | {"stages": tuple(map(tuple, value.get("stages", ())))}))
+            except TypeError as error:
+                names = ", ".join(one.name for one in fields(Curriculum))
+                raise ValueError(f"curriculum: expected {names}, in whole numbers, got {value!r}") from error
         good = value is None or isinstance(value, Curriculum)
     elif kind == "float":
         good = isinstance(value, (int, float)) and not isinstance(value, bool)

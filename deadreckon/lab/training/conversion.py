@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 import deadreckon as dr
-from deadreckon.lab.environment import check_device, check_model
+from deadreckon.lab.environment import check_device, check_model, fingerprint
 from deadreckon.lab.evaluation import Score, evaluate
 from deadreckon.lab.files import recover, replacing, write_text
 from deadreckon.lab.recipes.conversion import Conversion
@@ -91,6 +91,7 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
     recover(folder)
     made_of = {"source": conversion.source, "encoding": conversion.begun, "cold": conversion.cold}
     made_of |= {"drop_rope": conversion.drop_rope, "seed": conversion.seed}
+    made_of |= {"weights": fingerprint(Path(conversion.source))}
     if (folder / MADE_OF).exists():
         was = json.loads((folder / MADE_OF).read_text())
         if differences := [

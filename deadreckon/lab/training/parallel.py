@@ -15,7 +15,7 @@ from rich.console import Console
 
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.runs import Run
-from deadreckon.lab.training.trainer import quiet_transformers, score_run, train_run
+from deadreckon.lab.training.trainer import check_recipe, quiet_transformers, score_run, train_run
 
 
 def make_runs(
@@ -27,6 +27,9 @@ def make_runs(
     The first seed of all comes first, so that a comparison that is cut off has all its cells, of fewer seeds.
     """
     ordered = sorted(wanted.items(), key=lambda one: one[1].seed)
+    for _, recipe in ordered:
+        if recipe.seed == 0:
+            check_recipe(recipe, lengths)
     longest = {path: longest_row(recipe, wanted, lengths) for path, recipe in ordered}
     if min(jobs, len(wanted)) == 1:
         for path, recipe in ordered:
@@ -38,15 +41,21 @@ def make_runs(
             pool.submit(_make_quietly, recipe, path, lengths, device, longest[path], sharpen_beyond): path
             for path, recipe in ordered
         }
+        failed = list[BaseException]()
         try:
             for number, done in enumerate(as_completed(pending), 1):
-                done.result()
-                console.print(f"{pending[done]}: {number} of {len(wanted)}", highlight=False, soft_wrap=True)
+                said = f"{number} of {len(wanted)}"
+                if error := done.exception():  # others go on
+                    failed.append(error)
+                    said = f"{said}, failed: {error}"
+                console.print(f"{pending[done]}: {said}", highlight=False, soft_wrap=True)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in active_children():
                 worker.terminate()  # by SIGTERM: it saves its run first
             raise
+    if failed:
+        raise failed[0]
     return [Run(path) for path in wanted]
 
 

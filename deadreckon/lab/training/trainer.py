@@ -56,26 +56,43 @@ def train_run(
     ranks, gap = ranks or Ranks(), gap or Gap()
     console = ranks.console(console)
     check_device(device)
-    # So that a bad recipe fails before anything is written.
-    recipe.make_task().sample(1, recipe.lengths_at(recipe.steps - 1), torch.Generator())
-    places_to_test(recipe)
+    check_recipe(recipe)
     if recipe.start and not (out / "last").exists():
         check_start(recipe)
+    new = ranks.first and not (out / "recipe.json").exists()
     run = Run.create(out, recipe) if ranks.first else None
     ranks.same(None)  # others wait until it is there
     run = run or Run.create(out, recipe)
     with run.locked() if ranks.first else nullcontext(), quiet_transformers():
         gap.note(run.evaluated())
         if not ranks.same(run.finished):
-            _train(run, device, console, tensorboard, ranks, gap)
+            try:
+                training, progress = run.restore(device, ranks)
+            except ValueError:
+                if new:  # an option of the model that cannot be: the folder is left to a better recipe
+                    (out / "recipe.json").unlink()
+                raise
+            _train(run, training, progress, device, console, tensorboard, ranks, gap)
         score_run(run, device=device, console=console, ranks=ranks, longest=longest)
         ranks.same(None)  # others wait until it is written
     return run
 
 
-def _train(run: Run, device: str, console: Console, tensorboard: bool, ranks: Ranks, gap: Gap) -> None:
+def check_recipe(recipe: Recipe, lengths: Sequence[int] = ()) -> None:
+    """Raises ValueError for what can be told of a recipe, and of lengths to test, before anything is written."""
+    recipe.make_task().sample(1, recipe.lengths_at(recipe.steps - 1), torch.Generator())
+    places_to_test(recipe, lengths)
+    offered = [recipe.make_task(condition).lengths for condition in recipe.conditions]
+    for length in recipe.test_lengths:
+        if recipe.task != "language" and not any(length in one for one in offered):  # texts may be shorter
+            raise ValueError(f"test_lengths: expected lengths that {recipe.task} has, got {length}")
+
+
+def _train(
+    run: Run, training: Training, progress: Progress, device: str, console: Console, tensorboard: bool, ranks: Ranks,
+    gap: Gap,
+) -> None:  # fmt: skip
     recipe = run.recipe
-    training, progress = run.restore(device, ranks)
     if ranks.first:
         _note_start(run, progress, device, console)
     began = saved = time.perf_counter()

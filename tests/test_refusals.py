@@ -1,0 +1,152 @@
+"""What the lab and models refuse before they train, write or compute: in words that name the argument."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import quiet, run_cli, small
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import deadreckon as dr
+from deadreckon.lab.evaluation import long
+from deadreckon.lab.evaluation.long import Answer, Answers, read_answers
+from deadreckon.lab.pages.suite import mean_scores
+from deadreckon.lab.training import parallel, train_run
+from deadreckon.lab.training.parallel import make_runs
+
+SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train flipflop --out x --change seed=7", "change: expected a field without an argument of its own, as seed"),
+        ("compare flipflop --change encoding=rope", "of its own, as encoding has; got 'encoding=rope'"),
+        ("compare flipflop --sweep steps=2 steps=3", "sweep: expected each name once"),
+        ("compare flipflop --sweep length=0", "length: expected 1 or more, got 0"),
+        ("compare flipflop --sweep length=some", "length: expected 1 or more, got 'some'"),
+        ("compare flipflop --change test_lengths=[15]", "test_lengths: expected lengths that flip-flop has, got 15"),
+        ("compare flipflop --lengths 15", "lengths: expected lengths that flip-flop (as trained) has, got 15"),
+        ("train flipflop --out x --change curriculum.longest=9 curriculum.speed=2", "curriculum: expected longest, st"),
+        ("train flipflop --out x --change curriculum.longest=NaN", "shortest, in whole numbers, got {'longest': nan}"),
+    ],
+)  # fmt: skip
+def test_commands(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(parallel, "make_run", lambda *_: pytest.fail("trained"))
+    assert run_cli(monkeypatch, *words.split()) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_that_cannot_be_leaves_its_folder_free(tmp_path: Path) -> None:
+    for change, said in (
+        ('freeze=["zzz"]', "freeze: expected part"),
+        ("encoding_options.rope.base=NaN", "base: expected"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train_run(small("rope", 0, change), tmp_path, console=quiet())
+        assert not (tmp_path / "recipe.json").exists()
+    assert train_run(small("rope", 0, "steps=1"), tmp_path, console=quiet()).finished
+
+
+def test_runs_that_fail_do_not_keep_others(tmp_path: Path) -> None:
+    """It is said at once, and raised in the end; the others are finished."""
+    good, bad = small("nope", 0, "steps=1"), small("nope", 0, "steps=1", 'freeze=["zzz"]')
+    console = quiet()
+    with pytest.raises(ValueError, match="freeze: expected part of a parameter's name"):
+        make_runs({tmp_path / "bad": bad, tmp_path / "good": good}, (), "cpu", 2, console)
+    assert (tmp_path / "good" / "scores.json").exists()
+    assert "bad: " in (said := console.file.getvalue()) and ", failed: freeze: expected" in said  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "options", "said"),
+    [
+        ("rope", {"base": 0.0}, "base: expected 1e-06 or more, got 0.0"),
+        ("path", {"rank": 0}, "rank: expected 1 or more, got 0"),
+        ("selective-rope", {"rank": -1}, "rank: expected 1 or more, got -1"),
+        ("path-fox", {"norm_eps": -1}, "norm_eps: expected 0 or more, got -1"),
+        ("path-fox", {"gate_scale": float("nan")}, "gate_scale: expected 0 or more, got nan"),
+        ("conformal-sympow", {"initial": float("nan")}, "initial: expected 0 or more, got nan"),
+        ("prism", {"similarity": float("nan")}, "similarity: expected a finite number, got nan"),
+        ("learned-rotation", {"spread": 0.0}, "spread: expected a positive number, got 0.0"),
+    ],
+)
+def test_options_of_encodings(encoding: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dr.AttentionLayer(16, 2, encoding, vocab_size=20, encoding_options=options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers: expected 1 or more, got 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected 1 or more, got 0"),
+        ({"hidden_size": -32}, "hidden_size: expected 1 or more, got -32"),
+        ({"intermediate_size": 0}, "intermediate_size: expected 1 or more, got 0"),
+        ({"pad_token_id": 99}, "pad_token_id: expected a token below 20, got 99"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps: expected 0 or more, got -1.0"),
+        ({"initializer_range": float("nan")}, "initializer_range: expected 0 or more, got nan"),
+    ],
+)
+def test_sizes_of_models(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        dr.DeadReckonConfig(**SIZES | changes)
+
+
+def test_inputs_of_models() -> None:
+    model, ids = (
+        dr.DeadReckonForCausalLM(dr.DeadReckonConfig(**SIZES, encoding="path-fox")).eval(),
+        torch.ones(1, 9).long(),
+    )
+    additive = torch.tensor([[-1e9] * 3 + [0.0] * 6])
+    for arguments, said in (
+        ({"input_ids": ids[0]}, r"input_ids: expected tokens \(B, T\), got torch.int64 \(9,\)"),
+        ({"input_ids": ids.float()}, r"input_ids: expected tokens \(B, T\), got torch.float32 \(1, 9\)"),
+        (
+            {"inputs_embeds": torch.ones(1, 9, 8)},
+            r"inputs_embeds: expected .* = 16\), got \(1, 9, 8\)",
+        ),
+        (
+            {"input_ids": ids, "attention_mask": additive},
+            "attention_mask: expected 1 for tokens and 0 for padding, got -1",
+        ),
+        (
+            {"input_ids": ids, "attention_mask": ids * 2},
+            "attention_mask: expected 1 for tokens and 0 for padding, got 2",
+        ),
+        ({"input_ids": ids, "labels": ids[:, :4]}, r"labels: expected \(B, T\) = \(1, 9\), got \(1, 4\)"),
+        ({"input_ids": ids, "cu_seqlens": [0, 4, 9]}, "cu_seqlens: expected"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model(**arguments)
+
+
+def test_answers_beside_others_are_to_the_same_questions(tmp_path: Path) -> None:
+    path, answer = tmp_path / "answers.jsonl", Answer("vt", 10, 0, 5, None, ["a"], "a", 1.0)
+    Answers(path, {"weights": "x", "seed": 5, "data": []}).add([answer])
+    assert read_answers(path, {"seed": 5, "data": ["babi"]}) == [answer]
+    with pytest.raises(ValueError, match=r"beside: expected answers to seed 0, got .* with 5"):
+        read_answers(path, {"seed": 0, "data": []})
+    answers = [Answer(task, 10, 0, 5, None, [], "", score) for task, score in (("vt", 1.0), ("cwe", 0.5), ("fwe", 0.0))]
+    assert mean_scores(answers, {"vt", "cwe"})["mean"] == {10: 0.75} and "mean" not in mean_scores(answers, {"vt"})
+
+
+def test_models_of_few_positions_cannot_be_asked_for_more(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = Whitespace()
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=2, n_positions=16, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(
+        ValueError, match="lengths: expected at most 16 positions, as gpt2 has, got 30 tokens and 2 new"
+    ):
+        long.generate(model, PreTrainedTokenizerFast(tokenizer_object=words), ["a " * 30], 2)
