@@ -323,6 +323,8 @@ def test_learned_rotations_belong_to_tokens() -> None:
         assert (same == same[0]).all()
     torch.testing.assert_close(angles, layer.encoding.angles[ids])
     assert (layer.encoding.angles.std(0) - 1).abs().max() < 4 / 2000**0.5  # 1000 of N(0, 1); four standard errors
+    narrow = make_layer("learned-rotation", vocab_size=1000, encoding_options={"spread": 0.2}).encoding.angles
+    assert (narrow.std(0) / 0.2 - 1).abs().max() < 4 / 2000**0.5
     layer = make_layer("learned-rotation", vocab_size=1000, encoding_options={"initial": "grid"})
     table, grid = layer.encoding.table, 10000.0 ** -(torch.arange(0, 8, 2) / 8)
     torch.testing.assert_close(angles_of(factors(layer, x, ids))[:, :, 0], table[ids] * grid)
