@@ -29,7 +29,8 @@ class LearnedRotation(Encoding):
             e^{−1/2} a token, less than 1% after ten.
             "grid": multiples of RoPE's grid that start uniform in [−1, 1], as random rotations are drawn: slow pairs
             start slow and are trained on their own scale.
-        spread: the standard deviation σ of "normal", in place of 1: the mean phasor is e^{−σ²/2} a token.
+        spread: the standard deviation σ of "normal", in place of 1: the mean phasor is e^{−σ²/2} a token, 1% after T of
+            them where σ² = 9.2 / T. Short trainings at T tokens want that.
         base: of the grid.
         rate: the table's learning rate in place of the model's, with the model's weight decay. Angles are to be
             forgotten as much as learned: those of tokens that are hardly seen stay at N(0, 1) and take every route
