@@ -66,13 +66,7 @@ def train_run(
     with run.locked() if ranks.first else nullcontext(), quiet_transformers():
         gap.note(run.evaluated())
         if not ranks.same(run.finished):
-            try:
-                training, progress = run.restore(device, ranks)
-            except ValueError:
-                if new:  # an option of the model that cannot be: the folder is left to a better recipe
-                    (out / "recipe.json").unlink()
-                raise
-            _train(run, training, progress, device, console, tensorboard, ranks, gap)
+            _train(run, new, device, console, tensorboard, ranks, gap)
         score_run(run, device=device, console=console, ranks=ranks, longest=longest)
         ranks.same(None)  # others wait until it is written
     return run
@@ -88,11 +82,14 @@ def check_recipe(recipe: Recipe, lengths: Sequence[int] = ()) -> None:
             raise ValueError(f"test_lengths: expected lengths that {recipe.task} has, got {length}")
 
 
-def _train(
-    run: Run, training: Training, progress: Progress, device: str, console: Console, tensorboard: bool, ranks: Ranks,
-    gap: Gap,
-) -> None:  # fmt: skip
+def _train(run: Run, new: bool, device: str, console: Console, tensorboard: bool, ranks: Ranks, gap: Gap) -> None:
     recipe = run.recipe
+    try:
+        training, progress = run.restore(device, ranks)
+    except ValueError:
+        if new:  # an option of the model that cannot be: the folder is left to a better recipe
+            (run.path / "recipe.json").unlink()
+        raise
     if ranks.first:
         _note_start(run, progress, device, console)
     began = saved = time.perf_counter()
