@@ -252,8 +252,8 @@ def test_the_start_is_exact_and_stages_close_the_gap(teacher: Path, tmp_path: Pa
     expected, source = load_teacher(exact.source), LlamaForCausalLM.from_pretrained(exact.source)
     logits = source(batch.tokens).logits
     assert (expected(batch.tokens).logits - logits).abs().max() < 1e-4 * (logits.max() - logits.min())
+    shutil.copytree(teacher / "llama", tmp_path / "other")
     with pytest.raises(ValueError, match=r"holds another conversion: source '.*', not '.*'; seed 0, not 1"):
-        shutil.copytree(teacher / "llama", tmp_path / "other")
         convert_run(replace(exact, source=str(tmp_path / "other"), seed=1), tmp_path / "exact", console=quiet())
     other = replace(exact, held_out=str(teacher / "train.jsonl"), length=16)
     found = [score_before(plan, tmp_path / "exact", "cpu")["teacher"][0] for plan in (exact, other, exact)]

@@ -30,6 +30,8 @@ SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
         ("train flipflop --out x --change seed=7", "change: expected a field without an argument of its own, as seed"),
         ("compare flipflop --change encoding=rope", "of its own, as encoding has; got 'encoding=rope'"),
         ("compare flipflop --sweep steps=2 steps=3", "sweep: expected each name once"),
+        ("probe x --layer 1", "layer: expected with --cursors or --attention only, got 1"),
+        ("probe x --question 5", "question: expected with --cursors or --attention only, got '5'"),
         ("compare flipflop --sweep length=0", "length: expected 1 or more, got 0"),
         ("compare flipflop --sweep length=some", "length: expected 1 or more, got 'some'"),
         ("compare flipflop --change test_lengths=[15]", "test_lengths: expected lengths that flip-flop has, got 15"),

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deadreckon.lab.evaluation import Score
 from deadreckon.lab.pages.compare import compare
 from deadreckon.lab.pages.comparison import gather, paired_table
+from deadreckon.lab.probe.source import Source
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.recipes.texts import _read, fast_tokenizer
 from deadreckon.lab.training import Run, score_run, train_run
@@ -136,6 +137,14 @@ def test_a_held_out_text_that_has_changed_is_not_paired(texts: tuple[str, ...]) 
     before = comparison.texts["rope"]["held out", 16]
     comparison.texts["rope"]["held out", 16] = [replace(one, digest="") for one in before]
     assert paired_table(comparison, "held out")[2] != [["16", ""]]  # type: ignore[index]
+
+
+def test_probes_read_the_texts_of_json_lines(texts: tuple[str, ...]) -> None:
+    """And not their quotes and braces."""
+    run = trained(texts, "run")
+    tokens = Source(run.path).rows("valid.jsonl", 1, 32, 0).tokens[0].tolist()
+    said = fast_tokenizer("run/last").decode(tokens)
+    assert len(said) > 30 and story(20, 100).startswith(said)
 
 
 def test_nothing_is_cut_off(texts: tuple[str, ...]) -> None:

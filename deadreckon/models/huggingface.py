@@ -21,7 +21,7 @@ from deadreckon.models.graphs import Steps, wanted
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.rows import Rows, begins_later, carried, mark_grown, masked_first, real_tokens
 from deadreckon.models.state import LayerState
-from deadreckon.models.tools import offer_lora_targets, refuse_unknown
+from deadreckon.models.tools import check_inputs, offer_lora_targets, refuse_unknown
 from deadreckon.ops.attention import check_documents
 from deadreckon.ops.tracing import traced
 
@@ -90,14 +90,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         output_hidden_states: bool | None = None,
     ) -> BaseModelOutputWithPast:
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
-        if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
-            raise ValueError(f"input_ids: expected tokens (B, T), got {input_ids.dtype} {tuple(input_ids.shape)}")
-        width = self.config.hidden_size
-        if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
-            got = tuple(inputs_embeds.shape)
-            raise ValueError(f"inputs_embeds: expected (B, T, hidden_size = {width}), got {got}")
+        check_inputs(input_ids, inputs_embeds, self.config.hidden_size)
         wants_all = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if wants_all and (self.cp is not None or past_key_values is not None or use_cache):
             beside = "a KV cache" if self.cp is None else "context parallelism"
@@ -381,9 +374,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
         and so is the loss; logits are those of this rank's shard.
         """
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if labels is not None and given is not None and labels.shape != given.shape[:2]:
-            raise ValueError(f"labels: expected (B, T) = {tuple(given.shape[:2])}, got {tuple(labels.shape)}")
+        check_inputs(input_ids, inputs_embeds, self.config.hidden_size, labels)
         refuse_unknown({"output_attentions": self.config.output_attentions, **unused})
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")

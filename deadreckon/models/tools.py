@@ -1,10 +1,12 @@
-"""What other people's tools expect of a model: transformers' Auto classes, peft, and callers with more keywords."""
+"""What other people's tools expect of a model: Auto classes, peft, and words for wrong or unknown arguments."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 AUTO_MODULE = "modeling_deadreckon"
 AUTO_CLASSES = {"AutoConfig": "DeadReckonConfig", "AutoModelForCausalLM": "DeadReckonForCausalLM"}
@@ -37,3 +39,19 @@ def refuse_unknown(keywords: dict[str, Any]) -> None:
     for name, value in keywords.items():
         if value is not None and value is not False and name != "token_type_ids":
             raise TypeError(f"{name}: expected None or False, this model has no such option; got {value!r:.80}")
+
+
+def check_inputs(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, width: int, labels: Tensor | None = None
+) -> None:
+    """Raises a ValueError unless there are tokens (B, T) or embeddings (B, T, width), and labels, if any, for each."""
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    if given is None or (input_ids is not None and inputs_embeds is not None):
+        raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")
+    shape = tuple(given.shape)
+    if inputs_embeds is None and (len(shape) != 2 or given.is_floating_point()):
+        raise ValueError(f"input_ids: expected tokens (B, T), got {given.dtype} {shape}")
+    if inputs_embeds is not None and (len(shape) != 3 or shape[2] != width):
+        raise ValueError(f"inputs_embeds: expected (B, T, hidden_size = {width}), got {shape}")
+    if labels is not None and labels.shape != shape[:2]:
+        raise ValueError(f"labels: expected (B, T) = {shape[:2]}, got {tuple(labels.shape)}")
