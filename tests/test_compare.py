@@ -407,6 +407,7 @@ def test_suites_have_a_mean() -> None:
     ("page", "last", "tables"),
     [
         ("books", 65_536, 4),
+        ("code", 65_536, 4),
         ("code-encodings", 65_536, 4),
         ("long-context", 32_768, 16),
         ("rotations-text", 65_536, 4),
