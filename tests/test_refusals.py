@@ -38,6 +38,17 @@ SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
         ("compare flipflop --lengths 15", "lengths: expected lengths that flip-flop (as trained) has, got 15"),
         ("train flipflop --out x --change curriculum.longest=9 curriculum.speed=2", "curriculum: expected longest, st"),
         ("train flipflop --out x --change curriculum.longest=NaN", "shortest, in whole numbers, got {'longest': nan}"),
+        ("compare flipflop --picture x.xyz", "picture: expected a file that ends in .png, .svg, .pdf"),
+        ("compare flipflop --page /dev/null/x.md", "page: expected a place that can be written to, got /dev/null"),
+        ("compare flipflop --page x", "page: expected a file that ends in .md, got x"),
+        ("demo --picture x", "picture: expected a file that ends in .png"),
+        ("report x --out x.doc", "out: expected a file that ends in .html, .htm, .md, got x.doc"),
+        ("bench attention --save x.txt", "save: expected a file that ends in .md, got x.txt"),
+        ("probe x --out /dev/null", "out: expected a place that can be written to, got /dev/null"),
+        ("train flipflop --out x --export /dev/null/x", "export: expected a place that can be written to"),
+        ("train flipflop --out x --timeout 0", "timeout: expected minutes above 0, at most 10080, got 0"),
+        ("train flipflop --out x --timeout nan", "timeout: expected minutes above 0, at most 10080, got nan"),
+        ("eval x --recipe copy --change steps=3", "or evaluators, conditions, options, length; got 'steps=3'"),
     ],
 )  # fmt: skip
 def test_commands(

@@ -1,7 +1,8 @@
-"""What is typed on the command line as words: the command itself, names, numbers and sizes."""
+"""What is typed on the command line as words: the command itself, names, numbers, sizes and places to write to."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ def command() -> str:
 
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")  # endings of pictures
 
 
 def names_in(texts: Iterable[str]) -> tuple[str, ...]:
@@ -41,6 +43,21 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name}: expected 1 or more, got {count}")
+
+
+def check_output(name: str, path: Path | None, *endings: str) -> None:
+    """Raises ValueError unless a file that ends so can be written there, or a folder, where no endings are given.
+
+    Asked before the work whose result is to be there.
+    """
+    if path is None:
+        return
+    if endings and (path.suffix.lower() not in endings or path.is_dir()):
+        raise ValueError(f"{name}: expected a file that ends in {', '.join(endings)}, got {path}")
+    places = path.absolute().parents if endings else (path.absolute(), *path.absolute().parents)
+    there = next(one for one in places if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{name}: expected a place that can be written to, got {path}, where {there} cannot")
 
 
 def bytes_in(text: str, name: str) -> int:

@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"The command line needs {absent.name}: pip install 'deadreckon[lab]'")
 
-from deadreckon.lab.arguments import bytes_in, check_counts, command, names_in, numbers_in
+from deadreckon.lab.arguments import PICTURES, bytes_in, check_counts, check_output, command, names_in, numbers_in
 from deadreckon.lab.bench.flags import Attention, Benchmark
 
 Size = Literal["tiny", "small", "paper"]
@@ -48,6 +48,7 @@ class Demo:
         names = names_in(self.encodings)
         check_encodings(names)
         check_device(self.device)
+        check_output("picture", self.picture, *PICTURES)
         run_demo(console, names, demo_recipe(self.steps, self.length, self.seed), self.picture, self.device)
 
 
@@ -89,6 +90,7 @@ class Train:
         from deadreckon.lab.training import Ranks, export, summary, train_run
 
         largest = bytes_in(self.shard_size, "shard_size")
+        check_output("export", self.export)
         recipe = find_recipe(self.recipe, self.size, self.encoding, self.seed, self.change)
         ranks, device = Ranks.start(self.mesh, self.device, self.timeout)
         console = ranks.console(None)
@@ -169,7 +171,8 @@ class Eval:
         console, wanted, beyond = Console(), numbers_in(self.lengths), self.sharpen_beyond
         with quiet_transformers():
             if self.recipe:
-                recipe, folder = find_recipe(self.recipe, self.size, changes=self.change), self.folder
+                recipe = find_recipe(self.recipe, self.size).change_tests(self.change, ("length",))  # that trained at
+                folder = self.folder
                 lines = list_scores(recipe, score_model(folder, recipe, wanted, self.device, console, beyond))
             elif self.change:
                 run = Run(self.folder)
@@ -233,6 +236,7 @@ class Report:
 
         if not self.runs:
             raise ValueError("runs: expected one or more folders, got none")
+        check_output("out", self.out, ".html", ".htm", ".md")
         if self.out.suffix == ".md":
             write_conversions(self.out, self.runs, Console())
             return
@@ -279,6 +283,7 @@ class Probe:
             if not asked and getattr(self, name) not in ("", None):
                 raise ValueError(f"{name}: expected with --cursors or --attention only, got {getattr(self, name)!r}")
         console, out = Console(), self.out or self.folder / "probe"
+        check_output("out", out)
         source = Source(self.folder, self.checkpoint, self.device)
         if asked:
             import torch
@@ -356,6 +361,7 @@ class Bench:
     def run(self) -> None:
         from importlib import import_module
 
+        check_output("save", self.benchmark.save, ".md")
         import_module(f"deadreckon.lab.bench.{self.benchmark.name}").run(self.benchmark)
 
 

@@ -15,7 +15,7 @@ from statistics import mean, median
 from rich.console import Console
 
 import deadreckon as dr
-from deadreckon.lab.arguments import check_counts
+from deadreckon.lab.arguments import PICTURES, check_counts, check_output
 from deadreckon.lab.environment import check_device
 from deadreckon.lab.evaluation import format_value
 from deadreckon.lab.pages.comparison import (
@@ -51,6 +51,8 @@ def compare(
     check_encodings(encodings)
     check_device(device)
     check_counts(seeds=seeds, jobs=jobs)
+    check_output("picture", picture, *PICTURES)
+    check_output("page", page, ".md")
     dr.DeadReckonConfig(sharpen_beyond=sharpen_beyond)  # which says if it cannot be, before anything is trained
     folder = runs / folder_name(name, size, changes)
     swept = parse_sweep(sweep, encodings) if sweep else None

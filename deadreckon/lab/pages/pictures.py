@@ -24,6 +24,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormat
 from deadreckon.lab.evaluation import GROWING, SHARES
 from deadreckon.lab.pages.comparison import CURVES, SHARPENED, Comparison
 from deadreckon.lab.recipes import title_of
+from deadreckon.tasks.files import writing
 
 PLAIN: Any = {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
 MARKERS = "osD^vPX"  # one fewer than colours, so that pairs of them differ
@@ -41,8 +42,8 @@ def drawing(
         figure, panels = plt.subplots(rows, columns, layout="constrained", **options)
         yield figure, panels
         if isinstance(target, Path):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(target, dpi=160)
+            with writing(target) as new:
+                figure.savefig(new, dpi=160, format=target.suffix[1:])
         else:  # without the date, so that equal results are equal files
             figure.savefig(target, format="svg", metadata={"Date": None})
         plt.close(figure)

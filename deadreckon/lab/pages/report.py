@@ -44,7 +44,6 @@ def write_report(paths: Sequence[Path], output: Path) -> int:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>deadreckon: {len(runs)} runs</title><style>{STYLE}</style></head><body>{body}</body></html>\n"
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, page)
     return len(runs)
 

@@ -16,6 +16,7 @@ import deadreckon as dr
 from deadreckon.lab.arguments import check_counts
 from deadreckon.lab.environment import check_device, check_model, describe_environment, fingerprint
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
+from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.pictures import suite_picture
 from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown, terminal
 from deadreckon.lab.recipes.texts import tokenizer_beside
@@ -143,7 +144,7 @@ def show(asked: dict[str, list[Answer]], out: Path, console: Console, command: s
     page, picture = out / "suite.md", out / "suite.png"
     suite_picture(scores, {name: depths(answers) for name, answers in asked.items()}, picture)
     save_markdown(page, [*parts, image("Scores by length", picture, page)])
-    (out / "scores.json").write_text(json.dumps(scores, indent=1))
+    write_text(out / "scores.json", json.dumps(scores, indent=1))
     console.print(f"Saved: {out}{os.sep}suite.md, suite.png, scores.json, answers.jsonl", highlight=False)
 
 

@@ -12,6 +12,8 @@ from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 
+from deadreckon.lab.files import write_text
+
 
 def by_length(rows: Mapping[str, Mapping[int, str]], heading: str = "") -> tuple[list[str], list[list[str]]]:
     """Headings and rows of a table with a column for each length that any row has a cell at."""
@@ -53,8 +55,7 @@ def markdown(headings: Sequence[object], rows: Iterable[Sequence[object]], left:
 
 def save_markdown(path: Path, parts: Iterable[str]) -> None:
     """Writes paragraphs, tables and headings, with an empty line between them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(parts) + "\n")
+    write_text(path, "\n\n".join(parts) + "\n")
 
 
 def image(title: str, picture: Path, page: Path) -> str:

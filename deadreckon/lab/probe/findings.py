@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deadreckon.lab.files import write_text
+
 
 @dataclass
 class Mixing:
@@ -111,8 +113,7 @@ class Findings:
 
     def save(self, path: Path) -> None:
         """Writes JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+        write_text(path, json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Findings:

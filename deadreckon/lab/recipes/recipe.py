@@ -302,12 +302,13 @@ class Recipe:
             inside[last] = parse(value)
         return Recipe._of(data)
 
-    def change_tests(self, changes: Sequence[str]) -> Recipe:
-        """Likewise, of a model that is trained already."""
+    def change_tests(self, changes: Sequence[str], also: Sequence[str] = ()) -> Recipe:
+        """Likewise, of a model that is trained already: fields of tests, and `also` these."""
+        known = *OF_TESTS, *also
         for change in changes:
             field = change.partition("=")[0].partition(".")[0].strip()
-            if not field.startswith("test_") and field not in OF_TESTS:
-                raise ValueError(f"change: expected a field of tests, test_… or {', '.join(OF_TESTS)}; got {change!r}")
+            if not field.startswith("test_") and field not in known:
+                raise ValueError(f"change: expected a field of tests, test_… or {', '.join(known)}; got {change!r}")
         return self.change(changes)
 
     def differences(self, other: Recipe) -> list[str]:

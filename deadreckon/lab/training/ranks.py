@@ -24,6 +24,7 @@ import deadreckon as dr
 from deadreckon.lab.evaluation.scores import alone
 
 DIMENSIONS = ("dp", "cp")
+MOST_MINUTES = 7 * 24 * 60  # that ranks wait for one another
 T = TypeVar("T")
 # Public in torch 2.15, where the other name warns.
 set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
@@ -68,6 +69,8 @@ class Ranks:
 
         A rank that waits for another for longer than that raises an error.
         """
+        if not 0 < minutes <= MOST_MINUTES:  # which is also what NaN is not
+            raise ValueError(f"timeout: expected minutes above 0, at most {MOST_MINUTES}, got {minutes:g}")
         sizes = sizes_in(mesh)
         expected, started = math.prod(sizes.values()), processes()
         if not sizes:
