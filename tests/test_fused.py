@@ -200,6 +200,9 @@ def test_share_in_reach() -> None:
     assert share == pytest.approx((1 + 9 * 2) / 55)
     some = dr.share_in_reach(q, k, torch.full((2,), -0.2, device=DEVICE))
     assert share < some < 1
+    grown = torch.full((1, 640, 2), -1e4, device=DEVICE)
+    grown[0, 7, 1] = 1e-3  # of whose head nothing is known, and of no other
+    assert dr.share_in_reach(q, k, grown) == pytest.approx((1 + share) / 2)
     with pytest.raises(ValueError, match="log_gate: expected"):
         dr.share_in_reach(q, k, None)  # type: ignore[arg-type]
 

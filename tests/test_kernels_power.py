@@ -406,3 +406,15 @@ def test_bfloat16_on_a_gpu(sizes: tuple[int, ...], gate: float | None, p: int, a
     found = distances(gradients(attend, tensors, p), expected)
     allowed = distances(gradients(by_definition, [x.bfloat16() for x in tensors], p), expected)
     assert all(x <= 2 * y for x, y in zip(found, allowed, strict=True)), (found, allowed)
+
+
+@pytest.mark.usefixtures("_chunks_of_one_tile")
+def test_autocast_does_not_round_gradients_of_gates() -> None:
+    """They are differences of what values and moments say, which nearly cancel where values have a mean."""
+    q, k, v, grad, gate = draw(1, 200, 1, 1, 16, 16, gate=0.002)
+    inputs = [x.requires_grad_() for x in (q, k, v + 20, gate)]
+    output, _ = attend_power(*inputs, 1.0, 2)
+    plain = torch.autograd.grad(output, inputs[3], grad, retain_graph=True)[0]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        rounded = torch.autograd.grad(output, inputs[3], grad)[0]
+    torch.testing.assert_close(rounded, plain, rtol=0, atol=0)

@@ -51,6 +51,16 @@ def test_masked_tokens_are_left_out(encoding: str) -> None:
 
 
 @torch.no_grad()
+def test_masks_that_are_added_are_refused() -> None:
+    """They are zero where others are one."""
+    model, (ids, mask) = make_model("fox"), drawn(12, 0.0)
+    added = torch.zeros(mask.shape).masked_fill(mask == 0, -torch.inf)
+    for cached in (False, True):
+        with pytest.raises(ValueError, match="attention_mask: expected 1 for tokens and 0 for padding, got -inf"):
+            model(ids, attention_mask=added, use_cache=cached)
+
+
+@torch.no_grad()
 def test_rows_may_begin_in_a_later_piece() -> None:
     model, (ids, mask) = make_model("path-fox"), drawn(30, 0.0)
     mask[0, :14] = 0

@@ -154,6 +154,10 @@ def test_the_loss_in_chunks_is_the_loss(packed: bool, monkeypatch: pytest.Monkey
         torch.testing.assert_close(model(ids, **arguments, skip_logits=True).loss, expected)
     with pytest.raises(ValueError, match="skip_logits: expected labels beside it, got None"):
         model(ids, skip_logits=True)
+    labels[0, 12] = -2
+    for skip in (True, False):  # neither is a label that is no token taken for another
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            model(ids, **arguments, skip_logits=skip)
 
 
 def test_generate_follows_the_logits() -> None:

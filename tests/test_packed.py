@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cases import DEVICE, Case, relative_errors, run
+from torch import Tensor
+
+import deadreckon as dr
 
 BOUNDARIES = {
     "awkward": [0, 1, 70, 70, 200, 260],  # one token, nothing, inside of leaves
@@ -56,3 +59,17 @@ def test_boundaries_of_another_tensor_are_looked_at(name: str) -> None:
         case.attend(leaves, cu_seqlens=bounds, impl="blockwise")
     with pytest.raises(ValueError, match="cu_seqlens: expected it to run from 0 to T = 260"):
         case.attend(leaves, cu_seqlens=torch.tensor([0, 100], device=DEVICE), impl="blockwise")
+
+
+@pytest.mark.parametrize("bounds", [[0, 60, 30, 100], [10, 60, 100], [0, 60, 90], [0, 60, 200]])
+@pytest.mark.parametrize("name", ["plain", "path"])
+@pytest.mark.skipif(DEVICE == "cuda", reason="an assertion that fails on a GPU ends its process")
+def test_boundaries_that_are_none_are_refused_when_compiled(name: str, bounds: list[int]) -> None:
+    x, beta = torch.randn(1, 100, 1, 16), torch.full((1, 100, 1), 0.5)
+    steps = dr.Householder(torch.nn.functional.normalize(x, dim=-1), beta) if name == "path" else None
+
+    def attended(boundaries: Tensor) -> Tensor:
+        return dr.attend(x, x, x, transport=steps, cu_seqlens=boundaries, impl="triton")
+
+    with pytest.raises(ValueError, match="cu_seqlens: expected "):
+        torch.compile(attended, backend="eager")(torch.tensor(bounds, dtype=torch.int32))

@@ -231,6 +231,7 @@ def refusals() -> list[str]:
     bounds = torch.tensor([0, 4], dtype=torch.int32)
     for call in (
         lambda: dr.attend(odd, odd, odd, cp=cp),
+        lambda: dr.attend(odd, odd, odd, score="stick-breaking", cp=cp),
         lambda: dr.attend(q, q, q, cu_seqlens=bounds, cp=cp),
         lambda: dr.attend(q, q, q, impl="reference", cp=cp),
         lambda: dr.attend(q, q, q, cp="zigzag"),
@@ -243,11 +244,51 @@ def refusals() -> list[str]:
         with pytest.raises(ValueError, match=":") as error:
             call()
         said.append(str(error.value))
+    x = torch.randn(1, 8, requires_grad=True)
+    [first] = torch.autograd.grad((cp.gather(cp.shard(x) ** 3)).sum(), x)
+    torch.testing.assert_close(first, 3 * x**2)
+    with pytest.raises(RuntimeError, match="second derivatives need a process alone, without ContextParallel"):
+        torch.autograd.grad((cp.gather(cp.shard(x) ** 3)).sum(), x, create_graph=True)
     return said
+
+
+def compiled() -> None:
+    """Boundaries that a tracer does not see are those of eager mode, and looked at."""
+    cp, generator = dr.ContextParallel(), torch.Generator().manual_seed(0)
+    inputs = [cp.shard(torch.randn(1, 16, 2, 4, generator=generator)) for _ in range(3)]
+
+    def attended(*inputs: Tensor) -> Tensor:
+        q, k, v, bounds = inputs
+        return dr.attend(q, k, v, cu_seqlens=bounds, cp=cp)
+
+    traced = torch.compile(attended, backend="eager")
+    for bounds in ([0, 5, 16], [0, 11, 16]):
+        boundaries = torch.tensor(bounds, dtype=torch.int32)
+        torch.testing.assert_close(traced(*inputs, boundaries), attended(*inputs, boundaries))
+    with pytest.raises(ValueError, match="cu_seqlens: expected it to run from 0 to T = 16, got 0 to 15"):
+        traced(*inputs, torch.tensor([0, 5, 15], dtype=torch.int32))
+
+
+def in_place() -> None:
+    """What a collective writes into boundaries is seen, though it counts as no operation."""
+    x, boundaries = torch.randn(1, 100, 1, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(3).int()
+    for middle in (20, 60):
+        if dist.get_rank() == 0:
+            boundaries.copy_(torch.tensor([0, middle, 100]))
+        dist.broadcast(boundaries, 0)
+        expected = dr.attend(x, x, x, cu_seqlens=torch.tensor([0, middle, 100], dtype=torch.int32))
+        torch.testing.assert_close(dr.attend(x, x, x, cu_seqlens=boundaries), expected)
+
+
+def boundaries_and_refusals() -> list[str]:
+    compiled()
+    in_place()
+    return refusals()
 
 
 def test_refusals_say_what_was_expected() -> None:
     expected = (
+        "cp: expected shards of a sequence padded to a multiple of 4 tokens, 12 instead of 10",
         "cp: expected shards of a sequence padded to a multiple of 4 tokens, 12 instead of 10",
         "cu_seqlens: expected it to run from 0 to T = 8, got 0 to 4",
         "impl: expected 'auto', 'blockwise' or 'triton' beside cp, got 'reference'",
@@ -258,7 +299,7 @@ def test_refusals_say_what_was_expected() -> None:
         "cp: expected pieces of at least 2 tokens, 8 in all, got 1",
         "cp: a sequence that comes in pieces is not divided among ranks",
     )
-    for said in run_world(2, refusals):
+    for said in run_world(2, boundaries_and_refusals):
         assert len(said) == len(expected)
         for message, beginning in zip(said, expected, strict=True):
             assert message.startswith(beginning), message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ LENGTH = 45  # no multiple of any number of pieces
 DOCUMENTS = (0, 7, 30, 45)
 
 
-def model_of(name: str) -> dr.DeadReckonForCausalLM:
+def model_of(name: str, positions: int = 64) -> dr.DeadReckonForCausalLM:
     torch.manual_seed(0)
-    options = {"sinusoidal": {"shift": 9}, "randomized": {"positions": 64}}
+    options = {"sinusoidal": {"shift": 9}, "randomized": {"positions": positions}}
     config = Config(
         encoding=name, vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, encoding_options={name: options[name]} if name in options else None,
@@ -75,7 +76,32 @@ def everything(layout: Any, names: tuple[str, ...]) -> dict[str, dict[str, Tenso
     found["layer"], found["loss alone"] = layer_output(cp), loss_alone(cp)
     with pytest.raises(ValueError, match="prism: its recurrent network"):
         learnt("prism", cp, packed=False)
+    refusals(cp)
+    limited = model_of("randomized", LENGTH)
+    limited.cp = cp  # whose padding has no positions
+    assert limited(**batch(1)).loss.isfinite()
     return found
+
+
+def refusals(cp: dr.ContextParallel) -> None:
+    """Masks and boundaries are those of one process, or none."""
+    model, inputs = model_of("nope"), batch(2)
+    model.cp = cp
+    right = torch.ones(2, LENGTH).tril(LENGTH - 5)
+    for more, said in (
+        ({"attention_mask": torch.ones(2, LENGTH - 1)}, "attention_mask: expected (B, T)"),
+        ({"attention_mask": torch.full((2, LENGTH), 2.0)}, "attention_mask: expected 1 for tokens and 0 for padding"),
+        ({"attention_mask": torch.zeros(2, LENGTH)}, "attention_mask: expected a token that is not padding"),
+        ({"attention_mask": right.flip(1)}, "attention_mask: with context parallelism, expected padding on the right"),
+        ({"attention_mask": right}, "labels: expected -100 where tokens are masked, beside context parallelism"),
+        ({"cu_seqlens": torch.tensor([0, LENGTH]).int()}, "cu_seqlens: packed sequences need B = 1"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            model(**inputs, **more)
+    one = {name: x[:1] for name, x in inputs.items()}
+    for bounds, mask in (([0, LENGTH - 1], None), ([0, LENGTH], right[:1])):
+        with pytest.raises(ValueError, match="cu_seqlens: "):
+            model(**one, cu_seqlens=torch.tensor(bounds).int(), attention_mask=mask)
 
 
 WORLDS = {

@@ -69,17 +69,22 @@ def on_meshes() -> dict[str, Any]:
         found[str(shape)] = trained(model, mesh.get_local_rank("dp"), shape[0])
         dist.all_reduce(found[str(shape)]["losses"][0], op=dist.ReduceOp.SUM)
         found[str(shape)]["losses"][0] /= 4
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    found["prism"] = trained(parallelize(model_of("prism"), mesh), dist.get_rank(), 4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     torch.manual_seed(dist.get_rank())
     with torch.device("meta"):
-        model = dr.DeadReckonForCausalLM(model_of().config)
+        model = dr.DeadReckonForCausalLM(model_of(pad_token_id=3).config)
     model = parallelize(model, mesh, dtype=torch.bfloat16)
     found["meta"] = {name: whole(x) for name, x in model.named_parameters()}
     ids = torch.randint(0, 11, (1, 29), generator=torch.Generator().manual_seed(0))
     found["meta loss"] = model(input_ids=ids, labels=ids).loss.detach()
+    parts = [model(input_ids=ids, labels=ids, num_items_in_batch=n).loss.item() for n in (1028, torch.tensor(1028.0))]
+    assert parts[0] == parts[1]  # which bfloat16 has not
     for name, arguments, options in (
         ("mesh", (model_of(), init_device_mesh("cpu", (4,))), {}),
         ("model", (torch.nn.Linear(2, 2), mesh), {}),
+        ("model", (model_of("rope-fox", encoding_options={"rope-fox": {"learn_factor": True}}), mesh), {}),
         ("layers_per_group", (model_of(), mesh), {"layers_per_group": 0}),
     ):
         with pytest.raises(ValueError, match=f"{name}: expected"):
@@ -98,8 +103,11 @@ def test_a_mesh_learns_what_one_process_learns() -> None:
                 reference = expected[name]
             assert torch.allclose(value, reference, atol=1e-4, rtol=1e-4), (name, value, reference)
         assert found[f"{shape} groups"] == {(2, 2): 3, (4, 1): 2, (1, 4): 1}[shape]
-    fresh = dict(model_of().named_parameters())
+    fresh, alone = dict(model_of().named_parameters()), trained(model_of("prism"), 0, 1)
     for found in ranks:
+        for name, value in found["prism"].items():  # with its penalty, which no rank has a part of
+            assert name == "losses" or torch.allclose(value, alone[name], atol=1e-4, rtol=1e-4), name
+        assert not found["meta"]["model.embed_tokens.weight"][3].any()
         assert abs(float(found["meta loss"]) - 2.398) < 0.1  # log 11: nothing is learnt yet
         for name, value in found["meta"].items():
             assert torch.equal(value, ranks[0]["meta"][name])

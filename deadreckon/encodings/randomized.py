@@ -41,7 +41,8 @@ class Randomized(Encoding):
         drawn = context.drawn_alike(torch.randperm(self.limit, device=x.device))
         # The first ones, sorted; `longest` may be a number that only the device knows.
         drawn = drawn.masked_fill(torch.arange(self.limit, device=x.device) >= longest, self.limit).sort().values
-        phase = drawn[context.positions].unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)
+        places = context.positions.clamp(max=self.limit - 1)  # padding of shards may go beyond
+        phase = drawn[places].unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)
         return x + (self.gain * torch.cat([phase.sin(), phase.cos()], dim=-1)).to(x.dtype)
 
     def forward(self, x: Tensor, context: Context) -> Factors:

@@ -96,7 +96,9 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
 
     def orthogonality_error(self) -> Tensor:
         """‖WᵀW − I‖², Frobenius, of the hidden-to-hidden matrix."""
-        w = at_least_single(self.weight_hh_l0)
+        w: Any = self.weight_hh_l0
+        # Sharded again by now, on a mesh: every rank has the same error, and of its gradient takes its own part.
+        w = at_least_single(w.full_tensor() if hasattr(w, "full_tensor") else w)
         return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
 
     def first(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from deadreckon.models.configuration import NORMS, DeadReckonConfig
 from deadreckon.models.decoder import DecoderLayer
 from deadreckon.models.graphs import Steps, wanted
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
-from deadreckon.models.rows import Rows, begins_later, carried, mark_grown, masked_first, real_tokens
+from deadreckon.models.rows import Rows, begins_later, carried, mark_grown, masked_first, padding, real_tokens
 from deadreckon.models.state import LayerState
 from deadreckon.models.tools import check_inputs, offer_lora_targets, refuse_unknown
 from deadreckon.ops.attention import check_documents
@@ -112,8 +112,9 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
                 x = self._continue(input_ids, inputs_embeds, attention_mask, cache)
             return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cu_seqlens = _own(cu_seqlens)
         check_documents(cu_seqlens, x)
-        real = _padding(attention_mask, x)
+        real = padding(attention_mask, x)
         order: Tensor | None = None
         if real is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens: packed sequences have no padding; expected no attention_mask beside it")
@@ -165,7 +166,12 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         whole = input_ids if inputs_embeds is None else inputs_embeds
         assert whole is not None
         length = whole.shape[1]
-        if attention_mask is not None and not bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()):
+        cu_seqlens = _own(cu_seqlens)
+        check_documents(cu_seqlens, whole)
+        real = padding(attention_mask, whole)
+        if real is not None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens: packed sequences have no padding; expected no attention_mask beside it")
+        if real is not None and not bool((real[:, 1:] <= real[:, :-1]).all()):
             raise ValueError("attention_mask: with context parallelism, expected padding on the right only")
         if cu_seqlens is not None and cp.padded(length) > length:  # padding is a document of its own
             cu_seqlens = pad(cu_seqlens, (0, 1), value=cp.padded(length))
@@ -268,6 +274,11 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         return carried(out, real)
 
 
+def _own(cu_seqlens: Tensor | None) -> Tensor | None:
+    """Boundaries that nobody else writes to: on a GPU they are looked at once, for all layers."""
+    return cu_seqlens.clone() if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda else cu_seqlens
+
+
 def _without_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Labels (1, T) without those of documents' first tokens: the last token of another does not predict them."""
     first = labels.new_zeros(labels.shape[1] + 1, dtype=torch.bool)  # a document without tokens may begin at the end
@@ -288,26 +299,6 @@ def _uniform(layer: StateLayer) -> LayerState:
     """The state of a layer whose rows are equally long."""
     assert isinstance(layer.state, LayerState)
     return layer.state
-
-
-def _padding(attention_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Which tokens are real, (B, T), or None where all are known to be."""
-    if attention_mask is None:
-        return None
-    if attention_mask.shape != x.shape[:2]:
-        raise ValueError(
-            f"attention_mask: expected (B, T) = {tuple(x.shape[:2])} with 0 for padding, "
-            f"got {tuple(attention_mask.shape)}"
-        )
-    real = attention_mask.bool()
-    if traced(real):
-        return real
-    if not bool(real.any()):
-        raise ValueError("attention_mask: expected a token that is not padding, got zeros alone")
-    if attention_mask.dtype != torch.bool and bool(((attention_mask != 1) & real).any()):
-        other = attention_mask[(attention_mask != 1) & real][0].item()
-        raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {other}")
-    return None if bool(real.all()) else real
 
 
 class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
@@ -391,6 +382,9 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
                 kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
                 logits = self.lm_head(hidden[:, kept] if some else hidden)
             if labels is not None:
+                masked = self.cp is not None and attention_mask is not None and attention_mask == 0
+                if isinstance(masked, Tensor) and bool((masked & (labels != IGNORED)).any()):
+                    raise ValueError("labels: expected -100 where tokens are masked, beside context parallelism")
                 if cu_seqlens is not None:
                     labels = _without_first(labels, cu_seqlens)
                 loss = self._loss(hidden, logits, labels, num_items_in_batch)

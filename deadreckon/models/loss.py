@@ -55,7 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             # A token without loss has a hidden state of zero, so that it adds nothing to the head's gradient.
             inputs, head = hidden.masked_fill(~scored, 0).to(dtype), weight.to(dtype)
-            targets = labels.clamp(min=0).unsqueeze(1)
+            targets = labels.masked_fill(labels == IGNORED, 0).unsqueeze(1)  # others that are no token are not hidden
             learning = any(ctx.needs_input_grad[:2])
             grad_hidden = torch.empty_like(inputs) if learning else None
             grad_weight = torch.zeros_like(head, dtype=exact) if learning else None

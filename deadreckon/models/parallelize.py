@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,6 +52,8 @@ def parallelize(
         raise ValueError(f"mesh: expected dimensions named 'dp', 'cp' or both, got {names or 'none that are named'}")
     if not isinstance(model, DeadReckonForCausalLM):
         raise ValueError(f"model: expected a DeadReckonForCausalLM, got {type(model).__name__}")
+    if numbers := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
+        raise ValueError(f"model: expected parameters that can be divided, got {numbers[0]}, which is one number")
     if layers_per_group < 1:
         raise ValueError(f"layers_per_group: expected 1 or more, got {layers_per_group}")
     if checkpointing:
@@ -67,7 +71,9 @@ def parallelize(
         for part in group:
             _materialise(model, part, ranks)
         if sharded:
-            fully_shard(group if len(group) > 1 else group[0], mesh=ranks, mp_policy=policy)
+            # Layers cast what they are given; the whole model is given a count of labels, too.
+            mine = replace(policy, cast_forward_inputs=False) if group[0] is model else policy
+            fully_shard(group if len(group) > 1 else group[0], mesh=ranks, mp_policy=mine)
     if "cp" in names and mesh["cp"].size() > 1:
         model.cp = ContextParallel(mesh["cp"], layout)
     return model
@@ -93,7 +99,9 @@ def _materialise(model: DeadReckonForCausalLM, part: nn.Module, ranks: DeviceMes
             held[name] = fresh[id(x)]  # type: ignore[assignment]
     if fresh:
         with torch.no_grad():
-            for module in dict.fromkeys(module for module, *_ in places):
+            modules = dict.fromkeys(module for module, *_ in places)
+            # Embeddings last: of those that are tied to the head, one is zero.
+            for module in sorted(modules, key=lambda one: isinstance(one, nn.Embedding)):
                 model._init_weights(module)
     group = ranks.get_group()
     for _, held, name in places:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.streaming.past import check_crop
+from deadreckon.ops.tracing import traced
 
 GROWN = "_deadreckon_grown"  # attribute of a mask that `generate()` made from one that was checked, by adding ones
 
@@ -99,6 +100,31 @@ class Rows:
         self.real = self.real[:, :left]
 
 
+def checked(mask: Tensor) -> Tensor:
+    """Which tokens of a mask are real; it must have ones for these, and zeros."""
+    real = mask.bool()
+    if not traced(real) and mask.dtype != torch.bool and bool(((mask != 1) & real).any()):
+        other = mask[(mask != 1) & real][0].item()
+        raise ValueError(f"attention_mask: expected 1 for tokens and 0 for padding, got {other}")
+    return real
+
+
+def padding(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """Which tokens of x (B, T, ...) are real, (B, T), or None where all are known to be."""
+    if mask is None:
+        return None
+    if mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"attention_mask: expected (B, T) = {tuple(x.shape[:2])} with 0 for padding, got {tuple(mask.shape)}"
+        )
+    real = checked(mask)
+    if traced(real):
+        return real
+    if not bool(real.any()):
+        raise ValueError("attention_mask: expected a token that is not padding, got zeros alone")
+    return None if bool(real.all()) else real
+
+
 def real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, length: int) -> Tensor | None:
     """Which of the new tokens (B, T) are real, or None where all are."""
     seen, left_out = state.length, state.left_out if isinstance(state, LayerState) else None
@@ -111,7 +137,7 @@ def real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, lengt
         raise ValueError(f"attention_mask: expected (B, past and new tokens) = {expected}, got {tuple(mask.shape)}")
     if seen and getattr(mask, GROWN, None) == seen:
         return None
-    real = mask.bool()
+    real = checked(mask)
     if seen and isinstance(state, LayerState):
         masked = (~real[:, :seen]).sum(1)
         before = torch.zeros_like(masked) if left_out is None else left_out

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.attend import attend_blockwise
-from deadreckon.ops.blockwise.documents import boundaries, separated
+from deadreckon.ops.blockwise.documents import boundaries, separated, sound
 from deadreckon.ops.checks import check_derivatives, check_tensor, is_differentiated, shape_of
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score, Transport
 from deadreckon.ops.reference import attend_reference
@@ -61,7 +61,8 @@ def attend(
             With stick-breaking the gate multiplies the finished weight. Below −1e4, −inf included, it counts as −1e4.
         score: κ and Z: ``"softmax"``, ``"stick-breaking"`` (σ, no Z, a token does not see itself) or :class:`Power`.
         scale: factor of the logits, ``D ** -0.5`` by default.
-        cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1.
+        cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1. With cp, and
+            compiled without kernels, logits of up to 10 000 are kept apart.
         impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``
             (kernels for CUDA devices: softmax with any transport and gate, stick-breaking without Householder steps or
             gates; D and E multiples of 8 up to 256, with Householder steps up to 128 (float32: 64), with gates or
@@ -75,9 +76,10 @@ def attend(
 
     Returns:
         (B, T, Hq, E), in the dtype of q. A NaN or infinity at token t reaches outputs from t on, never one before t or
-        of another document. The exception are values of unpacked rows without Householder steps: on Triton kernels
-        one that is not finite reaches up to 127 outputs before its own, those of the same tile; so does it with plain
-        softmax, on any device, where the kernel is PyTorch's own and the tile as large as that chooses.
+        of another document. The exception are values, and angles that turn them, of rows without Householder steps,
+        unpacked or of sticks and powers: on Triton kernels one that is not finite reaches up to 127 outputs before its
+        own, those of the same tile and document; so does it with plain softmax, on any device, where the kernel is
+        PyTorch's own and the tile as large as that chooses.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -97,7 +99,7 @@ def attend(
     if impl != "reference" and (impl == "triton" or q.is_cuda or not plain):
         check_derivatives(impl, _inputs(q, k, v, factors).values())
     if cp is not None and cp.size > 1:
-        return _attend_shards(q, k, v, factors, scale, documents, impl, cp)
+        return _attend_shards(q, k, v, factors, scale, cu_seqlens if documents is None else documents, impl, cp)
     # Autocast would run the sums of phases, gates and frames in half precision.
     with without_autocast(q):
         if impl == "triton" or (impl == "auto" and q.is_cuda):
@@ -105,6 +107,9 @@ def attend(
             if reason is None:
                 from deadreckon.ops.triton.attend import attend_fused
 
+                cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
+                if cu_seqlens is not None and documents is None:
+                    cu_seqlens = sound(cu_seqlens, q.shape[1])
                 return attend_fused(q, k, v, factors, scale, cu_seqlens, documents)
             if impl == "triton":
                 raise ValueError(f"impl: 'triton' needs {reason}")
@@ -115,7 +120,7 @@ def attend(
 
 
 def _attend_shards(
-    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, documents: list[int] | None,
+    q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, documents: list[int] | Tensor | None,
     impl: Implementation, cp: ContextParallel,
 ) -> Tensor:  # fmt: skip
     from deadreckon.ops.parallel.attend import attend_parallel
@@ -168,7 +173,7 @@ def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, *, scale: float | Non
         raise ValueError("share_in_reach: it is about Triton kernels, and the package triton is not installed")
     from deadreckon.ops.triton.gated.operator import share_in_reach as share
 
-    return share(q, k, gates, q.shape[3] ** -0.5 if scale is None else abs(scale))
+    return share(q, k, gates, _check_scale(scale, q))
 
 
 def attend_next(
@@ -357,13 +362,14 @@ def _check_score(factors: Factors) -> None:
 
 
 _checked: tuple[weakref.ref[Tensor], int, int, list[int]] | None = None
-"""The boundaries that were checked last, their version, T and values: the layers of a model share one tensor."""
+"""The boundaries on a GPU that were checked last, their version, T and values: a model's layers share one tensor."""
 
 
 def check_documents(cu_seqlens: object, q: Tensor, cp: ContextParallel | None = None) -> list[int] | None:
     """Returns the boundaries as Python integers; None also where they are traced, to be checked by what uses them.
 
-    Where they are on a GPU, it is waited for, once for each tensor. With cp, q is a shard of the row.
+    Where they are on a GPU, it is waited for, once for each tensor, unless operations that count as such have written
+    to it since; collectives do not. With cp, q is a shard of the row.
     """
     global _checked
     length = q.shape[1] * (1 if cp is None else cp.size)
@@ -378,9 +384,11 @@ def check_documents(cu_seqlens: object, q: Tensor, cp: ContextParallel | None = 
         raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
     if traced(cu_seqlens) or traced(q):
         return None
-    if cu_seqlens.is_inference():  # what is written to those is not counted
+    if not cu_seqlens.is_cuda or cu_seqlens.is_inference():  # what is written to those is not counted
         return boundaries(cu_seqlens, length)
-    if _checked is None or _checked[0]() is not cu_seqlens or _checked[1:3] != (cu_seqlens._version, length):
-        bounds = boundaries(cu_seqlens, length)
-        _checked = weakref.ref(cu_seqlens), cu_seqlens._version, length, bounds
-    return _checked[3]
+    known = _checked  # which another thread may change
+    if known is not None and known[0]() is cu_seqlens and known[1:3] == (cu_seqlens._version, length):
+        return known[3]
+    bounds = boundaries(cu_seqlens, length)
+    _checked = weakref.ref(cu_seqlens), cu_seqlens._version, length, bounds
+    return bounds

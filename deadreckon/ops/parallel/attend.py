@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deadreckon.ops.blockwise.documents import CLOSED
+from deadreckon.ops.blockwise.documents import CLOSED, boundaries
 from deadreckon.ops.blockwise.ends import Ends
 from deadreckon.ops.blockwise.precision import exact, lengths, power_of_two, usual_scale, work
 from deadreckon.ops.blockwise.problem import by_head, gates_by_head
@@ -36,19 +36,22 @@ def attend_parallel(
     v: Tensor,
     factors: Factors,
     scale: float,
-    documents: list[int] | None,
+    documents: list[int] | Tensor | None,
     cp: ContextParallel,
     kernels: bool,
 ) -> Tensor:
     """See :func:`deadreckon.attend`; the arguments are checked, shards (B, T / R, ...) of this rank.
 
+    But for boundaries that are a tensor, which a tracer could not look into.
     With kernels, for whose use there is no reason against, attention inside pieces is Triton's.
     """
+    cp.piece_length(q.shape[1])
+    if isinstance(documents, Tensor):
+        documents = boundaries(documents, q.shape[1] * cp.size)
     if factors.score == "stick-breaking" and cp.layout == "zigzag":
         near = cp.contiguous()
         q, k, v, factors = mapped(lambda x: cp.moved(x, near), q, k, v, factors)
         return near.moved(attend_parallel(q, k, v, factors, scale, documents, near, kernels), cp)
-    cp.piece_length(q.shape[1])
     finite = Containment(q.shape[2])
     k, v, factors = finite.cleared(k), finite.cleared(v), finite.cleared_factors(factors)
     q, scale = usual_scale(q, scale, factors.score)

@@ -20,7 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from deadreckon.ops.tracing import first_derivatives_only
+
 Layout = Literal["zigzag", "contiguous"]
+ONE_PROCESS = "a process alone, without ContextParallel"  # that second derivatives need
 
 
 class ContextParallel:
@@ -318,6 +321,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        first_derivatives_only(ONE_PROCESS)
         whole = _joined(ctx.cp.every(_pieces_first(grads[0], ctx.dim, ctx.cp.pieces)), ctx.dim)
         return whole.narrow(ctx.dim, 0, ctx.length), None, None, None
 
@@ -345,6 +349,7 @@ class _SumsBefore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        first_derivatives_only(ONE_PROCESS)
         every = ctx.cp.every(grads[0])
         return (every.sum(0) - every.cumsum(0))[ctx.cp.held], None
 
@@ -360,6 +365,7 @@ class _TailsBefore(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        first_derivatives_only(ONE_PROCESS)
         every = ctx.cp.every(grads[0])
         return torch.cat([every[1:], torch.zeros_like(every[:1])])[ctx.cp.held], None
 
@@ -383,4 +389,5 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        first_derivatives_only(ONE_PROCESS)
         return ctx.to.move_pieces(grads[0].contiguous(), ctx.cp, ctx.dim), None, None, None

@@ -161,12 +161,12 @@ def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, scale: float) -> floa
     ends = torch.arange(EDGE - 1, length + EDGE - 1, EDGE, device=q.device).clamp(max=length - 1)
     edge = log_gate.double().clamp(min=-1e4).cumsum(1)[:, ends] * LOG2E  # (B, blocks, Hc)
     edge = edge.transpose(1, 2).unflatten(1, (heads, -1))  # (B, H, 1 | G, blocks)
-    longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(1) for x in (q, k))
+    longest_q, longest_k = (torch.linalg.vector_norm(x.float(), dim=-1).amax(1) for x in (q, k))
     longest_q = longest_q.unflatten(1, (heads, edge.shape[2], -1)).amax(3)
     margin = math.log(length) + MARGINS[q.dtype]
     bound = (2 * abs(scale) * longest_q * longest_k.unsqueeze(2) + margin).unsqueeze(3) * LOG2E  # see `reach_of`
-    if log_gate.amax() > 0:
-        bound = torch.full_like(bound, torch.inf)
+    positive = log_gate.amax(1).unflatten(1, (heads, -1)).unsqueeze(3) > 0  # with which nothing is known of the rest
+    bound = bound.masked_fill(positive, torch.inf)
     before = torch.nn.functional.pad(edge[..., :-1], (1, 0))  # before the first query of a block
     first = torch.searchsorted((-edge).contiguous(), -(before + bound).contiguous())
     blocks = torch.arange(1, len(ends) + 1, device=q.device)
