@@ -21,9 +21,10 @@ from deadreckon.lab.probe.probe import _losses_as_trained
 from deadreckon.lab.probe.reach import measure_more
 from deadreckon.lab.probe.report import _colour, print_findings
 from deadreckon.lab.probe.source import Source
-from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.training import make_model
+from deadreckon.lab.recipes import Recipe, find_recipe
+from deadreckon.lab.training import Progress, Run, Training, make_model
 from deadreckon.tasks import TASKS
+from deadreckon.tasks.task import NOT_SCORED, PAD, VOCAB_SIZE
 
 
 def small(encoding: str, **options: Any) -> dr.DeadReckonForCausalLM:
@@ -226,6 +227,8 @@ def test_half_precision_is_probed() -> None:
         ({"trained": 1}, "trained: expected a length of 4 or more, got 1"),
         ({"window": 65}, "window: expected between 1 and T / 2 = 64, got 65"),
         ({"tolerance": 1.0}, "tolerance: expected a number between 0 and 1, got 1.0"),
+        ({"routes": 0}, "routes: expected 1 or more, got 0"),
+        ({"labels": torch.full((3, 128), 20)}, "labels: expected numbers from 0 to 19, .* and -100, got others"),
         ({"queries": 0}, "queries: expected 1 or more, got 0"),
         ({"keep": 0.0}, "keep: expected a share between 0 and 1, got 0.0"),
         ({"model": torch.nn.Linear(1, 1)}, "model: expected a DeadReckonForCausalLM, got Linear"),
@@ -235,6 +238,38 @@ def test_errors(options: dict[str, Any], message: str) -> None:
     given = {"model": small("nope"), "tokens": some_tokens(), **options}
     with pytest.raises(ValueError, match=message):
         run_probe(**given)
+
+
+@pytest.mark.parametrize(("encoding", "value"), [("path", math.nan), ("rope", math.nan), ("path", math.inf)])
+def test_numbers_that_are_none(encoding: str, value: float) -> None:
+    model = small(encoding)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3] = value
+    with pytest.raises(ValueError, match="model: expected numbers in every layer, got some that are infinite or none"):
+        run_probe(model, some_tokens())
+
+
+def test_rows_are_as_long_as_all_are(tmp_path: Path) -> None:
+    """Without padding; the model has as many positions as it reads; the trained length is that of the longest rows."""
+    recipe = find_recipe("copy", "tiny", "prism", changes=("steps=1", "length=8", "test_lengths=[8]", "test_rows=2"))
+    Run.create(tmp_path, recipe).save(Training(make_model(recipe, VOCAB_SIZE), recipe.make_task(), recipe), Progress(1))
+    source = Source(tmp_path, length=200)
+    assert source.model.config.encoding_options["prism"]["positions"] >= source.rows("", 2, 200, 0).tokens.shape[1]
+    assert source.rows("", 2, 8, 0).trained == source.rows("", 2, 8, 1).trained == recipe.longest_row(8)
+    for data, length in (("addition", 8), ("multiplication", 8)):
+        tokens, labels, _ = source.rows(data, 16, length, 0)
+        assert labels is not None and tokens.shape == labels.shape and not (tokens == PAD).any()
+        assert (labels[:, -1] != NOT_SCORED).any()
+    assert len(source.question("addition", 0, 0)) < 40
+
+
+def test_a_range_may_not_have_been_measured() -> None:
+    labels = torch.full_like(some_tokens(), NOT_SCORED)
+    labels[:, -1] = 1
+    for given, said in ((labels, "measured range: not measured (no loss"), (None, "measured range: not reached (up")):
+        console = Console(file=io.StringIO(), width=200)
+        print_findings(run_probe(small("alibi"), some_tokens(), labels=given, trained=64, queries=4), console)
+        assert said in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_queries_are_those_that_answer() -> None:

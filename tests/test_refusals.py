@@ -18,7 +18,7 @@ import deadreckon as dr
 from deadreckon.lab.evaluation import long
 from deadreckon.lab.evaluation.long import Answer, Answers, read_answers
 from deadreckon.lab.pages.suite import mean_scores
-from deadreckon.lab.training import parallel, train_run
+from deadreckon.lab.training import Run, parallel, train_run
 from deadreckon.lab.training.parallel import make_runs
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -48,6 +48,19 @@ SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
         ("train flipflop --out x --export /dev/null/x", "export: expected a place that can be written to"),
         ("train flipflop --out x --timeout 0", "timeout: expected minutes above 0, at most 10080, got 0"),
         ("train flipflop --out x --timeout nan", "timeout: expected minutes above 0, at most 10080, got nan"),
+        ("train flipflop --out x --export x/last", "export: expected a folder outside of the run's, x, got x/last"),
+        ("train flipflop --out x --seed -1", "seed: expected a whole number from 0 to 2^63 − 1, got -1"),
+        ("train flipflop --out x --change test_piece=-1", "test_piece: expected 0 or more, got -1"),
+        ("train flipflop --out x --change longest=0", "longest: expected 1 or more, got 0"),
+        ("train flipflop --out x --change schedules.length=[[0,5],[1,8]]", "length: expected 4 or more"),
+        ("train flipflop --out x --mesh dp=1", "mesh: dp=1 needs 1 process of torchrun, got 1; start it with torchrun"),
+        ("train copy --encoding prism --out x --change test_positions=1", "prism: expected positions to be"),
+        ("compare flipflop --encodings nope,rope --change encoding_options.rope.no=1", "'rope' does not take {'no'"),
+        ("probe x --attention --cursor 1", "cursor: expected with --cursors only, got 1"),
+        ("bench attention --lengths 0", "lengths: expected 1 or more, got 0"),
+        ("bench attention --head-dim 7", "head_dim: expected an even number, as RoPE's pairs take, got 7"),
+        ("bench drift --length 4 --last 9", "last: expected at most length = 4, got 9"),
+        ("bench decode --encodings sympow --power 3", "p: expected"),
         ("eval x --recipe copy --change steps=3", "or evaluators, conditions, options, length; got 'steps=3'"),
     ],
 )  # fmt: skip
@@ -66,9 +79,10 @@ def test_a_recipe_that_cannot_be_leaves_its_folder_free(tmp_path: Path) -> None:
     for change, said in (
         ('freeze=["zzz"]', "freeze: expected part"),
         ("encoding_options.rope.base=NaN", "base: expected"),
+        ("objective=distil teacher=nowhere", "model: expected a folder with config.json"),
     ):
         with pytest.raises(ValueError, match=said):
-            train_run(small("rope", 0, change), tmp_path, console=quiet())
+            train_run(small("rope", 0, *change.split()), tmp_path, console=quiet())
         assert not (tmp_path / "recipe.json").exists()
     assert train_run(small("rope", 0, "steps=1"), tmp_path, console=quiet()).finished
 
@@ -77,12 +91,12 @@ def test_runs_that_fail_do_not_keep_others(tmp_path: Path, monkeypatch: pytest.M
     """It is said at once, and raised in the end; the others are finished. (Threads are as good as processes here.)"""
     monkeypatch.setattr(parallel, "ProcessPoolExecutor", ThreadPoolExecutor)
     monkeypatch.setattr(parallel, "_begin", lambda _: None)
-    good, bad = small("nope", 0, "steps=1"), small("nope", 0, "steps=1", 'freeze=["zzz"]')
-    console = quiet()
-    with pytest.raises(ValueError, match="freeze: expected part of a parameter's name"):
-        make_runs({tmp_path / "bad": bad, tmp_path / "good": good}, (), "cpu", 2, console)
+    recipe, console = small("nope", 0, "steps=1"), quiet()
+    Run.create(tmp_path / "bad", small("nope", 0, "steps=2"))
+    with pytest.raises(ValueError, match="bad holds a run of another recipe: steps 2, not 1"):
+        make_runs({tmp_path / "bad": recipe, tmp_path / "good": recipe}, (), "cpu", 2, console)
     assert (tmp_path / "good" / "scores.json").exists()
-    assert "bad: " in (said := console.file.getvalue()) and ", failed: freeze: expected" in said  # type: ignore[attr-defined]
+    assert "bad: " in (said := console.file.getvalue()) and ", failed: out: " in said  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,21 @@ def test_folders_are_replaced_as_a_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [place]
 
 
+def test_a_checkpoint_that_was_cut_off_is_read(tmp_path: Path) -> None:
+    """Killed between two renamings, before it is trained again; and what is no model is said to be none."""
+    run = train_run(small("nope", 0, "steps=1"), tmp_path / "run", console=quiet())
+    last, expected = run.path / "last", run.load().state_dict()
+    for name in (".new", ".old"):
+        shutil.copytree(last, last.with_name(last.name + name))
+    shutil.rmtree(last)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in run.load().state_dict().items())
+    assert [path.name for path in run.path.iterdir() if path.name.startswith("last")] == ["last"]
+    weights = (last / "model.safetensors").read_bytes()
+    (last / "model.safetensors").write_bytes(weights[:100])
+    with pytest.raises(ValueError, match=r"model: expected safetensors in '.*/last/model.safetensors', whole"):
+        run.load()
+
+
 def test_a_run_keeps_all_about_it(tmp_path: Path) -> None:
     run = train_run(small("fox", 2), tmp_path / "x", console=quiet())
     assert Run(tmp_path / "x").recipe == small("fox", 2)

@@ -20,7 +20,7 @@ from deadreckon.lab.pages.comparison import gather, paired_table
 from deadreckon.lab.probe.source import Source
 from deadreckon.lab.recipes import find_recipe
 from deadreckon.lab.recipes.texts import _read, fast_tokenizer
-from deadreckon.lab.training import Run, score_run, train_run
+from deadreckon.lab.training import Run, score_model, score_run, train_run
 
 SIZES = (
     "layers=1", "width=16", "heads=1", "batch_size=4", "length=16", "evaluate_every=2", "validation_rows=2",
@@ -147,6 +147,33 @@ def test_probes_read_the_texts_of_json_lines(texts: tuple[str, ...]) -> None:
     assert len(said) > 30 and story(20, 100).startswith(said)
 
 
+def test_a_text_that_is_shorter_than_a_test(texts: tuple[str, ...]) -> None:
+    """What it has is tested, to its last token but one, which is the last that anything can be said of."""
+    run = trained(texts, "run", "rope", "test_lengths=[16, 100000]")
+    assert {length for name, length in run.scores() if name == "held out"} == {16}
+    tokens = len(run.recipe.make_task("held out").corpus.ids)  # type: ignore[attr-defined]
+    assert ("held out", tokens - 1) in score_run(run, (tokens - 1,), console=quiet())
+    with pytest.raises(ValueError, match=f"lengths: expected lengths that language .* has, got {tokens}"):
+        score_run(run, (tokens,), console=quiet())
+
+
+def test_models_may_have_more_tokens_than_the_text(texts: tuple[str, ...]) -> None:
+    """As many checkpoints have, whose vocabularies are padded."""
+    run = trained(texts, "run")
+    expected = figures(score_run(run, (16,), console=quiet()))
+    model = run.load()
+    model.resize_token_embeddings(model.config.vocab_size + 7)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[-7:] = 0
+    model.save_pretrained("more")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(run.path / "last" / name, "more")
+    recipe = replace(run.recipe, options=run.recipe.options | {"tokenizer": "more"})
+    found = figures(score_model(Path("more"), recipe, (16,), console=quiet()))
+    [place] = [place for place in found if place == ("held out", 16)]
+    assert expected[place][0] < found[place][0] < expected[place][0] + 0.1  # seven more that could have been said
+
+
 def test_nothing_is_cut_off(texts: tuple[str, ...]) -> None:
     assert trained(texts, "run", "rope", "clip=Infinity").finished
 
@@ -226,7 +253,7 @@ def test_models_of_others_are_converted_first(
     tokenizer = f"options.tokenizer={llama}"
     for words in (
         ["generate", str(llama), "--prompt", "word1"],
-        ["eval", str(llama), "--recipe", "rotations", "--size", "tiny", "--change", *texts, tokenizer],
+        ["eval", str(llama), "--recipe", "rotations", "--size", "tiny", "--change", *texts[-2:], tokenizer],
         ["probe", str(llama), "--data", "valid.jsonl"],
         ["train", "rotations", "--encoding", "rope", "--out", "run", "--change", *texts, f"start={llama}", tokenizer],
     ):

@@ -91,6 +91,8 @@ class Train:
 
         largest = bytes_in(self.shard_size, "shard_size")
         check_output("export", self.export)
+        if self.export is not None and self.export.resolve().is_relative_to(self.out.resolve()):
+            raise ValueError(f"export: expected a folder outside of the run's, {self.out}, got {self.export}")
         recipe = find_recipe(self.recipe, self.size, self.encoding, self.seed, self.change)
         ranks, device = Ranks.start(self.mesh, self.device, self.timeout)
         console = ranks.console(None)
@@ -279,12 +281,14 @@ class Probe:
         from deadreckon.lab.probe.source import Source
 
         asked = self.cursors or self.attention
-        for name in ("question", "layer", "head", "cursor"):
+        if self.cursor is not None and not self.cursors:
+            raise ValueError(f"cursor: expected with --cursors only, got {self.cursor}")
+        for name in ("question", "layer", "head"):
             if not asked and getattr(self, name) not in ("", None):
                 raise ValueError(f"{name}: expected with --cursors or --attention only, got {getattr(self, name)!r}")
         console, out = Console(), self.out or self.folder / "probe"
         check_output("out", out)
-        source = Source(self.folder, self.checkpoint, self.device)
+        source = Source(self.folder, self.checkpoint, self.device, self.length or len(self.question))
         if asked:
             import torch
 
@@ -361,6 +365,7 @@ class Bench:
     def run(self) -> None:
         from importlib import import_module
 
+        self.benchmark.check()
         check_output("save", self.benchmark.save, ".md")
         import_module(f"deadreckon.lab.bench.{self.benchmark.name}").run(self.benchmark)
 

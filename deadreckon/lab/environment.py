@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 import deadreckon as dr
 from deadreckon.lab.arguments import command
@@ -45,6 +46,12 @@ def check_model(folder: Path, ours: bool = True) -> None:
         raise ValueError(
             f"model: expected one of deadreckon's, got {kind} in {str(folder)!r}: `deadreckon convert` makes it one"
         )
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"model: expected safetensors in {str(path)!r}, whole, got {error}") from error
 
 
 def fingerprint(folder: Path) -> str:

@@ -86,6 +86,11 @@ def recover(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
+def interrupted(folder: Path) -> bool:
+    """Whether `recover` has something to put in its place."""
+    return any(path.exists() for path in beside(folder))
+
+
 def beside(folder: Path) -> tuple[Path, Path]:
     """Where the next one is written, and where the one before is put aside."""
     return folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")

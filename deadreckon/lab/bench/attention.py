@@ -166,15 +166,17 @@ def check_all(
 
 
 def shapes_of(flags: Attention) -> list[Shape]:
-    """What is to be timed: packed rows after others, and the default ones if nothing else is asked for."""
+    """What is to be timed: packed rows after others, which are the default ones if nothing else is asked for."""
     means = numbers_in([flags.documents], "documents", "mean lengths")
     shapes = [Shape.parse(shape) for shape in flags.shapes]
-    if not shapes and not means:
+    if not shapes and (not means or flags.lengths != Attention.lengths):
         shapes = [Shape(flags.batch, length, flags.heads, flags.head_dim) for length in flags.lengths]
     length, heads, width = sizes_in(flags.row, "row", "TxHxD")
     shapes += [Shape(1, length, heads, width, mean) for mean in means]
     if not shapes:
         raise ValueError("lengths: expected at least one, got none")
+    if odd := [shape.width for shape in shapes if shape.width % 2]:
+        raise ValueError(f"head_dim: expected an even number, as RoPE's pairs take, got {odd[0]}")
     return shapes
 
 

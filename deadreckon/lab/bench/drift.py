@@ -63,6 +63,8 @@ def in_place_drift(length: int, last: int, device: str) -> tuple[float, float]:
 
 def run(flags: Drift) -> list[Row]:
     """Errors, and the second of each kind over the first."""
+    if flags.last > flags.length:
+        raise ValueError(f"last: expected at most length = {flags.length}, got {flags.last}")
     page, began = Page(flags, "Drift of decoding"), time.perf_counter()
     page.note(f"PaTH, {flags.length} tokens in bfloat16; relative errors of the last {flags.last} against float64")
     sizes = (flags.length, flags.last, flags.device)

@@ -22,6 +22,14 @@ class Flags:
         """Of the benchmark, and of the module that runs it."""
         return type(self).__name__.lower()
 
+    def check(self) -> None:
+        """Raises ValueError for numbers that cannot be: all count something, those that are 0 by default, if given."""
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.default == 0 else 1
+            for number in value if isinstance(value, tuple) else (value,):
+                if type(number) is int and number < least:
+                    raise ValueError(f"{field.name}: expected {least} or more, got {number}")
+
     def command(self) -> str:
         """The command line that these flags are: the device, and what is not the default."""
         words = ["deadreckon", "bench", self.name, "--device", self.device]

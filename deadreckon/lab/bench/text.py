@@ -136,10 +136,11 @@ def run(flags: Text) -> None:
     check_counts(head_dim=flags.head_dim, vocab=flags.vocab)
     if uneven := [width for _, width in sizes if width > flags.head_dim and width % flags.head_dim]:
         raise ValueError(f"head_dim: expected a divisor of the width {uneven[0]}, got {flags.head_dim}")
+    heads = " and ".join(dict.fromkeys(str(min(width, flags.head_dim)) for _, width in sizes))
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(0, flags.vocab, (batch, length), generator=generator, device=device)
     page.note(
-        f"{batch} x {length} tokens a step, heads of {flags.head_dim}, vocabulary of {flags.vocab}",
+        f"{batch} x {length} tokens a step, heads of {heads}, vocabulary of {flags.vocab}",
         *["QK-norm in ours"] * flags.qk_norm,
         f"× is the speed over {LLAMA}'s, eager",
     )
@@ -215,6 +216,8 @@ def run_models(flags: Decode) -> None:
     encodings = names_in([flags.encodings])
     check_encodings(encodings)
     longest = max(length for _, length in prompts) + flags.tokens + 1
+    for name in (LLAMA, *encodings):  # which says what cannot be before anything is timed
+        make_model(name, layers, width, VOCABULARY, longest, "meta", GROUP, power=flags.power)
     page.note(
         f"{layers} layers of {width}, {GROUP} query heads a key head", f"greedy, {flags.tokens} tokens",
         f"{SUMMARIES[device][0]} of {GENERATIONS}", *([] if flags.power == 2 else [f"powers of {flags.power}"]),

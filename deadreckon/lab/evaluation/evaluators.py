@@ -95,7 +95,7 @@ def places_to_test(recipe: Recipe, lengths: Sequence[int] = ()) -> list[Place]:
 
 def _offered(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
     """Lengths that are asked for, or those of the recipe that the task has in this condition."""
-    offered = recipe.make_task(condition).lengths
+    offered = _lengths(recipe, condition)
     places = []
     for length in sorted(set(lengths or recipe.test_lengths or (recipe.length,))):
         if length in offered:
@@ -103,6 +103,12 @@ def _offered(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Pla
         elif lengths:
             raise ValueError(f"lengths: expected lengths that {recipe.task} ({condition}) has, got {length}")
     return places
+
+
+def _lengths(recipe: Recipe, condition: str) -> Sequence[int]:
+    """Those of the task; of a text, one more token must be there, which is said last."""
+    lengths = recipe.make_task(condition).lengths
+    return lengths[:-1] if recipe.task == "language" else lengths
 
 
 def _sampled(subject: Subject) -> Iterator[Score]:
@@ -116,7 +122,7 @@ def _on_text(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Pla
         raise ValueError(f"evaluators: expected error or exact for {recipe.task}, got {', '.join(recipe.evaluators)}")
     places = _offered(recipe, condition, lengths)
     if not places:
-        has = recipe.make_task(condition).lengths[-1]
+        has = max(_lengths(recipe, condition), default=0)
         raise ValueError(f"test_lengths: expected some up to {has}, as {condition} has, got {recipe.test_lengths}")
     return places
 
@@ -134,7 +140,8 @@ def _window(recipe: Recipe, condition: str) -> str:
 
 def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
     recipe = subject.recipe
-    longest = max([*subject.lengths, *recipe.test_lengths, subject.longest])
+    asked = max([*subject.lengths, *recipe.test_lengths, subject.longest])
+    longest = min(asked, _lengths(recipe, subject.condition)[-1])  # of a text that is shorter, as long as it is
     corpus, across = _corpus(subject, longest)
     name = subject.condition if window is None else _window(recipe, subject.condition)
     for one in perplexity_by_length(
@@ -143,7 +150,7 @@ def _perplexity(subject: Subject, window: int | None = None) -> Iterator[Score]:
     ):  # fmt: skip
         rows = one.tokens // one.length
         found = Score(name, one.length, None, None, one.loss, rows, "perplexity")
-        yield replace(found, texts=one.texts, longest=longest, digest=one.digest)
+        yield replace(found, texts=one.texts, longest=asked, digest=one.digest)
 
 
 def _longer(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:

@@ -122,8 +122,8 @@ def ask(
     def count(text: str) -> int:
         return len(tokenizer(text, return_attention_mask=False, verbose=False).input_ids)
 
-    if jobs:
-        check_room({name: tasks[name] for name, *_ in jobs}, min(length for _, length, _ in jobs), count)
+    for length in sorted({length for _, length, _ in jobs}):  # some tasks need more where there is more room
+        check_room({name: tasks[name] for name, at, _ in jobs if at == length}, length, count)
 
     def fitted(name: str, length: int, number: int) -> Fitted:
         one = fit(tasks[name], number, length, count, seed, sizes.get((name, length)))

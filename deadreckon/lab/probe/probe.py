@@ -18,6 +18,7 @@ from deadreckon.lab.probe.findings import Findings, Head
 from deadreckon.lab.probe.layers import Options, UndefinedError, distance_bins, probe_layer
 from deadreckon.lab.probe.reach import measure, measure_more, middle
 from deadreckon.lab.probe.transport import SHORTEST, route_lengths
+from deadreckon.tasks.task import NOT_SCORED
 
 
 @torch.no_grad()
@@ -44,7 +45,7 @@ def run_probe(
         keep: share of the near mass whose loss ends the predicted range.
         seed: of the choice of queries, and of encodings that draw.
     """
-    _check(model, tokens, labels, trained, window, tolerance, queries, keep)
+    _check(model, tokens, labels, trained, window, tolerance, queries, routes, keep)
     length, device = tokens.shape[1], next(model.parameters()).device
     tokens = tokens.to(device)
     second = _second_half(labels, length)
@@ -57,15 +58,21 @@ def run_probe(
     model.eval()
     torch.manual_seed(seed)
     try:
-        with _watched(model, options, heads, undefined):
-            hidden = model.model(tokens).last_hidden_state
+        try:
+            with _watched(model, options, heads, undefined):
+                hidden = model.model(tokens).last_hidden_state
+            finite = bool(hidden.isfinite().all())
+        except torch.linalg.LinAlgError:  # what it says of numbers that are not finite
+            finite = False
+        if not finite:
+            raise ValueError("model: expected numbers in every layer, got some that are infinite or none (NaN)")
         losses = _losses(model, hidden, tokens if labels is None else labels.to(device))
         short = None
         if labels is None and trained is not None and trained < length:
             short = _losses_as_trained(model, tokens, trained)
     finally:
         model.train(training)
-    scored = torch.ones_like(losses, dtype=torch.bool) if labels is None else labels[:, 1:].to(device) != -100
+    scored = torch.ones_like(losses, dtype=torch.bool) if labels is None else labels[:, 1:].to(device) != NOT_SCORED
     ends, loss, error = _by_place(losses, scored)
     more = None if short is None else _by_place(losses - short, scored)
     measured = measure(ends, loss, error, options.trained) if more is None else measure_more(*more, options.trained)
@@ -93,13 +100,13 @@ def _second_half(labels: Tensor | None, length: int) -> Tensor:
     places = torch.arange(length // 2, length)
     if labels is None:
         return places
-    answers = (labels.cpu() != -100).all(0).roll(-1)[places] & (places < length - 1)
+    answers = (labels.cpu() != NOT_SCORED).all(0).roll(-1)[places] & (places < length - 1)
     return places[answers] if answers.any() else places
 
 
 def _check(
     model: object, tokens: Tensor, labels: Tensor | None, trained: int | None, window: int | None, tolerance: float,
-    queries: int, keep: float,
+    queries: int, routes: int, keep: float,
 ) -> None:  # fmt: skip
     if not isinstance(model, dr.DeadReckonForCausalLM):
         raise ValueError(f"model: expected a DeadReckonForCausalLM, got {type(model).__name__}")
@@ -109,14 +116,18 @@ def _check(
     if rows < 1 or length < SHORTEST:
         raise ValueError(f"tokens: expected a row of {SHORTEST} or more, got {(rows, length)}")
     low, high, shape = int(tokens.min()), int(tokens.max()), tokens.shape if labels is None else labels.shape
+    said = torch.zeros(1) if labels is None else labels[labels != NOT_SCORED]
+    spoken = bool(((said >= 0) & (said < vocabulary)).all())
     in_vocabulary = f"numbers from 0 to {vocabulary - 1}, the model's vocabulary"
     for name, right, expected, got in (
         ("tokens", 0 <= low <= high < vocabulary, in_vocabulary, f"{low} to {high}"),
         ("labels", shape == tokens.shape, f"(B, T) = {(rows, length)}", tuple(shape)),
+        ("labels", spoken, f"{in_vocabulary}, and {NOT_SCORED}", "others"),
         ("trained", trained is None or trained >= 4, "a length of 4 or more", trained),
         ("window", window is None or 1 <= window <= length // 2, f"between 1 and T / 2 = {length // 2}", window),
         ("tolerance", 0 < tolerance < 1, "a number between 0 and 1", tolerance),
         ("queries", queries >= 1, "1 or more", queries),
+        ("routes", routes >= 1, "1 or more", routes),
         ("keep", 0 < keep < 1, "a share between 0 and 1", keep),
     ):
         if not right:

@@ -46,10 +46,17 @@ def print_findings(findings: Findings, console: Console) -> None:
         console.print(f"{where}: not defined: {why}", markup=False, highlight=False)
     for what, reach, none in (
         ("predicted", findings.predicted, "no limit"),
-        ("measured", findings.measured, "not reached"),
+        ("measured", findings.measured, _unmeasured(findings)),
     ):
         length = none if reach.tokens is None else spell_tokens(reach.tokens)
         console.print(f"{what} range: {length} ({reach.why})", markup=False, highlight=False)
+
+
+def _unmeasured(findings: Findings) -> str:
+    """What is said of a range that has no end: it may have been beyond what was read, or nothing told."""
+    trained = findings.about["trained"] or findings.about["length"]
+    told = findings.loss_more is not None or any(trained // 2 <= place < trained for place in findings.places)
+    return "not reached" if told else "not measured"
 
 
 def spell_tokens(tokens: float) -> str:
@@ -176,7 +183,7 @@ def _ranges(findings: Findings, panel: Any) -> None:
     marks: list[tuple[str, float | None, str, str, str]] = [
         ("trained", findings.about["trained"], "not given", "--", "#999999"),
         ("predicted", findings.predicted.tokens, "no limit", "-", "#0072B2"),
-        ("measured", findings.measured.tokens, "not reached", "-", "#D55E00"),
+        ("measured", findings.measured.tokens, _unmeasured(findings), "-", "#D55E00"),
     ]
     for name, tokens, none, style, colour in marks:
         label = f"{name}: {none if tokens is None else spell_tokens(tokens)}"

@@ -14,7 +14,7 @@ from deadreckon.lab.environment import check_device, check_model
 from deadreckon.lab.recipes.texts import tokenizer_beside
 from deadreckon.lab.training import Run, quiet_transformers
 from deadreckon.tasks import TASKS
-from deadreckon.tasks.task import EQUALS, VOCAB_SIZE, spell
+from deadreckon.tasks.task import EQUALS, NOT_SCORED, VOCAB_SIZE, spell
 from deadreckon.tasks.text import read_documents
 
 
@@ -27,6 +27,9 @@ def check_vocabulary(model: dr.DeadReckonForCausalLM) -> None:
         )
 
 
+QUESTION = 10  # its length, where that of training is not known
+
+
 class Rows(NamedTuple):
     """Whole sequences (B, T)."""
 
@@ -35,16 +38,25 @@ class Rows(NamedTuple):
     trained: int | None  # tokens of a row in training, where that is known
 
 
+def _even(tokens: Tensor, labels: Tensor, trained: int | None) -> Rows:
+    """Rows up to where the first of them has nothing more to say: what comes then is padding, or counts for nothing."""
+    counts = (labels != NOT_SCORED) * torch.arange(1, labels.shape[1] + 1)
+    end = int(counts.amax(1).min()) or labels.shape[1]  # of a row without labels nothing is known
+    return Rows(tokens[:, :end], labels[:, :end], trained)
+
+
 class Source:
     """A model, and what it may read.
 
     Args:
         folder: of a run, or of a model as save_pretrained writes it.
         checkpoint: of a run: last or best.
+        length: of what it is to read, for models that have so many positions; by default that of `rows`.
     """
 
-    def __init__(self, folder: Path, checkpoint: str = "last", device: str = "cpu") -> None:
+    def __init__(self, folder: Path, checkpoint: str = "last", device: str = "cpu", length: int = 0) -> None:
         check_device(device)
+        check_counts(length=length or None)
         if not any((folder / name).exists() for name in ("recipe.json", "config.json")):
             raise ValueError(
                 "run: expected a folder with recipe.json, as train writes it, or with config.json, as save_pretrained "
@@ -55,29 +67,36 @@ class Source:
         check_model(self.folder)
         with quiet_transformers():
             load = dr.DeadReckonForCausalLM.from_pretrained
-            self.model = load(folder).to(device) if self.run is None else self.run.load(checkpoint, device)
+            if self.run is None:
+                self.model = load(folder).to(device)
+            else:
+                recipe = self.run.recipe
+                lengths = [one for one in (length or 4 * recipe.length,) if one in recipe.make_task().lengths]
+                self.model = self.run.load(checkpoint, device, lengths)
 
     def rows(self, data: str, count: int, length: int, seed: int) -> Rows:
-        """Rows of `data`, or of the task of the run at four times its length, unless another is given."""
-        check_counts(rows=count)
+        """Rows of `data`, or of the task of the run at four times its length, unless another is given.
+
+        Of rows of different lengths, as much as all have.
+        """
+        check_counts(rows=count, length=length or None)
         generator, trained = torch.Generator().manual_seed(seed), None
         if self.run is not None:
             recipe = self.run.recipe_in_use
             task = recipe.make_task()
-            trained = task.sample(1, recipe.length, generator)[0].shape[1]
+            trained = recipe.longest_row(recipe.length)
             if not data:
                 tokens, labels = task.sample(count, length or 4 * recipe.length, generator)
-                return Rows(tokens, None if recipe.task == "language" else labels, trained)
+                return Rows(tokens, None, trained) if recipe.task == "language" else _even(tokens, labels, trained)
         if data in TASKS:
-            return Rows(*TASKS[data]().sample(count, length or 1024, generator), trained)
+            return _even(*TASKS[data]().sample(count, length or 1024, generator), trained)
         return Rows(self._text(data, count, length or 1024), None, trained)
 
     def question(self, data: str, length: int, seed: int) -> str:
         """That of one row, as long as in training unless a length is given."""
         check_vocabulary(self.model)
-        if self.run is not None and not data:
-            length = length or self.run.recipe.length
-        row = self.rows(data, 1, length, seed).tokens[0]
+        usual = QUESTION if self.run is None else self.run.recipe.length
+        row = self.rows(data, 1, length or usual, seed).tokens[0]
         places = (row == EQUALS).nonzero().flatten().tolist()
         if not places:
             raise ValueError("question: expected one in digits and words of a task, such as 12345, got none")

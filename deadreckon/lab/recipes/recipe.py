@@ -44,7 +44,7 @@ TASK_MAKERS: dict[str, Callable[..., Task]] = {**TASKS, "language": read_languag
 OF_TESTS = ("evaluators", "conditions", "options")  # fields of tests, beside those that begin with test_
 AT_LEAST_ONE = (
     "length", "batch_size", "accumulate", "layers", "width", "heads", "steps", "test_rows", "test_tokens",
-    "evaluate_every", "validation_rows", "log_every",
+    "evaluate_every", "validation_rows", "log_every", "longest",
 )  # fmt: skip
 
 
@@ -118,6 +118,11 @@ class Recipe:
         for one in fields(self):
             object.__setattr__(self, one.name, _as_declared(one.name, str(one.type), getattr(self, one.name)))
         check_counts(**{name: getattr(self, name) for name in AT_LEAST_ONE})
+        for name in ("test_piece", "train_positions", "test_positions"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed: expected a whole number from 0 to 2^63 − 1, got {self.seed}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"accumulate: expected a divisor of batch_size = {self.batch_size}, got {self.accumulate}")
         if self.learning_rate <= 0 or self.warmup < 0 or not 0 <= self.floor <= 1:
@@ -236,10 +241,11 @@ class Recipe:
         return max([known, *(self._tokens_of(length) for length in lengths)])
 
     def _tokens_of(self, length: int) -> int:
-        """The tokens of the longest of 100 rows, rounded up to a multiple of 64."""
-        return -(-self._longest_row(length) // 64) * 64
+        """The longest row, rounded up to a multiple of 64."""
+        return -(-self.longest_row(length) // 64) * 64
 
-    def _longest_row(self, length: int) -> int:
+    def longest_row(self, length: int) -> int:
+        """The tokens of the longest of 100 rows."""
         tasks = [self.make_task(), *map(self.make_task, self.conditions)]
         task = next((task for task in tasks if length in task.lengths), tasks[0])
         rows, _ = task.sample(100, length, torch.Generator().manual_seed(0))
@@ -248,7 +254,7 @@ class Recipe:
     @property
     def sharpen_beyond(self) -> int | None:
         """The tokens beyond which attention is to stay as sharp, if any."""
-        return max(2, round(self.sharpen * self._longest_row(self.length))) if self.sharpen else None
+        return max(2, round(self.sharpen * self.longest_row(self.length))) if self.sharpen else None
 
     def at_length(self, length: int) -> Recipe:
         """The same recipe at another training length: as many tokens a step, test lengths in proportion."""

@@ -189,7 +189,8 @@ def write_file(tensors: dict[str, Tensor], path: Path, sync: bool = True) -> Non
 def export(source: Path, folder: Path, largest: int) -> list[str]:
     """Copies the model of a checkpoint for `from_pretrained`, its weights in files of at most `largest` bytes.
 
-    One file is in memory at a time. Returns their names. Of what is in the folder already, weights alone are removed.
+    One file is in memory at a time. Returns their names. Of what is in the folder already, weights alone are removed,
+    once all else is written.
     """
     with torch.device("meta"):
         names = weights_of(dr.DeadReckonForCausalLM(dr.DeadReckonConfig.from_pretrained(source)))
@@ -197,8 +198,7 @@ def export(source: Path, folder: Path, largest: int) -> list[str]:
     sizes = {name: blank[name].nbytes for name in names}
     files = divide("model", sizes, largest=largest)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in (folder / INDEX, *folder.glob("model*.safetensors")):
-        path.unlink(missing_ok=True)
+    before = {folder / INDEX, *folder.glob("model*.safetensors")}
     for path in source.iterdir():
         if path.suffix != ".safetensors" and path.name not in (INDEX, "progress.json", "score.json"):
             shutil.copyfile(path, folder / path.name)
@@ -208,4 +208,6 @@ def export(source: Path, folder: Path, largest: int) -> list[str]:
         write_file(tensors, folder / file)
     if len(files) > 1:
         write_text(folder / INDEX, index_of(files, sizes))
+    for path in before - {folder / name for name in (*files, *[INDEX] * (len(files) > 1))}:
+        path.unlink(missing_ok=True)
     return list(files)

@@ -34,16 +34,21 @@ COMPILE = "DEADRECKON_COMPILE"  # in the environment: 1 to compile models for tr
 
 def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
     """The model of a recipe before training, with weights drawn by its seed."""
+    config = make_config(recipe, vocab_size)
     torch.manual_seed(recipe.seed)
+    return dr.DeadReckonForCausalLM(config)
+
+
+def make_config(recipe: Recipe, vocab_size: int) -> dr.DeadReckonConfig:
+    """The configuration of that model."""
     options = recipe.options_in_training()
-    config = dr.DeadReckonConfig(
+    return dr.DeadReckonConfig(
         encoding=recipe.encoding, vocab_size=vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads, initializer_range=recipe.initial, tie_word_embeddings=recipe.tied,
         qk_norm=recipe.qk_norm, max_position_embeddings=recipe.longest,
         sharpen_beyond=recipe.sharpen_beyond,
         encoding_options={recipe.encoding: options} if options else None, **BLOCKS[recipe.block],
     )  # fmt: skip
-    return dr.DeadReckonForCausalLM(config)
 
 
 def config_for_tests(config: dr.DeadReckonConfig, recipe: Recipe, lengths: Sequence[int] = ()) -> dr.DeadReckonConfig:

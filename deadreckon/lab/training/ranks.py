@@ -77,9 +77,9 @@ class Ranks:
             if started > 1:
                 raise ValueError(f"mesh: expected sizes for {started} processes, such as dp={started}, got none")
             return cls(), device
-        if started != expected:
+        if started != expected or "RANK" not in os.environ:
             raise ValueError(
-                f"mesh: {mesh} needs {expected} processes, got {started}; "
+                f"mesh: {mesh} needs {expected} process{'es' * (expected > 1)} of torchrun, got {started}; "
                 f"start it with torchrun --nproc-per-node {expected} -m deadreckon …"
             )
         if device == "cuda":

@@ -25,7 +25,7 @@ from typing import Any
 import deadreckon as dr
 from deadreckon.lab.environment import check_model, describe_environment
 from deadreckon.lab.evaluation.scores import Place, Score, is_better, mean_of_best
-from deadreckon.lab.files import add_lines, format_line, read_lines, recover, write_text
+from deadreckon.lab.files import add_lines, format_line, interrupted, read_lines, recover, write_text
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import fast_tokenizer, same_tokens, text_of
 from deadreckon.lab.training.checkpoints import Writer, read, tensors_in
@@ -164,6 +164,9 @@ class Run:
     ) -> dr.DeadReckonForCausalLM:
         """The model of a checkpoint, see `load_for_tests`."""
         folder = self.path / kind
+        if not folder.exists() and interrupted(folder):
+            with self.locked():
+                recover(folder)
         if not (folder / "config.json").exists():
             raise ValueError(f"run: {self.path} has no {kind} checkpoint yet")
         return load_for_tests(folder, self.recipe, device, lengths, sharpen_beyond)

@@ -23,7 +23,8 @@ from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import fast_tokenizer, same_tokens, text_of
 from deadreckon.lab.training.checkpoints import Writer
 from deadreckon.lab.training.display import Countdown, Display, Gap, format_seconds
-from deadreckon.lab.training.engine import Step, Training, model_for_tests
+from deadreckon.lab.training.distillation import freeze
+from deadreckon.lab.training.engine import Step, Training, config_for_tests, make_config, model_for_tests
 from deadreckon.lab.training.ranks import Ranks
 from deadreckon.lab.training.runs import Progress, Run, check_start, load_for_tests
 
@@ -74,8 +75,17 @@ def train_run(
 
 def check_recipe(recipe: Recipe, lengths: Sequence[int] = ()) -> None:
     """Raises ValueError for what can be told of a recipe, and of lengths to test, before anything is written."""
-    recipe.make_task().sample(1, recipe.lengths_at(recipe.steps - 1), torch.Generator())
+    task = recipe.make_task()
+    for step in (0, recipe.steps - 1):
+        task.sample(1, recipe.lengths_at(step), torch.Generator())
     places_to_test(recipe, lengths)
+    if not recipe.start:
+        config = make_config(recipe, task.vocab_size)
+        configs = config_for_tests(config, recipe), config
+        with torch.device("meta"):
+            for one in configs:
+                model = dr.DeadReckonForCausalLM(one)
+        freeze(model, recipe.freeze)
     offered = [recipe.make_task(condition).lengths for condition in recipe.conditions]
     for length in recipe.test_lengths:
         if recipe.task != "language" and not any(length in one for one in offered):  # texts may be shorter
@@ -87,7 +97,7 @@ def _train(run: Run, new: bool, device: str, console: Console, tensorboard: bool
     try:
         training, progress = run.restore(device, ranks)
     except ValueError:
-        if new:  # an option of the model that cannot be: the folder is left to a better recipe
+        if new:  # a teacher that is none, say: the folder is left to a better recipe
             (run.path / "recipe.json").unlink()
         raise
     if ranks.first:
@@ -278,19 +288,20 @@ def score_model(
     recipe = replace(recipe, encoding=encoding or recipe.encoding)
     model = load_for_tests(folder, recipe, device, lengths, sharpen_beyond)
     task = recipe.make_task()
-    if model.config.vocab_size != task.vocab_size:
-        raise ValueError(
-            f"recipe: expected a task of {model.config.vocab_size} tokens, as the model has, "
-            f"got {recipe.task}, of {task.vocab_size}"
-        )
-    known = recipe.task == "language" and (folder / "tokenizer.json").exists()
-    if known and not same_tokens(fast_tokenizer(str(folder)), text_of(task).corpus.tokenizer):
+    known, needed = model.config.vocab_size, task.vocab_size
+    if known < needed or (known > needed and recipe.task != "language"):  # of which models may have more than is used
+        raise ValueError(f"recipe: expected a task of {known} tokens, as the model has, got {recipe.task}, of {needed}")
+    told = recipe.task == "language" and (folder / "tokenizer.json").exists()
+    if told and not same_tokens(fast_tokenizer(str(folder)), text_of(task).corpus.tokenizer):
         advice = f"--change options.tokenizer={folder}"
         raise ValueError(f"options.data: expected a text in the tokens of the model, got others; {advice}")
     found, wanted = evaluate(model, recipe, metrics, lengths), set(places_to_test(recipe, lengths))
     if not wanted:
         raise ValueError("lengths: expected some that the recipe's tests have, got none")
-    return {one.place: one for one in counted(found, wanted, str(folder), console or Console())}
+    scores = {one.place: one for one in counted(found, wanted, str(folder), console or Console())}
+    if not scores:
+        raise ValueError(f"evaluators: expected some that tell of a saved model, got {', '.join(recipe.evaluators)}")
+    return scores
 
 
 def counted(scores: Iterator[Score], wanted: Set[Place], title: str, console: Console) -> Iterator[Score]:
