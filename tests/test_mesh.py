@@ -160,7 +160,7 @@ def test_the_flag_names_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="mesh: expected sizes of dp and cp"):
             sizes_in(bad)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match=r"mesh: dp=2 needs 2 processes, got 1; start it with torchrun"):
+    with pytest.raises(ValueError, match=r"mesh: dp=2 needs 2 processes of torchrun, got 1; start it with torchrun"):
         Ranks.start("dp=2", "cpu")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"mesh: expected sizes for 3 processes, such as dp=3, got none"):

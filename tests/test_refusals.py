@@ -48,7 +48,7 @@ SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
         ("train flipflop --out x --export /dev/null/x", "export: expected a place that can be written to"),
         ("train flipflop --out x --timeout 0", "timeout: expected minutes above 0, at most 10080, got 0"),
         ("train flipflop --out x --timeout nan", "timeout: expected minutes above 0, at most 10080, got nan"),
-        ("train flipflop --out x --export x/last", "export: expected a folder outside of the run's, x, got x/last"),
+        ("train flipflop --out x --export x/last", "export: expected a folder that is not the run's own, got x/last"),
         ("train flipflop --out x --seed -1", "seed: expected a whole number from 0 to 2^63 − 1, got -1"),
         ("train flipflop --out x --change test_piece=-1", "test_piece: expected 0 or more, got -1"),
         ("train flipflop --out x --change longest=0", "longest: expected 1 or more, got 0"),

@@ -91,8 +91,10 @@ class Train:
 
         largest = bytes_in(self.shard_size, "shard_size")
         check_output("export", self.export)
-        if self.export is not None and self.export.resolve().is_relative_to(self.out.resolve()):
-            raise ValueError(f"export: expected a folder outside of the run's, {self.out}, got {self.export}")
+        if self.export is not None:
+            path, own = self.export.resolve(), self.out.resolve()
+            if path == own or path.is_relative_to(own / "last") or path.is_relative_to(own / "best"):
+                raise ValueError(f"export: expected a folder that is not the run's own, got {self.export}")
         recipe = find_recipe(self.recipe, self.size, self.encoding, self.seed, self.change)
         ranks, device = Ranks.start(self.mesh, self.device, self.timeout)
         console = ranks.console(None)

@@ -112,8 +112,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
                 x = self._continue(input_ids, inputs_embeds, attention_mask, cache)
             return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cu_seqlens = _own(cu_seqlens)
-        check_documents(cu_seqlens, x)
+        check_documents(cu_seqlens, x, fresh=True)
         real = padding(attention_mask, x)
         order: Tensor | None = None
         if real is not None and cu_seqlens is not None:
@@ -166,8 +165,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         whole = input_ids if inputs_embeds is None else inputs_embeds
         assert whole is not None
         length = whole.shape[1]
-        cu_seqlens = _own(cu_seqlens)
-        check_documents(cu_seqlens, whole)
+        check_documents(cu_seqlens, whole, fresh=True)
         real = padding(attention_mask, whole)
         if real is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens: packed sequences have no padding; expected no attention_mask beside it")
@@ -272,11 +270,6 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             draft.advance(real)
             layer_cache.state = draft
         return carried(out, real)
-
-
-def _own(cu_seqlens: Tensor | None) -> Tensor | None:
-    """Boundaries that nobody else writes to: on a GPU they are looked at once, for all layers."""
-    return cu_seqlens.clone() if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda else cu_seqlens
 
 
 def _without_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:

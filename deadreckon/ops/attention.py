@@ -365,11 +365,16 @@ _checked: tuple[weakref.ref[Tensor], int, int, list[int]] | None = None
 """The boundaries on a GPU that were checked last, their version, T and values: a model's layers share one tensor."""
 
 
-def check_documents(cu_seqlens: object, q: Tensor, cp: ContextParallel | None = None) -> list[int] | None:
+def check_documents(
+    cu_seqlens: object, q: Tensor, cp: ContextParallel | None = None, *, fresh: bool = False
+) -> list[int] | None:
     """Returns the boundaries as Python integers; None also where they are traced, to be checked by what uses them.
 
-    Where they are on a GPU, it is waited for, once for each tensor, unless operations that count as such have written
-    to it since; collectives do not. With cp, q is a shard of the row.
+    Where they are on a GPU, it is waited for, once for each tensor and again if it has been written to, by operations
+    that count as such, which collectives do not. With cp, q is a shard of the row.
+
+    Args:
+        fresh: look at them in any case, unless a CUDA graph is captured, which looks at nothing: models do so once.
     """
     global _checked
     length = q.shape[1] * (1 if cp is None else cp.size)
@@ -386,7 +391,7 @@ def check_documents(cu_seqlens: object, q: Tensor, cp: ContextParallel | None = 
         return None
     if not cu_seqlens.is_cuda or cu_seqlens.is_inference():  # what is written to those is not counted
         return boundaries(cu_seqlens, length)
-    known = _checked  # which another thread may change
+    known = None if fresh and not torch.cuda.is_current_stream_capturing() else _checked  # others may change it
     if known is not None and known[0]() is cu_seqlens and known[1:3] == (cu_seqlens._version, length):
         return known[3]
     bounds = boundaries(cu_seqlens, length)
