@@ -3,7 +3,7 @@
     import deadreckon as dr
     o = dr.attend(q, k, v, transport=dr.Householder(w, beta), log_gate=log_gate)
 
-Public names are loaded when they are first used: `import deadreckon` needs torch alone, and models need transformers.
+Public names load on first use: `import deadreckon` depends on torch alone, and only the models need transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draws the map of the package from its imports: `python docs/map.py` writes docs/map.png.
 
-Floors from top to bottom, each importing only from below; the rooms of a floor inside it; an arrow for every floor that
-imports another, as wide as it has files that do.
+Floors (layers of the architecture) from top to bottom, each importing only from those below; inside a floor its rooms,
+the folders and files. An arrow for every floor that imports another, as wide as it has files that do.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def rooms() -> dict[str, list[str]]:
 
 
 def arrows() -> Counter[tuple[str, str]]:
-    """(from, to) floors -> how many files of the one import the other. Public names count as where they live."""
+    """(from, to) floors -> number of files in one that import the other. Public names count where they are defined."""
     homes = ast.literal_eval((ROOT / "deadreckon/__init__.py").read_text().split("_HOME = ")[1].split("\n}")[0] + "\n}")
     users: defaultdict[tuple[str, str], set[Path]] = defaultdict(set)
     for floor in FLOORS:

@@ -1,7 +1,7 @@
-"""Runs the notebooks in docs/notebooks and saves what their cells print and draw: `python docs/notebooks.py`.
+"""Runs the notebooks in docs/notebooks and saves what their cells print and plot: `python docs/notebooks.py`.
 
-No kernel and no Jupyter are needed: cells are plain Python, and what Jupyter would show is their standard output, the
-value of a last line that is an expression, and matplotlib's figures. `as_markdown` is what the site shows of one.
+Neither a kernel nor Jupyter is needed: cells run as plain Python, and their outputs are standard output, the value of a
+last line that is an expression, and matplotlib's figures. `as_markdown` converts a notebook for the site.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(notebook: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value_of(source: str, names: dict[str, Any]) -> Any:
-    """Runs a cell; the value of its last line, if that is an expression and no semicolon hides it."""
+    """Runs a cell; returns the value of its last line, if that is an expression and no semicolon hides it."""
     tree = ast.parse(source)
     shown = bool(tree.body) and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";")
     last = tree.body.pop() if shown else None
@@ -50,7 +50,7 @@ def _value_of(source: str, names: dict[str, Any]) -> Any:
 
 
 def _figures() -> list[dict[str, Any]]:
-    """What matplotlib has drawn since, and closes it."""
+    """Collects and closes matplotlib's open figures."""
     from matplotlib import pyplot
 
     shown = []
@@ -64,7 +64,7 @@ def _figures() -> list[dict[str, Any]]:
 
 
 def as_markdown(notebook: dict[str, Any]) -> str:
-    """Text as it is, code in fences, and below it what was printed and drawn."""
+    """Text as it is, code in fences, followed by what was printed and plotted."""
     parts = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])

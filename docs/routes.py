@@ -1,6 +1,6 @@
-"""Draws what a route does to a key: `python docs/routes.py` writes docs/routes.png.
+"""Draws what transport along a route does to a key: `python docs/routes.py` writes docs/routes.png.
 
-One key in two dimensions, passed by eight tokens, one panel a mechanism; below, what is left of it for a fixed query.
+One key in two dimensions, passed by eight tokens, one panel per mechanism; below, kᵀ T q with a fixed query, or Π f.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INK, PALE, RED = "#1f4e79", "#9cb8d3", "#c0504d"
 
 
 def rotated() -> list[Tensor]:
-    """The key after 0, 1, … tokens, each turning it by an angle of its own."""
+    """The key after 0, 1, … tokens, each of which rotates it by its own angle."""
     keys = [KEY]
     for angle in ROTATIONS:
         turn = torch.tensor([[angle.cos(), -angle.sin()], [angle.sin(), angle.cos()]])
@@ -63,7 +63,7 @@ def draw_key(axes: Axes, keys: list[Tensor], title: str, note: str) -> None:
 
 
 def draw_left(axes: Axes, values: list[float], label: str) -> None:
-    """What the query gets of the key, by how many tokens have passed it."""
+    """Plots kᵀ T q, or Π f, by how many tokens have passed the key."""
     axes.axhline(0, color="#aaaaaa", lw=0.8)
     axes.plot(range(len(values)), values, "o-", color=INK, ms=4)
     axes.set(ylim=(-1.15, 1.15), xlabel="tokens between key and query", xticks=range(len(values)))

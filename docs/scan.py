@@ -1,7 +1,7 @@
-"""Draws how long SCAN's sequences are, figures 21 to 23 of the PRISM paper: `python docs/scan.py` writes the picture.
+"""Plots the lengths of SCAN's sequences, figures 21 to 23 of the PRISM paper: `python docs/scan.py` writes the picture.
 
-Tokens of whole sequences, right of = (the chain of thought and the actions, with the end) and left of it, of the
-commands to train on and those to test on.
+Tokens of whole sequences, right of = (the chain of thought and the actions, with the end) and left of it, for training
+and test commands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLOURS = {"train": "#1f4e79", "test": "#c0504d"}
 
 
 def lengths(split: str) -> dict[str, Tensor]:
-    """Tokens of every command of a split, by part."""
+    """Token counts of every command of a split, by part."""
     tokens, labels = Scan(split).everything()
     whole, right = (tokens != task.PAD).sum(1), (labels != task.NOT_SCORED).sum(1)
     return {"whole sequence": whole, "right of =": right, "left of =": whole - right - 1}

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds what lies beside docs/."""
+    """Adds files from outside docs/."""
     from mkdocs.structure.files import File, InclusionLevel
 
     for path in sorted((*ROOT.glob("results/*.md"), *ROOT.glob("results/*.png"), *ROOT.glob("*.md"))):
@@ -33,7 +33,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links as they are on the site."""
+    """Rewrites links for the site."""
     folder = page.file.src_uri.rpartition("/")[0]
     if folder == "notebooks":
         return markdown.replace("](../../results/", "](../results/")
@@ -44,17 +44,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Docstrings name classes and functions by Sphinx's roles, which Markdown does not know."""
+    """Replaces Sphinx roles of docstrings, which Markdown does not know."""
     return re.sub(r":(?:class|func|meth|data):(?=<code)", "", html)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Nothing is fetched while reading: the theme's one script from another server is ours, and others are refused."""
+    """Serves the theme's one external script locally; raises if a page loads anything else from other servers."""
     return _at_home(output, "../" * page.url.count("/"))
 
 
 def on_post_template(output: str, template_name: str, config: Any) -> str:
-    """The same, in pages that are no Markdown."""
+    """The same for pages that are not Markdown."""
     return _at_home(output, "")
 
 

@@ -1,8 +1,8 @@
-"""A training loop of one's own with accelerate: many devices, gradient accumulation, bf16, checkpoints.
+"""A custom training loop with accelerate: several devices, gradient accumulation, bf16, checkpoints.
 
 accelerate launch examples/accelerated.py book.txt --out runs/book --steps 1000     # needs accelerate
 
-Bytes are the tokens. If killed, run the same command again: it resumes from its last checkpoint.
+Tokens are bytes. If killed, run the same command again: it resumes from the last checkpoint.
 """
 
 from __future__ import annotations

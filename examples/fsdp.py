@@ -1,8 +1,8 @@
-"""Trains a PaTH-FoX model with Hugging Face's Trainer, sharded by FSDP2; again, it resumes.
+"""Trains a PaTH-FoX model with Hugging Face's Trainer, sharded by FSDP2; run again, it resumes.
 
 torchrun --nproc-per-node 8 examples/fsdp.py --out runs/fsdp     # needs accelerate; --cpu: gloo, without a GPU
 
-The rows are random periods: a model that looks back learns them in a few hundred steps.
+Rows are random periodic sequences, which a model that attends to earlier tokens learns in a few hundred steps.
 """
 
 from __future__ import annotations

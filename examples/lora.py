@@ -22,7 +22,7 @@ options = parser.parse_args()
 
 tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=True)
 base = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True)
-# By default q_proj and v_proj; with "all-linear", the parts of the encoding that computes w, β and gates too.
+# By default LoRA adapts q_proj and v_proj; "all-linear" includes the linear maps of the encoding for w, β and gates.
 model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear"))
 model.print_trainable_parameters()
 

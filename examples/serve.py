@@ -1,15 +1,15 @@
-"""Serves a model to many clients: continuous batching of independent streams, over HTTP, with the text streamed.
+"""Serves a model to many clients: continuous batching of independent streams over HTTP, with text streamed back.
 
     python examples/serve.py MODEL --rows 32 --prefix "You are a helpful assistant."
     curl -N localhost:8000 -d '{"prompt": "Once upon a time", "tokens": 100}'
 
     python examples/serve.py 16x2048:path-fox --load 1 8 32 64     # a load test, of random weights and tokens
-    python examples/serve.py 16x2048:llama --load 1 8 32 64        # what `transformers serve` makes of a Llama
+    python examples/serve.py 16x2048:llama --load 1 8 32 64        # the same with a Llama in `transformers serve`
 
 MODEL is a folder with a model and its tokenizer, or LAYERSxWIDTH:ENCODING. One thread owns the model: it admits
-requests to free rows, decodes all rows together, and hands each stream its tokens. A row is free again when its stream
-has ended. Prompts that wait are read together, as one batch; with a prefix that all share, which is computed once and
-forked, one after another.
+requests to free rows of the batch, decodes all rows together, and sends each stream its tokens. A row is free again
+when its stream has ended. Waiting prompts are prefilled together, as one batch; or one after another with a shared
+prefix, which is computed once and forked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ READ = 1 << 14  # tokens that are read at a time, at most, where there is more t
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and the tokens that come back, `END` at last."""
+    """A prompt, and a queue of generated tokens, `END` at last."""
 
     prompt: list[int]
     tokens: int
@@ -60,13 +60,13 @@ class Request:
 
 
 class Server:
-    """Decodes the requests that are submitted, in a thread of its own.
+    """Decodes submitted requests in a thread of its own.
 
     Args:
         model: in evaluation mode.
-        rows: streams at a time; others wait.
+        rows: number of streams decoded at a time; others wait.
         prefix: tokens that every prompt begins with, and that requests leave out.
-        choose: logits (rows, vocabulary) -> tokens (rows,); the most likely ones by default.
+        choose: logits (rows, vocabulary) -> tokens (rows,); greedy by default.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Server:
         self.thread.start()
 
     def submit(self, prompt: list[int], tokens: int) -> Request:
-        """Queues a request for so many tokens at most."""
+        """Queues a request for at most so many tokens."""
         if not prompt or tokens < 1:
             raise ValueError(f"prompt, tokens: expected at least one token each, got {len(prompt)} and {tokens}")
         known = self.model.config.vocab_size
@@ -130,7 +130,7 @@ class Server:
                 request.answers.put(END)
 
     def _asked(self) -> list[Request] | None:
-        """Requests that there are rows for. Waits for one where there is nothing else to do; None when all is over."""
+        """Requests for the free rows. Waits for one if nothing else is to be done; None when the server closes."""
         asked = list[Request]()
         while len(asked) < len(self.streams.free) and not (self.waiting.empty() and (asked or self.running)):
             request = self.waiting.get()
@@ -140,7 +140,7 @@ class Server:
         return asked
 
     def _together(self, asked: list[Request]) -> int:
-        """How many of them are read at once."""
+        """How many of them to prefill in one batch."""
         longest = 0
         for count, request in enumerate(asked):
             longest = max(longest, len(request.prompt))
@@ -183,11 +183,11 @@ class Server:
 
 
 class Rival:
-    """Continuous batching of `transformers`, which `transformers serve` runs inside, for models that are not ours.
+    """Continuous batching of `transformers`, as in `transformers serve`, for models that are not ours.
 
     Args:
         model: in evaluation mode.
-        tokens: that its KV cache has room for.
+        tokens: capacity of its KV cache.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: int) -> None:
@@ -226,7 +226,7 @@ class Rival:
 
 
 def text_of(request: Request, tokenizer: Any) -> Iterator[str]:
-    """The text of a stream, as it comes: characters of several tokens when they are whole."""
+    """The text of a stream as it comes; characters of several tokens come when they are whole."""
     tokens, sent = list[int](), ""
     for token in request:
         tokens.append(token)
@@ -262,7 +262,7 @@ def serve(server: Server, tokenizer: Any, port: int) -> None:
 
 
 def load_test(model: PreTrainedModel, clients: list[int], prompt: int, tokens: int) -> None:
-    """Tokens a second and time to first token, of clients that each ask twice, beside `generate()` one by one."""
+    """Tokens per second and time to first token of clients with two requests each, against `generate()` one by one."""
     torch.manual_seed(0)
 
     def draw(count: int) -> list[list[int]]:
@@ -313,7 +313,7 @@ def load_test(model: PreTrainedModel, clients: list[int], prompt: int, tokens: i
 
 
 def random_model(text: str, device: str) -> PreTrainedModel:
-    """Of LAYERSxWIDTH:ENCODING, or a Llama, with heads of 64 channels, four query heads for one of keys."""
+    """A random model LAYERSxWIDTH:ENCODING, or a Llama: heads of 64 channels, four query heads per key head (GQA)."""
     size, _, encoding = text.partition(":")
     layers, width = map(int, size.split("x"))
     heads = max(1, width // 64)

@@ -1,4 +1,4 @@
-"""Fine-tunes a saved model on prompts and completions with TRL's SFT trainer; only completions are learnt.
+"""Fine-tunes a saved model on prompts and completions with TRL's SFT trainer; the loss is on completions only.
 
 python examples/sft.py runs/book pairs.jsonl --out runs/answers     # needs trl and datasets
 

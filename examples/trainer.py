@@ -1,4 +1,4 @@
-"""Trains a byte-level PaTH-FoX model on a text file with Hugging Face's Trainer; again, it resumes.
+"""Trains a byte-level PaTH-FoX model on a text file with Hugging Face's Trainer; run again, it resumes.
 
 python examples/trainer.py book.txt --out runs/book --steps 1000     # needs accelerate
 """

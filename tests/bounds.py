@@ -1,7 +1,7 @@
-"""Where interpreted kernels read and write: in the memory of their arguments, or it is an error.
+"""Bounds checking for interpreted kernels: every load and store must be within the memory of their arguments.
 
-Of a kernel on a GPU what lies outside may be another tensor, or nothing at all; an interpreted one corrupts the heap,
-and is found out much later. `CHECK_BOUNDS=1 pytest tests/test_fused.py` looks at every access, which takes some time.
+On a GPU, out-of-bounds memory may be another tensor, or nothing at all; an interpreted kernel corrupts the heap, which
+is found out much later. `CHECK_BOUNDS=1 pytest tests/test_fused.py` checks every access, which takes some time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deadreckon.ops.triton.kernel import Kernel
 
 
 def check() -> None:
-    """From now on."""
+    """Turns bounds checking on."""
     checked = Checked(interpreter._interpreter)
     interpreter._interpreter = checked
     launch, place = Kernel.launch, kernels.placed
@@ -32,7 +32,7 @@ def check() -> None:
             checked.memory = None
 
     def place_known(x: Tensor | None, base: Tensor, *alignment: int) -> int:
-        """Kernels of decoding find segments by addresses."""
+        """Kernels of decoding find segments by their addresses."""
         checked.placed |= _ends((x, base))
         return place(x, base, *alignment)
 
@@ -41,13 +41,13 @@ def check() -> None:
 
 
 def _ends(arguments: tuple[Any, ...]) -> dict[int, int]:
-    """Where the memory of tensors begins, and where it ends."""
+    """Addresses where the memory of tensors begins and ends."""
     stores = [x.untyped_storage() for x in _tensors(arguments)]
     return {store.data_ptr(): store.data_ptr() + store.nbytes() for store in stores}
 
 
 def _joined(stretches: list[tuple[int, int]]) -> Any:
-    """In order, (n, 2), and none in another: where a segment was, there may be something else by now."""
+    """Merges ranges of memory, in order, (n, 2), none inside another: a segment's memory may be in use again."""
     joined = list[list[int]]()
     for begin, end in sorted(stretches):
         if joined and begin <= joined[-1][1]:
@@ -66,7 +66,7 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 class Checked:
-    """The part of the interpreter that reads and writes."""
+    """The interpreter's loads and stores, with bounds checking."""
 
     def __init__(self, truly: Any) -> None:
         self.truly, self.kernel = truly, ""

@@ -19,7 +19,7 @@ TRANSPORTS = (
 GATES = (None, "constant", "learned", "learned per key head")
 SCORES = ("softmax", "stick-breaking", dr.Power(2), dr.Power(4))
 
-# Options with which an encoding does before training what it does after.
+# Options with which an untrained encoding behaves as it does after training.
 AWAKE: dict[str, dict[str, Any]] = {"conformal-sympow": {"initial": 0.0}}
 
 

@@ -1,13 +1,13 @@
-"""Compiles every kernel that a few calls need for a GPU, without one: run by test_without_interpreter.py.
+"""Compiles every kernel of a few typical calls for a GPU, without having one; run by test_without_interpreter.py.
 
 For an H100 or H200, or with --gpu 80 (A100), 86, 89 (RTX 3090, 4090), 100 or 120 (Blackwell) for that architecture.
-Prints a line for each kernel: its name and the shared memory it takes. Exits with an error if a kernel does not compile
-or takes more than a program may have there. With --spills it also says how many registers a thread takes and how many
-bytes it has to put elsewhere, which is what to look at first in a kernel that is slow. All of them take five minutes.
+Prints a line for each kernel: its name and its shared memory. Exits with an error if a kernel does not compile or needs
+more shared memory than a program may have. With --spills it also prints registers per thread and spilled bytes, which
+is what to look at first in a slow kernel. All kernels take five minutes.
 
-With --quick, as tests run it, one width and precision of each mechanism. Names, shapes and types that do not fit are
-found on the way to Triton's own intermediate form, a tenth of the work: only the kernels in `WHOLE`, one or two of each
-mechanism, go all the way to machine code there, and have their shared memory looked at.
+With --quick, as in tests, it compiles one width and precision of each mechanism. Wrong names, shapes and types are
+found on the way to Triton IR, a tenth of the work: only the kernels in `WHOLE`, one or two of each mechanism, are
+compiled to machine code and have their shared memory checked.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def compile_only(self: JITFunction, *arguments: Any, grid: Any = None, warmup: b
 
 
 def translate(source: ASTSource, options: dict[str, Any]) -> None:
-    """The first stage of compiling: from Python to checked intermediate code."""
+    """The first stage of compiling: from Python to verified Triton IR."""
     backend, context = make_backend(TARGET), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -108,7 +108,7 @@ def translate(source: ASTSource, options: dict[str, Any]) -> None:
 
 
 def spills(ptx: str) -> str:
-    """Registers of a thread, and bytes that it stores elsewhere for lack of them."""
+    """Registers per thread, and bytes spilled."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
@@ -160,7 +160,7 @@ def call_filter(dtype: torch.dtype, length: int, positions: int, copy: bool) -> 
 
 
 def call_cursors(dtype: torch.dtype, hidden: int, positions: int) -> None:
-    """PRISM's: of a piece, and of one token."""
+    """PRISM's kernels: for a piece of several tokens, and for one token."""
     u, bias, places = (
         torch.randn(3 * hidden, hidden).to(dtype),
         torch.randn(3 * hidden).to(dtype),
@@ -224,7 +224,7 @@ def call_pointwise(dtype: torch.dtype) -> None:
 
 
 def call_around(dtype: torch.dtype, width: int) -> None:
-    """What lies around attention and MLPs: residuals with their norms, and the loss."""
+    """The kernels around attention and MLPs: residuals with their norms, and the loss."""
     x, y = torch.randn(40, width, requires_grad=True), torch.randn(40, width).to(dtype).requires_grad_()
     total, normed = ResidualNorm.apply(x, y, torch.ones(width), 1e-6, dtype)
     (total.sum() + normed.sum()).backward()

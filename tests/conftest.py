@@ -1,4 +1,5 @@
-"""Tests share two cores: one thread each, or threads wait for each other. Without a GPU, kernels are interpreted."""
+"""Fixtures. Tests share two cores: one thread each, or threads wait for each other. Without a GPU, kernels are run by
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay: the garbage collector need not look through all of them again and again."""
+    """Modules stay loaded: the garbage collector need not scan them again and again."""
     gc.collect()
     gc.freeze()
 
@@ -48,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of two leaves, so that a few hundred tokens have several levels, and a head at a time."""
+    """Blocks of two leaves, so that a few hundred tokens have several levels; and one head at a time."""
     from deadreckon.ops.triton.householder import operator, prefill, walk
 
     monkeypatch.setattr(walk, "WALK", 2)
@@ -61,7 +62,7 @@ def short_walks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding by as many programs as there is work for, about: interpreted, idle ones take time, too."""
+    """Decoding kernels launch about as many programs as there is work for: interpreted, idle ones take time too."""
     from deadreckon.ops.streaming import fused
 
     monkeypatch.setattr(fused, "PROGRAMS", 1)
@@ -70,7 +71,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """No dice in any kernel; and memory that nobody has written to is NaN."""
+    """Deterministic kernels; and torch.empty is filled with NaN."""
     import torch
 
     torch.use_deterministic_algorithms(True)

@@ -1,6 +1,6 @@
-"""Hashes of outputs and gradients over a grid of public calls, to show that a refactoring changes no bit.
+"""Hashes outputs and gradients over a grid of public calls, to show that a refactoring is bit-identical.
 
-    python tests/fingerprint.py > before.txt      # at one commit; words pick calls: "attend triton" householder
+    python tests/fingerprint.py > before.txt      # at one commit; words select calls: "attend triton" householder
     python tests/fingerprint.py > after.txt       # at another
     diff before.txt after.txt
 

@@ -1,8 +1,8 @@
-"""Triton's interpreter, without what it does over and over to no effect.
+"""A faster Triton interpreter: caches the bookkeeping that it repeats for every operation.
 
-Most of an interpreted kernel's time is bookkeeping around numpy: types and shapes that are made anew for each
-operation, rules of promotion and broadcasting that are gone through again. Here each is made once, and the commonest
-operations go straight to numpy once it is known what they come to. What kernels compute stays the same, bit for bit.
+Most of an interpreted kernel's time is bookkeeping around numpy: types and shapes are created anew for each operation,
+rules of promotion and broadcasting are evaluated again. Here each is computed once, and the commonest operations call
+numpy directly once it is known which numpy operations they are. Results stay the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def hurry() -> None:
 
 
 def _patched_once(patch: Callable[..., Any]) -> Callable[..., Any]:
-    """For each call of one function of a kernel by another, `tl` is searched for what the launch has replaced."""
+    """Skips patching `tl`, which Triton repeats whenever a kernel calls another function, if the launch has done it."""
     modules: dict[Callable[..., Any], list[Any]] = {}
 
     def patch_if_needed(fn: Callable[..., Any]) -> Any:
@@ -71,7 +71,7 @@ def _patch_member(obj: Any, name: str, member: Any, builder: Any, scope: Any) ->
     scope.set_attr(obj, name, patched)
 
 
-# How an operation of these types is computed is seen once, and done from then on. ------------------------------------
+# How an operation on given types is computed is recorded once, and reused. --------------------------------------------
 
 Plan = Callable[..., Any]
 _planned: dict[Any, Plan] = {}
@@ -81,7 +81,7 @@ _ALL = slice(None)
 
 
 def _watched(compute: Plan, array: Callable[..., Callable[[Any, Any], Any]]) -> Plan:
-    """A method of the builder that leaves behind what it does to two arrays."""
+    """A method of the builder that also records what it computes from two arrays."""
 
     def watch(self: Any, lhs: Any, rhs: Any, *how: Any) -> Any:
         _seen.append((array(lhs, *how), lhs, rhs))
@@ -100,7 +100,7 @@ def _offset(pointer: Any) -> Callable[[Any, Any], Any]:
 
 
 def _mould(result: Any) -> Callable[[Any], Any]:
-    """Makes tensors like a result, of other data."""
+    """Makes tensors of a result's type and shape from other data."""
     kind, type, dtype, numel, shape = result.handle.dtype, result.type, result.dtype, result.numel, result.shape
     handle_class, tensor_class = interpreter.TensorHandle, tl.core.tensor
     new = object.__new__
@@ -115,7 +115,7 @@ def _mould(result: Any) -> Callable[[Any], Any]:
 
 
 def _plan_operator(name: str, slow: Plan) -> Plan:
-    """Of two tensors, or of a tensor and a number. numpy broadcasts by the rules that Triton has."""
+    """Plans an operator on two tensors, or a tensor and a number. numpy broadcasts by the rules that Triton has."""
     plans: dict[Any, Plan] = {}
     tensor, constant = tl.core.tensor, tl.constexpr
     mirrored = name.startswith("__r")
@@ -165,7 +165,7 @@ def _plan_operator(name: str, slow: Plan) -> Plan:
 
 
 def _plan_index(name: str, slow: Plan) -> Plan:
-    """x[:, None] and the like."""
+    """Plans x[:, None] and the like."""
     plans: dict[Any, Plan] = {}
 
     def index(self: Any, slices: Any) -> Any:

@@ -1,17 +1,17 @@
-"""Do the tests notice? Makes small mistakes in the package, one at a time, and runs the tests that should fail.
+"""Mutation testing: makes small mistakes in the package, one at a time, and runs the tests that should fail.
 
     python tests/mutate.py --jobs 14
     python tests/mutate.py --only blockwise          an area, or part of a file's name
     python tests/mutate.py --list
 
-The mistakes are in `tests/mutations/`, one file an area:
+The mutations are in `tests/mutations/`, one file an area:
 
     == ops/reference.py                                  a file of the package
-    ? test_definition.py -k equation                     arguments of pytest, for the mistakes that follow
+    ? test_definition.py -k equation                     arguments of pytest, for the mutations that follow
     - step = -angles                                     a text that the file has exactly once
     + step = angles                                      what it becomes; several lines of either sort are one text
 
-Every worker has a copy of the repository. All named tests must pass there before anything is changed. A mistake is
+Every worker has a copy of the repository. All selected tests must pass there before anything is changed. A mutation is
 caught if its tests fail or take five times as long. Exit code: 0 if 95% are caught, 1 if fewer, 2 if nothing could be
 measured.
 """
@@ -42,7 +42,7 @@ QUIET = ("__pycache__", ".hypothesis", ".pytest_cache")
 
 
 class MutationError(Exception):
-    """Nothing can be measured: a text is not there, or a test fails by itself."""
+    """The mutations cannot be run: a text is not there, or a test fails without any."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Mutation:
 
 
 def read(path: Path) -> Iterator[Mutation]:
-    """The mutations of an area."""
+    """Parses the mutations of an area."""
     file = tests = ""
     before: list[str] = []
     after: list[str] = []
@@ -92,7 +92,7 @@ def read(path: Path) -> Iterator[Mutation]:
 
 
 def copy_of(root: Path, folder: Path) -> Path:
-    """What tests need of the repository."""
+    """Copies what tests need of the repository."""
     for name in ("deadreckon", "tests"):
         shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns(*QUIET))
     shutil.copy(root / "pyproject.toml", folder)
@@ -101,7 +101,7 @@ def copy_of(root: Path, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run of tests came to."""
+    """The result of a run of tests."""
 
     passed: bool
     seconds: float
@@ -111,7 +111,7 @@ class Result:
 def run_tests(folder: Path, tests: str, timeout: float | None = None) -> Result:
     """Runs some tests in a copy of the repository. One that does not end in time has failed."""
     arguments = [f"tests/{part}" if ".py" in part else part for part in shlex.split(tests)]
-    # The C library is kept by a hash of its source, and byte code by the time of its source: both would outlive a run.
+    # The C library is cached by a hash of its source, byte code by the source's time: both caches would outlive a run.
     environment = os.environ | {
         "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "XDG_CACHE_HOME": str(folder / "cache"),
         "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
@@ -141,7 +141,7 @@ def workers(jobs: int) -> Iterator[queue.SimpleQueue[Path]]:
 
 
 def unmutated(tests: Iterable[str], jobs: int, free: queue.SimpleQueue[Path]) -> dict[str, float]:
-    """Seconds that each selection of tests takes as things are."""
+    """Seconds that each selection of tests takes without mutations."""
     seconds: dict[str, float] = {}
 
     def measure(chosen: str) -> Result:

@@ -1,4 +1,4 @@
-"""What tests of symmetric powers share."""
+"""Cases shared by the tests of symmetric powers."""
 
 from __future__ import annotations
 

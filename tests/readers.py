@@ -1,4 +1,4 @@
-"""Answers to prompts of the long-context suite, worked out from their text alone: other programs than the tasks'."""
+"""Reference solvers for the long-context suite: they answer a prompt from its text, independently of the tasks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_phonebook(prompt: str) -> list[str]:
 
 
 def read_babilong(prompt: str) -> list[str]:
-    """Of qa1: where somebody went last."""
+    """qa1: where somebody went last."""
     *_, text = prompt.split("\n\nText: ")
     [who] = re.findall(r"Question: Where is (\w+)\?\nAnswer:$", text)
     return [re.findall(rf"{who} went to the (\w+)\.", text)[-1]]
@@ -83,7 +83,7 @@ READERS = {
 
 
 def read(prompt: str) -> list[str]:
-    """Whatever task it is of."""
+    """Answers a prompt of any task."""
     beginnings = {
         "There is an important": read_passkey, "A special magic": read_niah, "Memorize": read_vt,
         "Below is": read_cwe, "Read the following": read_fwe, "Facts about": read_babilong,

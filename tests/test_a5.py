@@ -1,4 +1,4 @@
-"""The A5 word problem: answers worked out again from the text of rows, and how rows are drawn."""
+"""The A5 word problem: answers recomputed from the text of rows, and how rows are sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that are compiled all at once before an operator's first call."""
+"""Ahead-of-time compilation: all kernels of an operator are compiled before its first call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that are drawn while steps are taken: the same as one after the other."""
+"""Prefetched batches are the same as batches drawn one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks: what is checked before it is timed, what tables say, and every benchmark by the command line."""
+"""Benchmarks: checks before timing, contents of tables, and every benchmark from the command line."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_commands_give_the_flags_back(flags: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_flags_are_light() -> None:
-    """The command line reads them whatever it is asked for."""
+    """The command line imports them for every command."""
     code = "import sys, deadreckon.lab.bench.flags; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -1,4 +1,4 @@
-"""Checkpoints in files of several ranks, which may be killed or hang; and models that are exported."""
+"""Checkpoints in files of several ranks, which may be killed or hang; and exported models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def recipe() -> Recipe:
 
 
 def until_lost(folder: str, how: str, lost: int) -> dict[str, Any]:
-    """Trains on two ranks, one of which is lost in the third step or its checkpoint; what the other meets."""
+    """Trains on two ranks and loses one in the third step or its checkpoint; returns the error of the other one."""
     timeout = TIMEOUT if how == "asleep" else 60.0
     ranks = Ranks(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), timeout=timeout)
     trainer.SAVE_SECONDS = 0.0  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def until_lost(folder: str, how: str, lost: int) -> dict[str, Any]:
 
 
 def lose(how: str) -> None:
-    """Has this process end, or hang, in the third step or the checkpoint after it."""
+    """Kills this process, or makes it hang, in the third step or the checkpoint after it."""
     steps = [0]
     advance, save_file, write, rename = Training.advance, checkpoints.save_file, checkpoints.Writer._write, Path.rename
 
@@ -104,7 +104,7 @@ def lose(how: str) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run as one process trains it."""
+    """The run, trained by one process."""
     return train_run(recipe(), tmp_path_factory.mktemp("whole"), console=quiet())
 
 

@@ -21,8 +21,8 @@ from worlds import prepared
 
 from deadreckon.lab.evaluation import Score, places_to_test
 from deadreckon.lab.pages import pictures
-from deadreckon.lab.pages.compare import compare, describe_solved, print_comparison
-from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather, learning, with_mean
+from deadreckon.lab.pages.compare import compare, print_comparison
+from deadreckon.lab.pages.comparison import Comparison, alike, by_label, gather, learning, solved_tables, with_mean
 from deadreckon.lab.pages.comparison import Test as Measured
 from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.pages.tables import fitting
@@ -181,13 +181,24 @@ def test_labels_of_lengths_do_not_overlap() -> None:
     assert pictures._apart([512], 512) == [512] and pictures._apart((64, 128, 256), None) == [64, 128, 256]
 
 
+def test_encodings_look_alike_in_all_pictures() -> None:
+    found = pictures.looks(["prism", "path", "sympow p=2", "rope"])
+    assert found["path"] == pictures.looks(["path-1", "nope-0"])["path-1"] and found["rope"][0] == pictures.COLOURS[0]
+    grid = pictures.looks([f"path rank={rank}" for rank in range(50)] + ["rope"])  # none of which is simply PaTH
+    assert all(len({*one.values()}) == len(one) for one in (found, grid))
+    assert pictures.looks(["prism"], first=2) == {"prism": (pictures.COLOURS[2], pictures.MARKERS[2])}
+
+
 def test_solved_lengths(tmp_path: Path) -> None:
     changes = ("steps=1", "test_rows=10", "validation_rows=2", "test_lengths=[2, 4, 6]")
     console = quiet()
     found = compare("a5-products", ("nope",), changes=changes, runs=tmp_path, console=console)
-    assert "Solved (more than 90% of rows right) up to length: NoPE nowhere." in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Longest length solved (more than 90% of rows right)" in console.file.getvalue()  # type: ignore[attr-defined]
+    title = "Longest length solved (more than 90% of rows right)"
+    assert [*solved_tables(found, "held out")] == [(title, ["", "length"], [["NoPE", "–"]])]
     found.values["nope"] = {("held out", 2): [1.0], ("held out", 4): [0.95, 0.9], ("held out", 6): [0.9]}
     assert found.solved("held out") == {"nope": 4}
+    assert [rows for *_, rows in solved_tables(found, "held out")] == [[["NoPE", "4"]]]
 
 
 def test_fewest_layers_by_length() -> None:
@@ -197,10 +208,12 @@ def test_fewest_layers_by_length() -> None:
         label: {("held out", n): [x] for n, x in zip((2, 4, 6), row, strict=True)} for label, row in shares.items()
     }
     found = Comparison("", find_recipe("a5-grid"), values)
-    assert found.fewest_layers("held out") == {"path": {2: 1, 4: 1, 6: 3}, "rope": {}}
-    text = describe_solved(found, "held out")
-    assert text.endswith("Fewest layers by length: PaTH 2: 1, 4: 1, 6: 3; RoPE none.")
-    assert Comparison("", find_recipe("a5-1"), {"path": values["path layers=1"]}).fewest_layers("held out") == {}
+    (about, counts, longest), (_, lengths, fewest) = solved_tables(found, "held out")
+    assert about.endswith("by number of layers") and counts == ["", "1", "2", "3"] and lengths == ["", "2", "4", "6"]
+    assert longest == [["PaTH", "4", "2", "6"], ["RoPE", "–", "–", "–"]]
+    assert fewest == [["PaTH", "1", "1", "3"], ["RoPE", "–", "–", "–"]]
+    alone = Comparison("", find_recipe("a5-1"), {"path": values["path layers=1"]})
+    assert [rows for *_, rows in solved_tables(alone, "held out")] == [[["PaTH", "4"]]]
 
 
 def test_report_is_one_page(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Converted models give the logits of what they come from, or say why they cannot."""
+"""Converted models have the logits of their source, or a ValueError says why they cannot."""
 
 from __future__ import annotations
 

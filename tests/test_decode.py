@@ -1,4 +1,4 @@
-"""Single tokens by kernels, without Householder steps: rotations and gates, over a KV cache in segments."""
+"""Decoding kernels without Householder steps: single tokens with rotations and gates, over a segmented KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages and notebooks in docs/: their code runs, their links lead somewhere, and they name what there is."""
+"""The pages and notebooks in docs/: their code runs, their links work, and the names that they mention exist."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_causal(name: str) -> None:
 
 
 class HandOver(TorchDispatchMode):
-    """Notes what would make a CPU and a GPU wait for each other: numbers read back, tensors made of lists."""
+    """Records host-device synchronisation: numbers read back from the device, tensors made of lists."""
 
     def __init__(self) -> None:
         super().__init__()

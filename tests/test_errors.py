@@ -1,4 +1,4 @@
-"""Bad input: a ValueError that names the argument, what was expected and what came; never a wrong answer."""
+"""Invalid input raises a ValueError that names the argument, what was expected and what came; never a wrong answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks share the rows of every test, and have the scores of one process."""
+"""Evaluation split among ranks gives the scores of one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_text(folder: str) -> Any:
 
 
 def answers(model: Any, tokenizer: Any, tasks: Any, lengths: Any, rows: int, **keywords: Any) -> Iterator[list[Answer]]:
-    """In place of a model's: the score of a question is its number's."""
+    """Replaces a model's answers: the score of a question depends on its number alone."""
     for name in tasks:
         for number in range(rows):
             if (name, lengths[0], number) not in keywords["known"]:

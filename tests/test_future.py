@@ -1,4 +1,4 @@
-"""Nothing comes from the future, not even NaN: one NaN or infinity at token t reaches no output before t.
+"""Causality, even of NaN: one NaN or infinity at token t reaches no output before t.
 
 Nor another row of the batch, another document, or a head that does not read it; and from t on it is not hidden.
 """

@@ -1,4 +1,4 @@
-"""Gates that leave little or nothing, against the definition: how precise what is left is."""
+"""Precision with strong forget gates, against the definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histogram filters: Algorithm 1 of the PRISM paper, its gradients, and what it must never lose: mass."""
+"""Histogram filters: Algorithm 1 of the PRISM paper, its gradients, and conservation of mass."""
 
 from __future__ import annotations
 

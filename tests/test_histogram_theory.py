@@ -1,4 +1,4 @@
-"""What the PRISM paper proves of its filter: paths are pooled by position, and sharpening adds up in the exponent."""
+"""The PRISM paper's theorems on its filter: paths are pooled by position, and sharpening adds up in the exponent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' AttentionInterface: other people's models with attention of ours."""
+"""transformers' AttentionInterface: models of other libraries with our attention."""
 
 from __future__ import annotations
 

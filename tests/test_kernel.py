@@ -1,4 +1,4 @@
-"""Launches that skip Triton's own binding of arguments: the same kernel for the same kinds, another for any other."""
+"""Launches that skip Triton's argument binding: the same kernel for the same kinds of arguments, else another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deadreckon.ops.triton.kernel import Kernel
 
 
 class Compiled(CompiledKernel):
-    """Writes down what it is launched with."""
+    """Records its launches."""
 
     def __init__(self) -> None:
         self.launched = list[Any]()
@@ -28,7 +28,7 @@ class Compiled(CompiledKernel):
 
 
 class Function:
-    """In place of a function that Triton compiles: one kernel for each launch that comes as far as this."""
+    """A fake for a function that Triton compiles: one kernel for each launch that is not cached."""
 
     arg_names = ("p_x", "sizes", "T", "scale", "BLOCK", "GATED")
 

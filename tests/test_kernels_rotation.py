@@ -1,4 +1,4 @@
-"""Turning by running sums of step angles: fused kernels against plain float64, interpreted where there is no GPU."""
+"""Rotation by cumulative angles: fused kernels against plain float64, interpreted without a GPU."""
 
 from __future__ import annotations
 

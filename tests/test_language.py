@@ -1,4 +1,4 @@
-"""Text: reading it, tokens and their cache, rows to train on, and perplexity by length."""
+"""Text: reading and tokenising it, cached tokens, training rows, and perplexity by context length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks for lm-evaluation-harness: their files name what is there, documents fit, and answers are scored."""
+"""Tasks for lm-evaluation-harness: their files refer to what exists, documents fit, and answers are scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The long-context suite: what is asked, how long prompts are, how answers are scored, and the rows to train on."""
+"""The long-context suite: questions, prompt lengths, scoring, and training rows."""
 
 from __future__ import annotations
 

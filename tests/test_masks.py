@@ -1,4 +1,4 @@
-"""A masked token is left out, wherever it is: with and without a KV cache, in prompts and in later pieces."""
+"""Masked tokens are ignored wherever they are: with and without a KV cache, in prompts and in later pieces."""
 
 from __future__ import annotations
 

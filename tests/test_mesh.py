@@ -34,7 +34,7 @@ def recipe(encoding: str = "path-fox", *changes: str) -> Any:
 
 
 def stopped_after(steps: int) -> Any:
-    """Has training stop with an exception, on every rank alike, after so many steps; call the result to undo it."""
+    """Makes training raise an exception after so many steps, on every rank; call the result to undo it."""
     from deadreckon.lab.training import engine
 
     original = engine.Training.advance
@@ -76,7 +76,7 @@ def on_meshes(folder: str) -> list[str]:
 
 
 def wait_in_vain(mesh: DeviceMesh, gave_up: Path) -> None:
-    """One of two ranks along "cp" does not come: the other gives up after the timeout, which is not the default."""
+    """One of two ranks along "cp" hangs: the other gives up after the timeout, which is not the default."""
     Ranks(mesh, timeout=0.5).divide(make_model(recipe(), 5))
     if dist.get_rank() == 2:
         with pytest.raises(RuntimeError, match=r"[tT]imed out"):

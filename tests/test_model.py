@@ -1,4 +1,4 @@
-"""The decoder as Hugging Face's tools see it."""
+"""The decoder in Hugging Face's tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histogram filters in C: whether they are the definition, and what becomes of them without a compiler or a cache."""
+"""Histogram filters in C: agreement with the definition, and behaviour without a compiler or a cache."""
 
 from __future__ import annotations
 

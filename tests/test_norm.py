@@ -1,4 +1,4 @@
-"""Residuals with their norms, and cross-entropy from logits in place: kernels against float64, interpreted on a CPU."""
+"""Fused residual + norm, and in-place cross-entropy: kernels against float64, interpreted on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package from outside: what importing it costs and needs, and whether the README tells the truth."""
+"""The package from outside: cost and dependencies of importing it, and whether what the README says is true."""
 
 from __future__ import annotations
 

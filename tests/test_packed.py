@@ -1,4 +1,4 @@
-"""Packed sequences on kernels: boundaries anywhere, forward and every gradient, and nothing that was never written."""
+"""Packed sequences on kernels: boundaries anywhere, forward and every gradient; no uninitialised memory is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context parallelism: whatever is divided among ranks, output and every gradient are those of one process."""
+"""Context parallelism: output and every gradient are those of one process, whatever is split among ranks."""
 
 from __future__ import annotations
 

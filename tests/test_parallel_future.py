@@ -1,4 +1,4 @@
-"""Nothing comes from the future or from another document, not even NaN, where a sequence is divided among ranks."""
+"""Causality and document boundaries under context parallelism: not even NaN leaks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attended(case: Case, leaves: dict[str, Tensor], **keywords: Any) -> Tensor:
 
 
 def spread(case: Case, packed: bool, places: tuple[int, ...], impl: Any = "blockwise") -> list[str]:
-    """What a number of one token that is none reaches and should not, or should and does not."""
+    """What a NaN or infinity at one token reaches and should not, or should and does not."""
     found, keywords = list[str](), {"impl": impl, **packing("packed" if packed else "")}
     leaves = {name: x.float() for name, x in case.inputs().items()}
     expected = attended(case, leaves, **keywords)

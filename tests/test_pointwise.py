@@ -1,4 +1,4 @@
-"""Gates, strengths and SwiGLU: kernels against plain float64, interpreted where there is no GPU; what a layer keeps."""
+"""Pointwise kernels (gates, strengths, SwiGLU) against plain float64, interpreted without a GPU; what a layer saves."""
 
 from __future__ import annotations
 

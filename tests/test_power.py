@@ -1,4 +1,4 @@
-"""Symmetric powers: three forms of one attention, and the paper's propositions about them."""
+"""Symmetric powers: three equivalent forms of one attention, and the paper's propositions about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symmetric powers in streams: states that do not grow, whatever the pieces, forks and crops."""
+"""Symmetric powers in streaming: states of constant size, over any pieces, forks and crops."""
 
 from __future__ import annotations
 

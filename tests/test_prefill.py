@@ -1,4 +1,4 @@
-"""A sequence's first piece: by kernels, the output is `attend`'s, and what is kept costs a few launches."""
+"""Prefill by kernels: its output is `attend`'s, and filling the cache costs a few launches."""
 
 from __future__ import annotations
 

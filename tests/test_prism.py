@@ -1,4 +1,4 @@
-"""PRISM: the layer beside the paper's formulas in loops, its parameters, modules that serve several layers, pieces."""
+"""PRISM: the layer against the paper's formulas as loops, its parameters, modules that serve several layers, pieces."""
 
 from __future__ import annotations
 

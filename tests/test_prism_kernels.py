@@ -1,4 +1,4 @@
-"""PRISM's cursors by kernels, which serve where there are no gradients: against PyTorch in float64, and in models."""
+"""PRISM's cursor kernels, used where there are no gradients: against PyTorch in float64, and in models."""
 
 from __future__ import annotations
 

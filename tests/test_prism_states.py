@@ -1,4 +1,4 @@
-"""PRISM in pieces: what is kept by place, and what a CUDA graph may hold of it."""
+"""PRISM in pieces: its cache, and what of it a CUDA graph may hold."""
 
 from __future__ import annotations
 

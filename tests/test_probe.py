@@ -1,4 +1,4 @@
-"""The probe on models: every encoding, what is known of some, predictions, errors and the command."""
+"""The probe on models: every encoding, known results for some, predictions, errors and the command."""
 
 from __future__ import annotations
 

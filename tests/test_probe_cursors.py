@@ -1,4 +1,4 @@
-"""What is read of PRISM's cursors and of anybody's attention, and the command that draws them."""
+"""Traces of PRISM's cursors and attention maps of any encoding, and the command that plots them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the probe reckons with: closed forms from sampled steps, bounds against chance, ranges."""
+"""The probe's mathematics: closed forms from sampled steps, bounds against sampling, ranges."""
 
 from __future__ import annotations
 

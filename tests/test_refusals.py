@@ -1,4 +1,4 @@
-"""What the lab and models refuse before they train, write or compute: in words that name the argument."""
+"""Invalid arguments that the lab and models reject before they train, write or compute, naming the argument."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_recipe_that_cannot_be_leaves_its_folder_free(tmp_path: Path) -> None:
 
 
 def test_runs_that_fail_do_not_keep_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said at once, and raised in the end; the others are finished. (Threads are as good as processes here.)"""
+    """The error is printed at once and raised in the end; other runs are finished. (Threads replace processes here.)"""
     monkeypatch.setattr(parallel, "ProcessPoolExecutor", ThreadPoolExecutor)
     monkeypatch.setattr(parallel, "_begin", lambda _: None)
     recipe, console = small("nope", 0, "steps=1"), quiet()

@@ -1,4 +1,4 @@
-"""RoPE whose angles are scaled or may fade, beside PaTH and FoX that may begin at nothing."""
+"""RoPE with scaled or fading angles, combined with PaTH and FoX that may start at zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs: checkpoints, going on after any interruption, and scores."""
+"""Runs: checkpoints, resuming after any interruption, and scores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from deadreckon.tasks.curriculum import Curriculum
 
 
 def contents(run: Run) -> dict[str, Any]:
-    """All of a run that must not depend on when it was interrupted."""
+    """Everything in a run's folder that must not depend on interruptions."""
     timeless = [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in run.metrics()]
     return {
         "last": load_file(run.path / "last" / "model.safetensors"),
@@ -57,15 +57,15 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 class KilledError(BaseException):
-    """Nobody catches it."""
+    """An exception that nothing catches."""
 
 
 @pytest.fixture
 def fate(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list whose only number, if there is one, says how many more things may happen before the end.
+    """A list whose only number, if any, says how many more events may happen before a simulated kill.
 
-    A thing is a step, or one of the things that are done to files: before and after each renaming, before each is
-    brought to the disk, before leftovers are removed, and in the midst of writing one.
+    An event is a step, or a file operation: before and after each rename, before each fsync, before leftovers are
+    removed, and in the midst of writing a file.
     """
     left: list[int] = []
 

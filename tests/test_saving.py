@@ -1,4 +1,4 @@
-"""What is saved for the backward pass: inputs in place of what is cheap to compute from them; the same gradients."""
+"""Memory saved for the backward pass: cheap results are recomputed from inputs; gradients stay the same."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def leaves(count: int = 2) -> list[Tensor]:
 
 
 def product(a: Tensor, b: Tensor, *, plainly: bool = False) -> tuple[Tensor, weakref.ref[Tensor]]:
-    """Something of y = ab, which is used three times, in two shapes; and who knows whether y is still there."""
+    """A function of y = ab, which is used three times, in two shapes; and a weak reference to y."""
     y = a * b
     with nullcontext() if plainly else saving(Formula(y, torch.mul, (a, b))):
         z = y.sin() + y.view(-1).cos().view_as(y) + a.exp() * y

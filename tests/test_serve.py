@@ -1,4 +1,4 @@
-"""`examples/serve.py`: every stream gets what it would get alone, whoever else is served."""
+"""`examples/serve.py`: every stream gets what it would get alone, whatever else is being served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention that stays as sharp beyond the training length as it was there."""
+"""Sharpened attention, which stays as sharp beyond the training length as it was there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pasts and states: pieces that do not belong are refused, interrupted pieces leave no trace, `crop` keeps its word."""
+"""Pasts and states: foreign pieces are rejected, interrupted pieces leave no trace, `crop` undoes what it promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding steps as graphs. Without a GPU a graph is a step that runs again, interpreted, on the same tensors."""
+"""CUDA graphs of decoding steps. Without a GPU a graph is a step that runs again, interpreted, on the same tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 class Rerun:
-    """In place of a CUDA graph."""
+    """A fake CUDA graph."""
 
     captured = replayed = 0
     interrupted: Callable[[], None] | None = None  # called when a replay has run

@@ -1,4 +1,4 @@
-"""Decoding steps as CUDA graphs: what they give is what the same steps give eagerly, and one pass."""
+"""CUDA graphs of decoding steps give what the same steps give eagerly, and what one pass gives."""
 
 from __future__ import annotations
 

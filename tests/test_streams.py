@@ -1,4 +1,4 @@
-"""Sequences of different lengths, decoded together: each as it is alone."""
+"""Batched decoding of sequences of different lengths: each gives what it gives alone."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_tails_that_close_together(encoding: str, room: int, steps: int, monkeyp
 
 
 class Count(TorchDispatchMode):
-    """How many operations there were, views apart."""
+    """Counts operations, except views."""
 
     operations = 0
 
@@ -150,7 +150,7 @@ class Count(TorchDispatchMode):
 
 
 class Still:
-    """In place of a CUDA graph, whose replay is no operation."""
+    """A fake CUDA graph, whose replay counts as no operation."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
         self.output = step()

@@ -118,7 +118,7 @@ def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
 
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """In place of generation: answers read from the prompts, while `right`."""
+    """Replaces generation: answers are read from the prompts, as long as `right` is set."""
     state: dict[str, Any] = {"right": True, "calls": 0, "stop": None}
 
     def say(model: Any, tokenizer: Any, prompts: list[str], new_tokens: int, seed: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a captured step takes for granted, and what happens where it changes. A graph is a step that runs again."""
+"""What captured decoding steps depend on, and what happens when it changes. A graph here is a step that runs again."""
 
 from __future__ import annotations
 

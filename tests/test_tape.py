@@ -1,4 +1,4 @@
-"""What is read off a tape is what was written on it: the same numbers for other tensors of the same kind."""
+"""Tapes: a recorded call replayed on other tensors of the same kind gives the same numbers as running it."""
 
 from __future__ import annotations
 

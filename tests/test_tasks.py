@@ -1,4 +1,4 @@
-"""Tasks: the papers' own examples, answers worked out again from the text of rows, and what all tasks promise."""
+"""Tasks: the papers' own examples, answers recomputed from the text of rows, and the contract of all tasks."""
 
 from __future__ import annotations
 

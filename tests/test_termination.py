@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: a run saves what it has, then ends; the same command resumes it, and says so."""
+"""SIGTERM and Ctrl-C: a run saves a checkpoint, then ends; the same command resumes it, and says so."""
 
 from __future__ import annotations
 

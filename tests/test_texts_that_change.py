@@ -1,4 +1,4 @@
-"""Runs on a text that changes, grows or is asked for more: figures stay of the same tokens, or there is an error."""
+"""Runs on a text that changes, grows or is tested at more lengths: scores stay on the same tokens, or it raises."""
 
 from __future__ import annotations
 

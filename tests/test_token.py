@@ -1,4 +1,4 @@
-"""What PaTH computes from one more token by two kernels: against the definition in float64, and in whole models."""
+"""PaTH's two kernels for one token: against the definition in float64, and in whole models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of tokens made from documents: resuming, parts, the script for the kernel's sources."""
+"""Folders of tokens made from documents: resuming, parts, and the script for the Linux kernel's sources."""
 
 from __future__ import annotations
 

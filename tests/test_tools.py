@@ -1,4 +1,4 @@
-"""Other people's tools: transformers' Auto classes in a fresh process, pipelines, peft, keywords that tools pass."""
+"""Other tools: transformers' Auto classes in a fresh process, pipelines, PEFT, keywords that tools pass."""
 
 from __future__ import annotations
 

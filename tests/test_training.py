@@ -1,4 +1,4 @@
-"""Curricula and schedules, the best checkpoint, and how models are scored on tasks."""
+"""Curricula and learning-rate schedules, the best checkpoint, and scoring of models on tasks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def tally(model: torch.nn.Module, tokens: Tensor, labels: Tensor, batch_size: in
 
 
 class Peeks(torch.nn.Module):
-    """Says the very next token, but for rows with a given first token, where it goes wrong at the very end."""
+    """Predicts the next token by looking ahead; wrong at the end of rows that begin with a given token."""
 
     def __init__(self, wrong: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What people do with models that nothing else here does: what is refused, and what then comes out."""
+"""Uncommon uses of models: higher derivatives, vmap, hooks, resized vocabularies, device maps; what is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs a process without Triton's interpreter: plain tensors on a CPU, and kernels compiled without a GPU."""
+"""Tests in a process without Triton's interpreter: plain CPU tensors, and kernels compiled without a GPU."""
 
 from __future__ import annotations
 

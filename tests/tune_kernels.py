@@ -1,11 +1,11 @@
-"""Times kernels under other options than theirs, on a GPU: how many registers, warps or stages are best there?
+"""Tunes kernels on a GPU: times them with other launch options, such as registers, warps and stages.
 
     python tests/tune_kernels.py PaTH 32x4096x32x64 _leaf_forward:maxnreg=168 _gather:num_stages=2,maxnreg=168
 
-One call of `attend`, forward and backward, as it is and with each of the changes, all in one process. Prints what the
-kernel takes and what all do, in ms, the median of several calls, and how far results are from those without the change:
-registers and stages change none, warps may change the order of sums. A change that gains belongs where the kernel is
-launched; `tests/compile_kernels.py --spills` says what a kernel needs before there is a GPU to try it on.
+One call of `attend`, forward and backward, with the usual options and with each of the changes, all in one process.
+Prints the time of the kernel and of all kernels in ms, the median of several calls, and the difference of results to
+those without the change: registers and stages change none, warps may change the order of sums. An improvement belongs
+where the kernel is launched; `tests/compile_kernels.py --spills` says what a kernel needs, without a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Change = tuple[str, dict[str, int]]
 
 
 def parse(text: str) -> Change:
-    """Such as _leaf_forward:maxnreg=168,num_stages=1."""
+    """Parses a change such as _leaf_forward:maxnreg=168,num_stages=1."""
     name, _, options = text.partition(":")
     try:
         return name, {key: int(value) for key, value in (one.split("=") for one in options.split(","))}
@@ -34,7 +34,7 @@ def parse(text: str) -> Change:
 
 
 class Changed:
-    """Within it, a kernel is launched with other options."""
+    """Within this context, a kernel is launched with other options."""
 
     def __init__(self, name: str, options: dict[str, int]) -> None:
         self.name, self.options, self.launch, self.met = name, options, Kernel.launch, 0
@@ -53,7 +53,7 @@ class Changed:
 
 
 def measure(kind: str, inputs: cases.Inputs, device: str) -> tuple[dict[str, float], cases.Inputs]:
-    """Milliseconds by kernel, all of them under "", and what comes out."""
+    """Milliseconds by kernel, of all of them under "", and the results."""
     run = partial(cases.output_and_gradients, partial(cases.attend, kind, "triton"), inputs)
     run()
     rounds = []

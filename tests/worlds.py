@@ -1,4 +1,4 @@
-"""Several ranks on one machine, for tests: processes that speak gloo."""
+"""Runs several ranks on one machine, for tests: processes with a gloo (or NCCL) process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRELOADED = [
 
 
 def prepared() -> Any:
-    """Processes that begin with all imported. (A fork of the test runner itself might inherit locks.)"""
+    """A context whose processes start with all modules imported. (A fork of the test runner might inherit locks.)"""
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -32,10 +32,10 @@ def run_world(
     size: int, work: Callable[..., Any], *arguments: Any, timeout: int = 60, backend: str = "gloo", lost: int = -1,
     cuda: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """What work(*arguments) returns on each of `size` ranks, a process each, inside one process group.
+    """Runs work(*arguments) on `size` ranks, one process each, in one process group; returns their results.
 
-    The rank that is `lost` may be killed, and returns nothing. Ranks that use CUDA are no forks: once any library has
-    looked for devices, CUDA does not start in a fork.
+    The rank that is `lost` may be killed, and returns nothing. Ranks that use CUDA are spawned, not forked: once any
+    library has looked for devices, CUDA does not start in a fork.
     """
     context: Any = get_context("spawn") if cuda else prepared()
     with tempfile.TemporaryDirectory() as folder:

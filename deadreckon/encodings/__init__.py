@@ -1,4 +1,4 @@
-"""Every encoding by its name. To add one: a file here and a line below."""
+"""All position encodings, by name. To add one: a file here and a line below."""
 
 from __future__ import annotations
 

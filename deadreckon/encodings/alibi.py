@@ -1,4 +1,4 @@
-"""ALiBi: a constant gate for each head, log f = −m, so that a key loses m for every token on its route.
+"""ALiBi: a constant gate per head, log f = −m, so that a key's logit loses m for every token on its route.
 
 The slopes are the geometric sequence 2^(−8/n), 2^(−16/n), … for n heads a power of two; for other n, that of the next
 smaller power followed by every other slope of the next larger one.
@@ -16,7 +16,7 @@ from deadreckon.ops.factors import Factors
 
 
 def slopes(heads: int, device: torch.device | None = None) -> Tensor:
-    """One slope a head, (heads,)."""
+    """One slope per head, (heads,)."""
     power = 1 << (heads.bit_length() - 1)
     head = torch.arange(heads, dtype=torch.float64, device=device)
     eighths = torch.where(head < power, head + 1, head - power + 0.5)

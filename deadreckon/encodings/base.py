@@ -1,4 +1,4 @@
-"""The contract of an encoding, a module that computes attention's factors from a layer's input, and shared parts."""
+"""The base class of encodings, modules that compute attention's factors from a layer's input, and what they share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the layer that an encoding serves, and which layer it is, counted from 0, of how many."""
+    """Sizes of the attention layer that an encoding belongs to, its index (from 0), and the number of layers."""
 
     d_model: int
     n_heads: int
@@ -38,7 +38,7 @@ class Sizes:
 
     @property
     def even_head_dim(self) -> int:
-        """head_dim, for encodings that rotate: channels turn in pairs."""
+        """head_dim, which rotations need to be even: they act on pairs of channels."""
         if self.head_dim % 2:
             raise ValueError(f"head_dim: rotations turn pairs of channels, expected an even one, got {self.head_dim}")
         return self.head_dim
@@ -46,17 +46,17 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What encodings may use of the tokens beside their vectors.
+    """What encodings may use besides a layer's input.
 
     Attributes:
-        positions: (B or 1, T) place of each token in its document.
+        positions: (B or 1, T) position of each token in its document.
         token_ids: (B, T), for encodings that look tokens up.
-        cu_seqlens: boundaries of packed documents, of the whole row.
-        cp: which rank has which tokens, where all but cu_seqlens is this rank's shard of them.
-        length: tokens of the whole row, on all ranks, without what it is padded by to be divided.
-        seen: tokens before these, where the host knows: not in a step that a CUDA graph holds.
-        recent: where an encoding keeps the last inputs that it needs for the next piece, in prefill and decode.
-        shared: where an encoding leaves what the same encoding uses in later layers of this forward pass.
+        cu_seqlens: boundaries of packed documents, always of the whole row.
+        cp: context parallelism: which rank has which tokens. All else but cu_seqlens is then of this rank's shard.
+        length: tokens of the whole row, over all ranks, without the padding to equal shards.
+        seen: number of preceding tokens, where the host knows it: not in a step captured by a CUDA graph.
+        recent: in prefill and decode, where an encoding keeps the last inputs that it needs for the next piece.
+        shared: results that later layers of this forward pass reuse.
     """
 
     positions: Tensor
@@ -86,7 +86,7 @@ class Context:
         return cls(positions.unsqueeze(0), token_ids, cu_seqlens, cp, whole if length is None else length)
 
     def drawn_alike(self, x: Tensor) -> Tensor:
-        """A random x, the same on all ranks."""
+        """A random tensor x, made the same on all ranks."""
         return x if self.cp is None else self.cp.same(x)
 
     def shard(self, x: Tensor) -> Tensor:
@@ -94,23 +94,23 @@ class Context:
         return x if self.cp is None else self.cp.shard(x)
 
     def from_rows(self, x: Tensor) -> Tensor:
-        """(B, T, ...) from this rank's pieces as rows of their own, where there is context parallelism."""
+        """(B, T, ...) from x whose rows are this rank's pieces, with context parallelism; else x."""
         return x if self.cp is None else self.cp.from_rows(x)
 
     def after(self, length: int) -> Context:
-        """The context of a piece that `length` tokens come before."""
+        """The context of a piece with `length` preceding tokens."""
         return replace(self, positions=self.positions + length, seen=length)
 
     def rope_angles(self, width: int, base: float, scaling: dict[str, float] | None = None) -> Tensor:
-        """As :func:`rope_angles`, computed once for all layers: a decoding step would wait for it in each."""
+        """As :func:`rope_angles`, computed once for all layers, which saves launches in each decoding step."""
         key = ("rope angles", width, base, None if scaling is None else tuple(sorted(scaling.items())))
         return self.once(key, lambda: rope_angles(width, base, self.positions.device, scaling))
 
     def sharpness(self, beyond: int) -> Tensor:
-        """What a token that sees n has its queries multiplied by, (B or 1, T, 1, 1): log n / log beyond, at least 1.
+        """The factor on queries of a token that sees n tokens, (B or 1, T, 1, 1): log n / log beyond, at least 1.
 
-        A logit that leads by log `beyond` has half of the attention among so many tokens, and so keeps half at any n.
-        That is softmax's. Weights of powers are shares, which this does not change.
+        With softmax, a logit that leads by log `beyond` gets half of the weight among `beyond` tokens, and with this
+        factor half at any n. With powers the factor cancels: their weights are normalised shares.
         """
 
         def compute() -> Tensor:
@@ -120,13 +120,13 @@ class Context:
         return self.once(("sharpness", beyond), compute)
 
     def once(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
-        """What all layers need alike, computed by the first of them."""
+        """A value that all layers share, computed by the first that needs it."""
         if key not in self.shared:
             self.shared[key] = compute()
         return self.shared[key]
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Context:
-        """The same for layers on another device, which share among themselves: accelerate asks for it there."""
+        """The context for layers on another device, which share results among themselves; accelerate calls this."""
         place = torch.empty(0, device=device).device  # with its index
         if place == self.positions.device:
             return self
@@ -137,7 +137,7 @@ class Context:
         return replace(self, positions=positions, token_ids=ids, cu_seqlens=bounds, shared=shared)
 
     def remembering(self, recent: dict[str, Tensor]) -> Context:
-        """The same, with a dictionary for recent inputs."""
+        """This context with a dictionary for recent inputs."""
         return replace(self, recent=recent)
 
 
@@ -148,16 +148,17 @@ class Encoding(SelfInitialised, nn.Module, ABC):
         sizes: the layer's sizes. Options of an encoding follow as keywords.
 
     Attributes:
-        saved_without: options whose default has changed since models were saved without them, and what these models
-            have. Saved configurations spell them out.
-        precise: whether `widen` reads the layer's input itself: not rounded, under autocast, to what linear maps read.
+        saved_without: options whose default has changed, with the value that configurations saved without them mean.
+            Saved configurations now spell them out.
+        precise: whether `widen` needs the layer's input unrounded: under autocast, not cast to the dtype of linear
+            layers.
     """
 
     saved_without: ClassVar[dict[str, Any]] = {}
     precise: ClassVar[bool] = False
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
-        """Called once on the embeddings, before the first layer, for encodings that are added there."""
+        """Adds the encoding to the embeddings, for encodings that do. Called once, before the first layer."""
         return x
 
     @abstractmethod
@@ -165,9 +166,9 @@ class Encoding(SelfInitialised, nn.Module, ABC):
         """The factors of attention over x (B, T, d_model)."""
 
     def widen(self, q: Tensor, k: Tensor, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Queries (B, T, Hq, D) and keys (B, T, H, D), with channels for further terms of the logits, if any.
+        """Queries (B, T, Hq, D) and keys (B, T, H, D), with extra channels for additional terms of the logits, if any.
 
-        Logits are scaled by D^(−1/2) as before.
+        Logits are still scaled by D^(−1/2), without counting the extra channels.
         """
         return q, k
 
@@ -180,7 +181,7 @@ class Encoding(SelfInitialised, nn.Module, ABC):
         return []
 
     def resize_vocabulary(self, tokens: int) -> None:
-        """Makes tables of so many tokens, if there are any: those that were stay as they are, new ones begin anew."""
+        """Resizes per-token tables, if any: existing entries are kept, new ones are freshly initialised."""
 
     def reset_parameters(self) -> None:
         """Initialises all parameters: with PyTorch's defaults, unless an encoding overrides this."""
@@ -202,13 +203,13 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
 
 
 def rope_angles(width: int, base: float, device: torch.device, scaling: dict[str, float] | None = None) -> Tensor:
-    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,), to the last bit those of Llama.
+    """RoPE's grid of step angles, base^(−2m / width) for each pair m: (width / 2,), bit-identical to Llama's.
 
     Args:
         scaling: ``{"factor": s}`` divides all angles by s (position interpolation). With ``low_freq_factor``,
-            ``high_freq_factor`` and ``original_max_position_embeddings`` beside it, as Llama 3.1 has it, angles that
-            turn less than `low` times in the original length are divided by s, those that turn more than `high` times
-            stay, and those in between are interpolated by their number of turns.
+            ``high_freq_factor`` and ``original_max_position_embeddings`` in addition, as in Llama 3.1, angles that make
+            fewer than `low` full turns in the original length are divided by s, those that make more than `high` are
+            kept, and those in between are interpolated by their number of turns.
     """
     steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
     angles = 1.0 / base ** (steps / width)
@@ -226,7 +227,7 @@ LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max
 
 
 def check_scaling(scaling: dict[str, float] | None) -> None:
-    """Raises a ValueError unless `rope_angles` knows the scaling."""
+    """Raises a ValueError unless `rope_angles` supports the scaling."""
     if scaling is None:
         return
     known = set(scaling) in ({"factor"}, set(LLAMA3_SCALING))
@@ -239,7 +240,7 @@ def check_scaling(scaling: dict[str, float] | None) -> None:
 
 
 def check_sharpening(beyond: object) -> None:
-    """Raises ValueError unless it is a number of tokens to be sharpened beyond, or None."""
+    """Raises a ValueError unless `sharpen_beyond` is a valid number of tokens, or None."""
     if beyond is not None and (type(beyond) is not int or not 2 <= beyond < 1 << 31):
         raise ValueError(f"sharpen_beyond: expected an integer from 2 to 2³¹ − 1, or None, got {beyond!r}")
 
@@ -250,14 +251,14 @@ def every_token(angles: Tensor, x: Tensor) -> Tensor:
 
 
 class RopeSteps(SelfInitialised, nn.Module):
-    """RoPE's rotation with a factor on its angles, 1 to begin with, which a schedule may change or training learn.
+    """RoPE's rotation with a factor on its angles, initially 1, which a schedule may change or training may learn.
 
-    At 0 nothing turns. `new_factor`, a schedule's too, multiplies β and log f of what stands beside the rotation: at 0
-    there is RoPE alone. Both are saved with the weights.
+    At 0 there is no rotation. `new_factor`, which a schedule may change too, multiplies β and log f of the Householder
+    steps and gates beside the rotation: at 0 only RoPE is left. Both factors are saved with the weights.
 
     Args:
         base, scaling: of the angles, see :func:`rope_angles`.
-        learn_factor: whether the factor is a parameter, one for the layer.
+        learn_factor: whether the factor on the angles is a parameter, one per layer.
     """
 
     def __init__(self, sizes: Sizes, base: float, scaling: dict[str, float] | None, learn_factor: bool) -> None:
@@ -277,11 +278,11 @@ class RopeSteps(SelfInitialised, nn.Module):
         nn.init.ones_(self.new_factor)
 
     def beside(self, steps: Householder) -> Householder:
-        """Householder steps as strong as they are by now."""
+        """Householder steps with β scaled by `new_factor`."""
         return replace(steps, beta=steps.beta * self.new_factor.to(steps.beta.dtype))
 
     def gated(self, log_gate: Tensor) -> Tensor:
-        """Gates that forget as much as they do by now."""
+        """Log gates scaled by `new_factor`."""
         return log_gate * self.new_factor.to(log_gate.dtype)
 
     def forward(self, x: Tensor, context: Context) -> Rotation:
@@ -290,13 +291,13 @@ class RopeSteps(SelfInitialised, nn.Module):
 
 
 CROPPABLE = 64  # minimum number of tokens that `crop` can undo
-ALWAYS_AS_MANY = ("convolution",)  # recent inputs with zeros before the first, and for those that `crop` has undone
-BY_PLACE = ("hidden", "histogram")  # recent inputs, each where its token's place says: `crop` has nothing to undo
-GROWING = "copy"  # what is kept of all inputs, (B, F, room, W), by place, too: it is there anew once room is used up
+ALWAYS_AS_MANY = ("convolution",)  # recent inputs of fixed length, zero-padded before the first token and by `crop`
+BY_PLACE = ("hidden", "histogram")  # recent inputs in ring buffers, indexed by position: `crop` has nothing to undo
+GROWING = "copy"  # cache of all inputs, (B, F, room, W), indexed by position: reallocated once `room` is used up
 
 
 class ShortConvolution(SelfInitialised, nn.Module):
-    """A causal convolution along time, one filter a channel: y_t = Σ_i weight_i · x_{t−i}, within its document."""
+    """A depthwise causal convolution, y_t = Σ_i weight_i · x_{t−i}, which does not cross document boundaries."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -312,9 +313,9 @@ class ShortConvolution(SelfInitialised, nn.Module):
         return context.from_rows(directions(*self.inputs(x, context), heads, unit=False))
 
     def inputs(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) with the tokens before it, the filters and places: what :func:`convolve` takes."""
+        """The arguments of :func:`convolve`: x (B, T, C) with its preceding tokens, the filters, and positions."""
         reach, length = self.weight.shape[0] - 1, x.shape[1]
-        if context.cp is not None:  # a piece goes on from the one before it, which may be on another rank
+        if context.cp is not None:  # a piece needs the last tokens of the previous one, which may be on another rank
             rows = context.cp.rows_with_tails(x, reach)
             places = context.cp.as_rows(context.positions.expand(x.shape[0], -1))
             return rows, self.weight, places
@@ -339,7 +340,10 @@ class ShortConvolution(SelfInitialised, nn.Module):
         epsilon: float = 0.0,
         unit: bool = True,
     ) -> Tensor | None:
-        """Of one more token, where a kernel can: the directions (B, 1, H, D) of `up` of low, or their convolution."""
+        """One decoding step of `up`, convolution and directions in one kernel: (B, 1, H, D); None if there is none.
+
+        Without `unit`, as :func:`directions`: the convolution itself, after its activation.
+        """
         recent = None if context.recent is None else context.recent.get("convolution")
         if context.recent is None or recent is None or not in_step(low, up):
             return None
@@ -350,19 +354,19 @@ class ShortConvolution(SelfInitialised, nn.Module):
 
 
 class HouseholderSteps(nn.Module):
-    """A direction and a strength for each token and key head, as PaTH computes them.
+    """A Householder step (direction w, strength β) for each token and key head, as PaTH computes them.
 
     w = normalise(activate(convolve(low-rank linear of x))), width 3; β: see :class:`Ending`. With `from_zero`
-    directions are drawn as usual, and learn once β is not 0.
+    directions are initialised as usual, and get gradients once β is not 0.
 
     Args:
-        rank: of the linear map.
-        initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
-        beta: β of a zero input before training, between 0 and 2: it sets b.
-        activation: behind the convolution, "none" or "silu".
-        norm_eps: added to ‖w‖² where w is divided by its norm.
-        from_zero: whether β is a ramp that begins at 0.
-        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
+        rank: of the low-rank projection to w.
+        initial: standard deviation of the projections' initial weights; 0 for PyTorch's default.
+        beta: initial β of a zero input, between 0 and 2: sets the bias b.
+        activation: after the convolution, "none" or "silu".
+        norm_eps: added to ‖w‖² before w is divided by its norm.
+        from_zero: whether β is a ramp that starts at 0.
+        recompute: less memory, slower backward pass: see :class:`deadreckon.Householder`.
     """
 
     def __init__(
@@ -400,11 +404,11 @@ class HouseholderSteps(nn.Module):
 
     @property
     def maps(self) -> tuple[Map, Map]:
-        """Those of the input: to a low rank, and to β."""
+        """The projections of the input: the low-rank one, on the way to w, and that to β."""
         return (self.down, PLAIN), (self.strength, self.ending)
 
     def from_maps(self, low: Tensor, beta: Tensor, context: Context) -> Householder:
-        """The steps from what `maps` make of an input."""
+        """Householder steps from the outputs of `maps`."""
         options: dict[str, Any] = {"heads": self.heads, "activation": self.activation, "epsilon": self.norm_eps}
         if (w := self.convolution.of_token(low, self.up, context, **options)) is not None:
             return Householder(w, beta, self.recompute)

@@ -1,13 +1,13 @@
-"""Conformal symmetric power attention: a token scales all that lies behind it, and chooses how fast it turns.
+"""Conformal symmetric power attention: each token gates all preceding keys, and sets how fast they rotate.
 
     weight = Π γ · (q_iᵀ R(Σ β θ) k_j)^p,   γ_t = σ(w · x_t),   β_t = 1 + tanh(u · x_t),   θ_m = 2π / N^{2m / D}
 
-over the tokens of the route, N the longest document. γ and β are each head's own: of GPT-2's 124M parameters (12 layers
-and heads, width 768), gates are another 0.09%, both 0.18%.
+over the tokens of the route, N the longest document. γ and β are per head: to GPT-2's 124M parameters (12 layers and
+heads, width 768), gates add 0.09%, both 0.18%.
 
-Cost: linear in T, or that of attention while that is less. State: the running angle; and keys, values and gates, until
-C(D + p − 1, p) · (D + 1) numbers a gate take less room: for all of GPT-2, heads of 64, 38.9 MB with p = 2 and 14.3 GB
-with p = 4 in bfloat16, as the paper counts; states here are in float32, beyond p = 2 in float64.
+Cost: linear in T, or that of attention where that is less. State: the running angle; keys, values and gates, until a
+state of C(D + p − 1, p) · (D + 1) numbers per gate is smaller: for all of GPT-2, head_dim 64, 38.9 MB with p = 2 and
+14.3 GB with p = 4 in bfloat16, as the paper counts; states here are in float32, beyond p = 2 in float64.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ConformalSympow(Encoding):
 
     Args:
         p: the power, even.
-        pace: whose β is, each key head's own, which is what the paper's parameter counts come to, or the layer's.
-        initial: standard deviation of u before training; 0 for PyTorch's default. As small as it is, all tokens turn
-            alike at first, as without β: paces that differ by chance are noise in every place, and cost more than β
-            has brought (`results/powers-text.md`).
+        pace: "head" for one β per key head, which matches the paper's parameter counts, or "layer" for one in all.
+        initial: standard deviation of u's initial weights; 0 for PyTorch's default. With the small default all tokens
+            rotate alike at first, as without β: random initial β are noise at every position, and cost more than β has
+            gained (`results/powers-text.md`).
     """
 
     saved_without: ClassVar[dict[str, Any]] = {"pace": "layer"}

@@ -4,10 +4,11 @@
     h_t = filter(h_{t−1}; reset, move, γ)   a distribution over P positions: see `dr.histogram_filter`
     e_t = Σ_p h_t[p] f(p),   f(p) = [sin(p · ω), cos(p · ω)],   ω_m = base^(−2m / d)
 
-One in five key cursors only ever steps forward: a token is at its place in the document. The query cursors that meet
-it may jump there (the copy branch), by causal self-attention over tokens with one more choice, not to jump.
+One in five key cursors (option `copy`) is fixed: it steps forward with every token, and so is at the token's position
+in the document. The query cursors that are compared with it may jump (the copy branch): causal self-attention over
+tokens, with one more choice, not to jump, gives the distribution of where to.
 
-Of e_t, only inner products matter, which are the same in r ≤ d dimensions: see `waves.py`.
+Only inner products of e_t matter, which are the same in r ≤ d dimensions: see `waves.py`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from deadreckon.ops.token import maps_of_token
 from deadreckon.ops.tracing import traced, without_autocast
 
 COPY_WIDTH = 32  # channels of the copy branch's queries and keys
-KEPT = CROPPABLE + 2  # places: one is left when `crop` has undone so many, and one more token may have been interrupted
-HELD = {"cpu": 1 << 24, "cuda": 1 << 28}  # pairs of a token and where it may jump to that are held at a time
-ROOM = {"cpu": 64, "cuda": 1024}  # tokens that there is room for in the copy branch's cache, at the least
+KEPT = CROPPABLE + 2  # slots of ring buffers: one is left after `crop` undoes CROPPABLE, one for an interrupted token
+HELD = {"cpu": 1 << 24, "cuda": 1 << 28}  # pairs of a token and a jump target in memory at a time
+ROOM = {"cpu": 64, "cuda": 1024}  # minimum capacity of the copy branch's cache, in tokens
 
 
 class Gates(NamedTuple):
@@ -46,7 +47,7 @@ class Gates(NamedTuple):
     copy: Tensor | None  # (B, T, F, P + 1)
 
     def between(self, start: int, end: int) -> Gates:
-        """Those of a range of tokens."""
+        """The gates at a range of tokens."""
         copy = None if self.copy is None else self.copy[:, start:end]
         return Gates(self.reset[:, start:end], self.move[:, start:end], self.gamma, copy)
 
@@ -61,25 +62,25 @@ class Gates(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Some of the cursors: which, their gates at tokens from start to end, and of how many tokens these fit at once."""
+    """A group of cursors: their slice, their gates at tokens start to end, and for how many tokens gates are held."""
 
     part: slice
     gates: Callable[[int, int], Gates]
     size: int
 
     def spans(self, cut: int, length: int) -> list[tuple[int, int]]:
-        """Tokens to filter at a time; none lies on both sides of the cut."""
+        """Ranges of tokens to filter at a time; none straddles the cut."""
         edges = {*range(0, cut, self.size), *range(cut, length, self.size), length}
         return list(pairwise(sorted(edges)))
 
 
 class Filtered(NamedTuple):
-    """What a kernel makes the queries and keys of a layer from."""
+    """What the kernel that extends a layer's queries and keys takes."""
 
     superpositions: Tensor  # (B, T, F, r), of all filters
     table: Tensor  # (P, r)
     places: Tensor  # (B or 1, T)
-    order: Tensor  # (Hq + H, C), which filter a cursor is; −1 for those that are at the token's place
+    order: Tensor  # (Hq + H, C), which filter a cursor is; −1 for fixed cursors, at the token's position
 
 
 class Streams(NamedTuple):
@@ -89,12 +90,12 @@ class Streams(NamedTuple):
     keys: Tensor
 
     def of_layers(self) -> list[Streams]:
-        """Each layer's, without that dimension."""
+        """One for each layer, without that dimension."""
         return [Streams(*pair) for pair in zip(self.queries.unbind(2), self.keys.unbind(2), strict=True)]
 
 
 class Reading(NamedTuple):
-    """All gates and histograms, for pictures."""
+    """All gates and histograms, for plots."""
 
     reset: Streams  # (…, 1)
     move: Streams  # (…, 3): +1, −1, stay
@@ -102,13 +103,13 @@ class Reading(NamedTuple):
 
 
 class Cursors(SelfInitialised, nn.Module):
-    """The cursors of so many layers, moved by one recurrent network.
+    """The cursors of one or more layers, moved by one recurrent network.
 
     Args:
         sizes: of each of these layers.
-        layers: how many.
+        layers: number of layers.
         recurrence: the network.
-        positions, width, cursors, copy, base, gamma, noise: as the encoding `prism` has them.
+        positions, width, cursors, copy, base, gamma, noise: see :class:`deadreckon.encodings.prism.Prism`.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Cursors(SelfInitialised, nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.positions, self.width, self.base, self.gamma = positions, width, base, gamma
-        self.noise: float | Tensor = noise  # a tensor where it changes in training, which a CUDA graph reads again
+        self.noise: float | Tensor = noise  # a tensor if a schedule changes it: captured CUDA graphs see the new value
         self.query_shape = (layers, sizes.n_heads, cursors)
         self.key_shape = (layers, sizes.n_kv_heads, cursors)
         self.copy, self.group = copy, sizes.n_heads // sizes.n_kv_heads
@@ -142,9 +143,9 @@ class Cursors(SelfInitialised, nn.Module):
             part.reset_parameters()  # type: ignore[operator]
 
     def forward(self, x: Tensor, context: Context, dtype: torch.dtype) -> list[Streams] | list[Filtered]:
-        """Superpositions (B, T, heads, C, r) for each layer, in a dtype: histograms are never of half precision."""
+        """Superpositions (B, T, heads, C, r) for each layer, in a dtype; histograms are at least single precision."""
         with without_autocast(x):
-            # Kernels multiply halves as they are; else several maps read, and keep, the same copy.
+            # Kernels read half precision as it is; else one single-precision copy serves all projections.
             x, context, tokens = _unpacked(x if by_kernels(x) else at_least_single(x), context)
             table = self._table(x, dtype)
             later = context.recent is not None and "histogram" in context.recent
@@ -160,13 +161,13 @@ class Cursors(SelfInitialised, nn.Module):
             return Streams(*(_packed(e, tokens) for e in streams)).of_layers()
 
     def _table(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """(P, r), where each position is."""
+        """The encodings f(p) of all positions, (P, r)."""
         if by_kernels(x):
             return waves_in(self.positions, self.width, self.base, x.device, dtype)
         return table_of_waves(x.detach(), self.positions, self.width, self.base).to(dtype)
 
     def _superpositions(self, x: Tensor, context: Context, table: Tensor) -> Tensor:
-        """Superpositions (B, T, F, r) of whole rows, or of a piece, which leaves what the next one needs."""
+        """Superpositions (B, T, F, r) of whole rows, or of a piece: then the state for the next piece is kept."""
         length, recent = x.shape[1], context.recent
         if recent is not None and length > 1:  # which would write over what `crop` may need of the state before
             recent.update({name: recent[name].clone() for name in BY_PLACE if name in recent})
@@ -189,7 +190,7 @@ class Cursors(SelfInitialised, nn.Module):
         return _joined(found, dim=2)
 
     def _step(self, x: Tensor, context: Context, table: Tensor) -> Tensor:
-        """Superpositions (B, 1, F, r) of one more token, by kernels that find and leave what is kept where it is."""
+        """Superpositions (B, 1, F, r) in a decoding step, by kernels that read and write the kept state in place."""
         recent, places, copy = context.recent, context.positions, None
         assert recent is not None
         hidden = self.recurrence.by_kernel(x, places, recent["hidden"], by_place=True)
@@ -207,7 +208,7 @@ class Cursors(SelfInitialised, nn.Module):
 
     @torch.no_grad()
     def read(self, x: Tensor, context: Context) -> Reading:
-        """What the cursors do on whole sequences x: gates and histograms. Fixed key cursors always step forward."""
+        """Gates and histograms of all cursors on whole sequences x. Fixed key cursors always step forward."""
         x = at_least_single(x)
         gates = [filters.gates(0, x.shape[1]) for filters in self._filters(x, context)]
         histograms = [some.histograms(self.positions, None) for some in gates]
@@ -251,14 +252,14 @@ class Cursors(SelfInitialised, nn.Module):
         return found
 
     def _size(self, x: Tensor, context: Context) -> int:
-        """Of how many tokens it is held at a time where they may jump to. Whole rows are not divided."""
+        """For how many tokens jump distributions are held in memory at a time. Whole rows are not split."""
         if context.recent is None:
             return x.shape[1]
         choices = self.positions + 1 if by_kernels(x) else context.seen + x.shape[1]
         return max(1, HELD.get(x.device.type, HELD["cpu"]) // (choices * self.jumping * len(x)))
 
     def _decide(self, part: nn.Linear, hidden: Tensor) -> Tensor:
-        """The logits of gates, in training with noise, which only clear decisions withstand."""
+        """The logits of gates; in training with noise, which only clear decisions withstand."""
         logits = _apply(part, hidden)
         return logits + self.noise * torch.randn_like(logits) if self.noisy else logits
 
@@ -274,10 +275,10 @@ class Cursors(SelfInitialised, nn.Module):
         waiting = 0 if recent is None else (-context.positions[:, :1]).clamp(0, x.shape[1])  # (B, 1) tokens of padding
         if self.recurrence.in_one_kernel(x):
             hidden = self.recurrence.by_kernel(x, context.positions, before)
-        elif past is not None and x.shape[1] == 1:  # without a question to the device, for which the host would wait
+        elif past is not None and x.shape[1] == 1:  # without a host-device synchronisation
             hidden = torch.where(real, self.recurrence(x, before), first)
         elif isinstance(waiting, Tensor) and bool(waiting.any()):
-            # Rows begin at their first token and end with what nobody reads; then they go back to where they were.
+            # Left padding: roll rows so that they start at their first real token, run the GRU, and roll them back.
             order = torch.arange(x.shape[1], device=x.device) + waiting
             rolled = x.gather(1, (order % x.shape[1]).unsqueeze(-1).expand_as(x))
             hidden = self.recurrence(rolled, before)
@@ -290,14 +291,14 @@ class Cursors(SelfInitialised, nn.Module):
         return hidden
 
     def _meeting(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the copy branch, (B, T, F, W): keys as halves where x is, since they are kept and read
-        for every token, queries at least in single precision.
+        """Queries and keys of the copy branch, (B, T, F, W): keys in the dtype of x, since they are cached and read at
+        every token, queries at least in single precision.
         """
         q, k = (_apply(part, x).unflatten(-1, (-1, COPY_WIDTH)) for part in (self.copy_query, self.copy_key))
         return q, k.to(x.dtype)
 
     def _copies(self, x: Tensor, hidden: Tensor, context: Context) -> Callable[[int, int], Tensor]:
-        """Where jumping cursors jump to at tokens from start to end: (B, n, F, P + 1), the last for not at all."""
+        """A function of (start, end): jump probabilities at these tokens, (B, n, F, P + 1), the last for no jump."""
         q, k = self._meeting(x)
         none = self._decide(self.no_copy, hidden)
         keys = k.transpose(1, 2) if context.recent is None else _kept_keys(context, k)  # (B, F, S, W), by place
@@ -312,10 +313,10 @@ class Cursors(SelfInitialised, nn.Module):
         return copies
 
     def _sort(self, filtered: Tensor, fixed: Tensor) -> Streams:
-        """Cursors as heads have them, from what the filters (B, T, F, ·) and fixed cursors (B, T, ·) are at."""
+        """Sorts filters' values (B, T, F, ·) and fixed cursors' (B, T, ·) by layer, head and cursor."""
         queries, keys, jumps = filtered.split([self.walking_queries, self.keys - self.fixed, self.jumping], dim=2)
         if self.jumping:
-            # Computed on the device, so that a CUDA graph may hold it.
+            # Computed on the device, so that a CUDA graph can capture it.
             key = torch.arange(self.keys, device=filtered.device)
             met = key.view(-1, 1, self.key_shape[2]).expand(-1, self.group, -1).flatten()  # by each query cursor
             fixed = fixed.unsqueeze(2).expand(-1, -1, self.fixed, -1)
@@ -325,12 +326,12 @@ class Cursors(SelfInitialised, nn.Module):
 
 
 def _order(last: Tensor) -> Tensor:
-    """The index of each item after those marked in `last` (booleans) have been moved behind the others, in order."""
+    """The index of each item after those marked in `last` (booleans) have been moved to the end, in order."""
     return torch.where(last, (~last).sum() + last.cumsum(0), (~last).cumsum(0)) - 1
 
 
 def _apply(part: nn.Linear, x: Tensor) -> Tensor:
-    """A linear map of x, or what has taken its place, such as LoRA's: at least in single precision."""
+    """Applies a projection, or the module that replaces it (LoRA's), to x; at least single precision."""
     if isinstance(part, nn.Linear) and is_plain(part):
         return mapped(x, part.weight, part.bias)
     return at_least_single(part(x.to(part.weight.dtype)))
@@ -341,7 +342,9 @@ def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:
 
 
 def _chances(q: Tensor, k: Tensor, none: Tensor, positions: Tensor, most: int) -> Tensor:
-    """Where cursors jump to, (B, T, F, P + 1): q (B, T, F, W) over keys (B, F, S, W) by place, and none (B, T, F)."""
+    """Jump probabilities (B, T, F, P + 1): softmax of q (B, T, F, W) over keys (B, F, S, W), in order of positions,
+    and of the logit none (B, T, F) of no jump.
+    """
     keys = k.shape[2]
     scores = (q.transpose(1, 2) @ k.mT.to(q.dtype)).transpose(1, 2) * COPY_WIDTH**-0.5  # (B, T, F, S)
     places = torch.arange(keys, device=q.device)
@@ -357,12 +360,12 @@ def _chances(q: Tensor, k: Tensor, none: Tensor, positions: Tensor, most: int) -
 
 
 def _remember(context: Context, name: str, x: Tensor, part: slice = slice(None), among: int | None = None) -> None:
-    """Keeps x (B, T, ...) of the last tokens by their places, so many that `crop` can undo CROPPABLE and one is left.
+    """Keeps x (B, T, ...) of the last CROPPABLE + 1 tokens in a ring buffer, by position: enough to crop CROPPABLE.
 
-    One token is written where nothing is that the state before it might need: in place, as a CUDA graph needs it.
+    A single token overwrites a slot that the state before it does not need: in place, as a CUDA graph requires.
 
     Args:
-        part: of the dimension behind T, which x is of; all of it has so many `among`.
+        part: the slice of the dimension after T that x has; its full size is `among`.
     """
     assert context.recent is not None
     x, kept = x[:, -CROPPABLE - 1 :], context.recent.get(name)
@@ -374,9 +377,9 @@ def _remember(context: Context, name: str, x: Tensor, part: slice = slice(None),
 
 
 def _recall(context: Context, name: str, batch: int) -> Tensor | None:
-    """What was kept of the token before these, (B, ...); None where nothing was.
+    """What was kept of the token before these, (B, ...); None if nothing was.
 
-    Before a row's first token that is its start, which all padding has left at place -1.
+    Before a row's first real token that is the initial value, which padding has written to slot -1.
     """
     kept = None if context.recent is None else context.recent.get(name)
     if kept is None:
@@ -385,10 +388,10 @@ def _recall(context: Context, name: str, batch: int) -> Tensor | None:
 
 
 def _kept_keys(context: Context, k: Tensor) -> Tensor:
-    """The copy branch's cache (B, F, S, W) with the keys of new tokens (B, T, F, W), each where its place says."""
+    """The copy branch's cache (B, F, S, W) after the keys of new tokens (B, T, F, W) are written at their positions."""
     kept = _room_for_keys(context, k)
     rows = torch.arange(len(k), device=k.device).unsqueeze(1)
-    # A row with padding has none of these tokens at the last place.
+    # Padding is written to the last slot, which no token of a padded row uses.
     kept[rows, :, torch.where(context.positions < 0, kept.shape[2] - 1, context.positions)] = k.to(kept.dtype)
     return kept
 
@@ -396,7 +399,7 @@ def _kept_keys(context: Context, k: Tensor) -> Tensor:
 def _room_for_keys(context: Context, k: Tensor) -> Tensor:
     """The copy branch's cache (B, F, S, W) with room for new tokens (B, T, F, W).
 
-    S is the room there is, so that a CUDA graph serves until that is used up. Nothing looks beyond a token's place.
+    S is the capacity, so that a CUDA graph can be replayed until it is used up. No token reads beyond its position.
     """
     assert context.recent is not None
     kept, needed = context.recent.get(GROWING), context.seen + k.shape[1]
@@ -409,7 +412,7 @@ def _room_for_keys(context: Context, k: Tensor) -> Tensor:
 
 
 def _room(tokens: int, device: torch.device) -> int:
-    """For so many tokens: of few sizes, a quarter larger each, since a graph is captured for each."""
+    """Capacity for so many tokens: few sizes, each a quarter larger, since a CUDA graph is captured for each."""
     least = room = ROOM.get(device.type, ROOM["cpu"])
     while room < tokens:
         room += max(least, room // 4 // least * least)
@@ -417,9 +420,9 @@ def _room(tokens: int, device: torch.device) -> int:
 
 
 def _unpacked(x: Tensor, context: Context) -> tuple[Tensor, Context, tuple[Tensor, Tensor] | None]:
-    """Packed documents as rows, with their context, and the row and column (T,) of each token.
+    """Packed documents as rows of a batch, with their context, and the row and column (T,) of each token.
 
-    A tracer does not know how long the longest is: rows are then as long as all together.
+    While tracing, the longest document's length is unknown: rows are then as long as all documents together.
     """
     if context.cu_seqlens is None:
         return x, context, None

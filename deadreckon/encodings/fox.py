@@ -1,8 +1,8 @@
-"""FoX, the Forgetting Transformer: a learned gate for each token and head scales all that lies behind it.
+"""FoX, the Forgetting Transformer: a learned forget gate per token and head scales the weights of preceding tokens.
 
     f_t = σ(u · x_t + b)
 
-Cost: one gate a token and head. State: keys, values and gates.
+Cost: one gate per token and head. State: keys, values and gates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Learned rotations: every token of the vocabulary has its own step angles, one table a layer.
+"""Learned rotations: every token of the vocabulary has its own step angles, one table per layer.
 
     step angles at t = table[token_t],   (vocabulary, D/2), shared by heads
 
@@ -21,21 +21,21 @@ STARTS = ("normal", "grid")
 
 
 class LearnedRotation(Encoding):
-    """Queries and keys turn.
+    """Rotates queries and keys.
 
     Args:
-        initial: what the table holds. "normal": angles in radians that start as N(0, 1), PyTorch's default for
-            embeddings, which "Why Do Accumulated Transformations Extrapolate?" has: the mean phasor of every pair is
-            e^{−1/2} a token, less than 1% after ten.
-            "grid": multiples of RoPE's grid that start uniform in [−1, 1], as random rotations are drawn: slow pairs
-            start slow and are trained on their own scale.
-        spread: the standard deviation σ of "normal", in place of 1: the mean phasor is e^{−σ²/2} a token, 1% after T of
-            them where σ² = 9.2 / T. Short trainings at T tokens want that.
-        base: of the grid.
-        rate: the table's learning rate in place of the model's, with the model's weight decay. Angles are to be
-            forgotten as much as learned: those of tokens that are hardly seen stay at N(0, 1) and take every route
-            apart unless learning rate × weight decay, summed over the steps, is well above 1, as in the paper's 200 000
-            steps. A few thousand steps want a rate of 0.02.
+        initial: units and initialisation of the table. "normal": angles in radians, initialised as N(0, 1), PyTorch's
+            default for embeddings, as in "Why Do Accumulated Transformations Extrapolate?": the mean phasor of every
+            pair shrinks by e^{−1/2} per token, to less than 1% after ten.
+            "grid": multiples of RoPE's grid, initialised uniformly in [−1, 1], as random rotations are drawn: slow
+            pairs start slow and are trained on their own scale.
+        spread: standard deviation σ of "normal": the mean phasor shrinks by e^{−σ²/2} per token, to 1% after T tokens
+            where σ² = 9.2 / T. Short training runs at T tokens need that.
+        base: of RoPE's grid.
+        rate: the table's learning rate in place of the model's, with the model's weight decay. Angles must decay as
+            well as be learned: those of rare tokens stay at N(0, 1) and make every route that contains them incoherent
+            unless learning rate × weight decay, summed over the training steps, is well above 1, as in the paper's
+            200 000 steps. A few thousand steps need a rate of 0.02.
     """
 
     values = False
@@ -59,7 +59,7 @@ class LearnedRotation(Encoding):
         if rate is not None and not 0 < rate < math.inf:
             raise ValueError(f"rate: expected a positive learning rate or None, got {rate!r}")
         self.head_dim, self.base, self.spread, self.rate = sizes.even_head_dim, base, spread, rate
-        # Two names, so that weights in one unit do not load into the other.
+        # Two parameter names, so that a table in one unit does not load into the other.
         self.name = "angles" if initial == "normal" else "table"
         self.register_parameter(self.name, nn.Parameter(torch.empty(sizes.vocab_size, self.head_dim // 2)))
         self.reset_parameters()
@@ -93,6 +93,6 @@ class LearnedRotation(Encoding):
 
 
 class LearnedRotationValues(LearnedRotation):
-    """Queries, keys and values turn."""
+    """Rotates queries, keys and values."""
 
     values = True

@@ -1,4 +1,4 @@
-"""Linear maps of an input that encodings compute factors from, each with what follows it: gates and strengths."""
+"""Projections that encodings compute factors with, each with the function that follows it: log gates and β."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deadreckon.ops.modules import is_plain
 from deadreckon.ops.pointwise import at_least_single, has_kernels, log_gate, strength
 from deadreckon.ops.token import maps_of_token
 
-MOST_SEQUENCES = 64  # of a step whose small maps are one kernel: each sequence's programs read all weights
+MOST_SEQUENCES = 64  # of a decoding step whose projections are one kernel: each sequence's programs read all weights
 
 
 class SelfInitialised:
@@ -20,12 +20,12 @@ class SelfInitialised:
 
 
 class Projection(SelfInitialised, nn.Linear):
-    """A linear map of an encoding.
+    """An encoding's projection: nn.Linear with its own initialisation.
 
     Args:
-        initial: standard deviation of normal weights before training; 0 for PyTorch's default.
-        start: of the bias.
-        from_zero: whether weights and bias are 0 before training.
+        initial: standard deviation of the initial weights, which are normal; 0 for PyTorch's default.
+        start: initial bias.
+        from_zero: whether weights and bias are initialised to 0.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class Projection(SelfInitialised, nn.Linear):
 
 @dataclass(frozen=True)
 class Ending:
-    """What follows a linear map, of a = u · x + b.
+    """The function that follows a projection a = u · x + b.
 
-    It is no part of the map's module: what takes that one's place, such as LoRA's adapters, adds to a.
+    It is not part of the projection's module, so that a module that replaces it, such as a LoRA adapter, adds to a.
 
-        log gate    log f = scale · log σ(a), of a head
-        strength    β = 2σ(a), of a key head
+        log gate    log f = scale · log σ(a), per query head
+        strength    β = 2σ(a), per key head
 
-    With `from_zero` both are ramps, and u = b = 0 before training. log f = scale · min(0, a), which is log σ(a) for
-    large |a|: nothing is forgotten, exactly, and ∂ log f / ∂a = 1, twice that of log σ at 0 (not by `clamp`, whose
-    gradient at its bound is 0 in torch 2.15). After a step, tokens with a < 0 are on the ramp; others begin to
-    forget when u turns.
-    β = 2 max(0, tanh(a / 2)) = 2 max(0, 2σ(a) − 1): the route is the identity, exactly, and ∂β/∂a = 1, twice that of
-    2σ at 0.
+    With `from_zero` both are ramps, and u = b = 0 initially. log f = scale · min(0, a), which is log σ(a) for
+    large |a|: initially nothing is forgotten, exactly, and ∂ log f / ∂a = scale, twice that of log σ at 0 (not by
+    `clamp`, whose gradient at its bound is 0 in torch 2.15). After a training step, tokens with a < 0 are on the ramp;
+    others start to forget when u changes direction.
+    β = 2 max(0, tanh(a / 2)) = 2 max(0, 2σ(a) − 1): initially the route is the identity, exactly, and ∂β/∂a = 1, twice
+    that of 2σ at 0.
     """
 
     name: Literal["none", "strength", "log gate"] = "none"  # as kernels know it
@@ -88,11 +88,11 @@ class Ending:
 
 PLAIN = Ending()
 Map = tuple[Projection, Ending]
-"""A linear map, or what has taken its place, and what follows it."""
+"""A projection, or the module that replaces it, and the function that follows it."""
 
 
 def maps(x: Tensor, *parts: Map) -> list[Tensor]:
-    """What each map makes of x (B, T, d_model); of one token, on a GPU, all of them in one kernel."""
+    """Applies each map to x (B, T, d_model); in a decoding step on a GPU, all of them in one kernel."""
     modules, endings = zip(*parts, strict=True)
     if in_step(x, *modules) and not any(ending.from_zero for ending in endings):
         return maps_of_token(x, [(part.weight, part.bias, ending.name, ending.scale) for part, ending in parts])
@@ -100,7 +100,7 @@ def maps(x: Tensor, *parts: Map) -> list[Tensor]:
 
 
 def in_step(x: Tensor, *parts: nn.Module) -> bool:
-    """Whether x is one more token, of few sequences, and kernels can do what these parts, Projections, would."""
+    """Whether x is a decoding step of a small batch, and kernels can replace these Projections."""
     return (
         has_kernels(x)  # first, so that tracers do not note the sizes that are asked for next
         and x.shape[1] == 1

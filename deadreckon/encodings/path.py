@@ -1,8 +1,9 @@
-"""PaTH: every token reflects what lies behind it, and a route is the ordered product of its reflections.
+"""PaTH: each token applies a Householder step to all preceding keys; a route is the ordered product of its steps.
 
     H_t = I − β_t w_t w_tᵀ,   w_t = normalise(convolve(low-rank linear of x))_t,   β_t = 2σ(u · x_t + b)
 
-Cost: attention and O(T · D² · log T). State: keys, values and O(log T) products of D × D, and the convolution's tail.
+Cost: attention and O(T · D² · log T). State: keys, values, O(log T) products of D × D, and the convolution's last
+inputs.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ class PaTH(Encoding):
     """Yang et al. 2025.
 
     Args:
-        rank: of the linear map that w is computed by.
-        initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
-        beta: β of a zero input before training.
-        activation: behind the convolution, "none" or "silu".
-        norm_eps: added to ‖w‖² where w is divided by its norm.
+        rank: of the low-rank projection to w.
+        initial: standard deviation of the projections' initial weights; 0 for PyTorch's default.
+        beta: initial β of a zero input.
+        activation: after the convolution, "none" or "silu".
+        norm_eps: added to ‖w‖² before w is divided by its norm.
             (flash-linear-attention has SiLU and 1e-6.)
-        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
+        recompute: less memory, slower backward pass: see :class:`deadreckon.Householder`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""PaTH-FoX: reflections and forget gates on the same route.
+"""PaTH-FoX: Householder steps and forget gates on the same route.
 
     H_t = I − β_t w_t w_tᵀ  as in PaTH,   f_t = σ(u · x_t + b)  as in FoX
 
@@ -18,13 +18,13 @@ class PaTHFoX(Encoding):
     """Yang et al. 2025, section 2.
 
     Args:
-        rank: of the linear map that w is computed by.
-        initial: standard deviation of the projections' weights before training; 0 for PyTorch's default.
-        beta: β of a zero input before training.
-        activation: behind the convolution, "none" or "silu".
-        norm_eps: added to ‖w‖² where w is divided by its norm.
+        rank: of the low-rank projection to w.
+        initial: standard deviation of the projections' initial weights; 0 for PyTorch's default.
+        beta: initial β of a zero input.
+        activation: after the convolution, "none" or "silu".
+        norm_eps: added to ‖w‖² before w is divided by its norm.
         gate_scale: factor on log f. (flash-linear-attention has SiLU, 1e-6 and D^(−1/2).)
-        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
+        recompute: less memory, slower backward pass: see :class:`deadreckon.Householder`.
     """
 
     def __init__(

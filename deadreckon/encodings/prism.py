@@ -6,11 +6,11 @@
     logit_ts = μ ⟨q_t, k_s⟩ · scale + (1 − μ) Σ_c |α_c| ⟨g_t^{q,c}, g_s^{k,c}⟩ / √(C · d),    μ ∈ [0, 1] and α of a head
 
 which is one dot product of longer queries and keys; position never enters the residual stream. One module of cursors,
-before layer 1 or wherever `modules` says, serves all layers up to the next: each head has its own. Key cursors belong
-to key heads, which grouped query heads share.
+before the first layer or wherever `modules` says, serves all layers up to the next module: each head has its own
+cursors. Key cursors belong to key heads, which query heads share in GQA.
 
-Cost: the filter, O(T · P) a cursor, one token after the other; attention with D + C · r channels, r ≤ d of them for a
-superposition. State: keys so much longer, the last hidden states and histograms, and the keys of the copy branch.
+Cost: the filter, O(T · P) per cursor, sequential in T; attention with a head_dim of D + C · r, r ≤ d channels for each
+superposition. State: keys (of that size) and values, the last hidden states and histograms, and the copy branch's keys.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Prism(Encoding):
     """Lee 2025.
 
     Args:
-        positions: P, where a cursor can be; it goes no farther.
+        positions: P, the number of positions that a cursor can be at; it stops at both ends.
         width: d, of the superpositions.
-        cursors: C, pairs of cursors that a head has.
-        hidden: of the recurrent network.
+        cursors: C, pairs of cursors per head.
+        hidden: hidden size of the recurrent network.
         copy: one in so many key cursors is fixed, and its query cursors may jump; 0 for none.
         base: of the sinusoids' frequencies.
-        similarity: what α begins with.
-        gamma: what γ begins with, above 1. Where it is large, only what is likeliest is remembered, so that nothing is
-            learnt from what a cursor might have done instead.
-        content: what μ begins with, above 0 and below 1.
-        orthogonality: how strongly training keeps the network's hidden-to-hidden matrix orthogonal.
-        norm: what the Frobenius norm of that matrix is in place of that, times a factor that is learnt.
-        start: whether the network's first hidden state is learnt, or zero. A number that opens a row can then be as
-            one that follows a separator.
-        noise: standard deviation of what is added to the logits of gates in training, so that cursors come to decide.
-        modules: layers, counted from 0, that a module of cursors stands before; it serves all up to the next. Its
-            input is that of the layer's attention.
+        similarity: initial α.
+        gamma: initial γ, above 1. If it is large, only the likeliest position is remembered, so that nothing is learned
+            from the alternatives.
+        content: initial μ, above 0 and below 1.
+        orthogonality: weight of the penalty that keeps the network's hidden-to-hidden matrix orthogonal.
+        norm: in place of that penalty, fixes the Frobenius norm of that matrix at this, times a learned factor.
+        start: whether the network's initial hidden state is learned; else it is zero. If learned, a number that opens a
+            row can look like one that follows a separator.
+        noise: standard deviation of noise on the logits of gates in training, which makes cursors decide clearly.
+        modules: layers, counted from 0, before which a module of cursors runs, on the input of that layer's attention;
+            it serves all layers up to the next module.
     """
 
     precise = True  # its recurrent network carries what it reads from token to token
@@ -137,7 +137,7 @@ class Prism(Encoding):
                 "use_reentrant=True; gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         found = layers[self.layer - self.source]
-        # The logits will be scaled by D^(−1/2), which these channels are not meant to be.
+        # Undoes the D^(−1/2) scaling of the logits for these channels.
         unscaled = (q.shape[-1] / (self.alpha.shape[1] * self.width)) ** 0.5
         if isinstance(found, Filtered):
             return gathered(q, k, *found, self.mix, self.alpha, unscaled, self.width**0.5)

@@ -1,11 +1,11 @@
-"""Random rotations: step angles drawn anew in every forward pass, so that far routes are incoherent by construction.
+"""Random rotations: step angles redrawn in every forward pass, so that long routes are incoherent by construction.
 
     step angle of pair m ~ uniform[−θ_m, θ_m],   θ the RoPE grid
 
 independent for each token, pair and layer, shared by heads. The control of "Why Do Accumulated Transformations
 Extrapolate?".
 
-Cost: that of RoPE and a draw. State: keys and values, but a sequence cannot be streamed twice alike.
+Cost: that of RoPE and a draw. State: keys and values, but decoding a sequence twice gives different outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deadreckon.ops.factors import Factors, Rotation
 
 
 class RandomRotation(Encoding):
-    """Queries and keys turn."""
+    """Rotates queries and keys."""
 
     values = False
 
@@ -33,6 +33,6 @@ class RandomRotation(Encoding):
 
 
 class RandomRotationValues(RandomRotation):
-    """Queries, keys and values turn."""
+    """Rotates queries, keys and values."""
 
     values = True

@@ -1,9 +1,9 @@
-"""Sinusoids of randomised positions: T sorted indices drawn without replacement from 0..L_max−1, afresh each forward.
+"""Sinusoids of randomised positions: T sorted indices drawn without replacement from 0..L_max−1 in each forward pass.
 
-A model so trained has met every distance up to L_max at any length (Ruoss et al. 2023). The draw is made in training
-and in evaluation alike, so that no two forward passes are equal unless the random seed is.
+A model trained this way sees distances up to L_max at any length (Ruoss et al. 2023). Positions are drawn in training
+and in evaluation, so two forward passes differ unless the random seed is the same.
 
-Cost: a sort of L_max numbers. State: none that streams; each piece of a sequence would be drawn anew.
+Cost: a sort of L_max numbers. State: none, no prefill and decode: each piece of a sequence would draw new positions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from deadreckon.ops.tracing import traced
 
 
 class Randomized(Encoding):
-    """One draw for all rows of the batch; packed documents share it, each from its beginning.
+    """One draw for all rows of the batch; packed documents share it, each starting at the first index.
 
     Args:
         positions: L_max.
-        gain: amplitude of the sinusoids; the default is as loud as embeddings of deviation 0.02 are.
+        gain: amplitude of the sinusoids; the default matches embeddings with a standard deviation of 0.02.
     """
 
     def __init__(self, sizes: Sizes, positions: int = 2048, base: float = 10000.0, gain: float = 0.03) -> None:
@@ -39,7 +39,7 @@ class Randomized(Encoding):
                 f"randomized: a sequence of {int(longest)} tokens needs as many positions, got {self.limit}"
             )
         drawn = context.drawn_alike(torch.randperm(self.limit, device=x.device))
-        # The first ones, sorted; `longest` may be a number that only the device knows.
+        # The first `longest` indices, sorted, without slicing: `longest` may be a tensor on the device.
         drawn = drawn.masked_fill(torch.arange(self.limit, device=x.device) >= longest, self.limit).sort().values
         places = context.positions.clamp(max=self.limit - 1)  # padding of shards may go beyond
         phase = drawn[places].unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)

@@ -2,8 +2,9 @@
 
     r, z = σ(W x_t + b + U h_{t−1} + c),   n = tanh(W x_t + b + r ⊙ (U h_{t−1} + c)),   h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
-each with its third of the rows of W, U, b and c. A tracer would unroll PyTorch's, for one length alone: while one looks
-on, it is one operator, `unrolled`. Without gradients, on a GPU, W x is one product and the rest one kernel.
+r, z and n each use a third of the rows of W, U, b and c. `torch.compile` would unroll PyTorch's GRU for one fixed
+length, so while compiling it is one custom operator, `unrolled`. Without gradients, on a GPU, W x is one matrix product
+and the recurrence one kernel.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def _room(x: Tensor, before: Tensor, *_: Tensor) -> Tensor:
 def _backward(
     grad: Tensor, x: Tensor, before: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor, hidden: Tensor
 ) -> list[Tensor]:
-    """Gradients of all but hidden. Only d h waits for the token after it: gates are computed again, all at once."""
+    """Gradients of all inputs but hidden. Only d h is sequential in T: gates are recomputed for all tokens at once."""
     past = torch.cat([before.unsqueeze(1), hidden[:, :-1]], dim=1)
     from_input, from_past = torch.nn.functional.linear(x, w, b), torch.nn.functional.linear(past, u, c)
     (r_x, z_x, n_x), (r_h, z_h, n_h) = from_input.chunk(3, -1), from_past.chunk(3, -1)
     r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
     n = (n_x + r * n_h).tanh()
-    # What d h_t is multiplied by for d of the sums in r, z and n, of the latter what comes from the past.
+    # Derivatives of h_t by the pre-activations of r and z, and by U h_{t−1} + c in that of n.
     of_n = (1 - z) * (1 - n * n)
     slopes = torch.cat([of_n * n_h * r * (1 - r), (past - n) * z * (1 - z), of_n * r], dim=-1)
     by_past, arrived, carry = torch.empty_like(slopes), torch.empty_like(hidden), torch.zeros_like(before)
@@ -67,11 +68,11 @@ unrolled = operator(
 
 
 class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers refuse by name
-    """A GRU whose hidden-to-hidden matrix W (3 · hidden, hidden) begins, and is kept near, WᵀW = I.
+    """A GRU whose hidden-to-hidden matrix U (3 · hidden, hidden) is initialised, and regularised, to UᵀU = I.
 
     Args:
-        norm: of W, Frobenius, if it is held at that, times a factor that is learnt; then nothing keeps it orthogonal.
-        start: whether the state before the first token is learnt, from zero, or is zero.
+        norm: fixes the Frobenius norm of U at this, times a learned factor; nothing then keeps U orthogonal.
+        start: whether the initial hidden state is learned (initialised to zero); else it is zero.
     """
 
     weight_hh_l0: nn.Parameter
@@ -95,14 +96,14 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
                 nn.init.constant_(getattr(self, name), value)
 
     def orthogonality_error(self) -> Tensor:
-        """‖WᵀW − I‖², Frobenius, of the hidden-to-hidden matrix."""
+        """‖UᵀU − I‖², Frobenius, of the hidden-to-hidden matrix."""
         w: Any = self.weight_hh_l0
-        # Sharded again by now, on a mesh: every rank has the same error, and of its gradient takes its own part.
+        # FSDP has sharded it again by now: every rank computes the same error, and its own shard of the gradient.
         w = at_least_single(w.full_tensor() if hasattr(w, "full_tensor") else w)
         return (w.T @ w - torch.eye(w.shape[1], dtype=w.dtype, device=w.device)).square().sum()
 
     def first(self, x: Tensor) -> Tensor:
-        """The hidden state before a sequence begins (hidden,), for tokens x; at least in single precision."""
+        """The initial hidden state (hidden,), in the dtype of tokens x, but at least single precision."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         return x.new_zeros(self.hidden_size, dtype=dtype) if self.start is None else self.start.to(dtype)
 
@@ -113,28 +114,28 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
         before, weights = before.unsqueeze(0).contiguous(), [from_input, self.from_hidden(x.dtype), *biases]
         if torch.compiler.is_compiling():
             return unrolled(x, before.squeeze(0), *weights)
-        if x.is_cuda:  # cuDNN wants them in one piece, and would copy them one by one, and say so
+        if x.is_cuda:  # cuDNN wants weights in one contiguous buffer: else it warns, and copies them one by one
             sizes, shapes = [w.numel() for w in weights], [w.shape for w in weights]
             parts = torch.cat([w.flatten() for w in weights]).split(sizes)
             weights = [w.view(shape) for w, shape in zip(parts, shapes, strict=True)]
-        train = torch.is_grad_enabled()  # or cuDNN keeps nothing for the backward pass, which evaluation may want too
+        train = torch.is_grad_enabled()  # else cuDNN saves nothing for backward, which may also run in eval mode
         return torch.gru(x, before, weights, True, 1, 0.0, train, False, True)[0]
 
     def from_hidden(self, dtype: torch.dtype) -> Tensor:
-        """The hidden-to-hidden matrix as it is used."""
+        """The hidden-to-hidden matrix U as the GRU uses it: rescaled, if `norm` is set."""
         w = self.weight_hh_l0.to(dtype)
         return w if self.norm is None else w * (self.norm * self.loudness.to(dtype) / w.norm())
 
     def in_one_kernel(self, x: Tensor) -> bool:
-        """Whether :meth:`by_kernel` serves."""
+        """Whether :meth:`by_kernel` can be used for x."""
         return by_kernels(x) and self.hidden_size <= LARGEST and is_plain(self)
 
     def by_kernel(self, x: Tensor, places: Tensor, state: Tensor, by_place: bool = False) -> Tensor:
-        """As :meth:`forward`, in float32; where a place (B or 1, T) is below 0, the state is the first.
+        """As :meth:`forward`, in float32; at positions (B or 1, T) below 0, padding, it gives the initial state.
 
         Args:
-            state: before the first token, (B, hidden); or, of one token, (B, kept, hidden), where it is found, and the
-                one after it left, by place.
+            state: before the first token, (B, hidden); or, with `by_place`, for a single token, the ring buffer
+                (B, kept, hidden) by position, from which it is read and to which the next state is written.
         """
         w, u, b, c = self.all_weights[0]
         matrix = u if self.norm is None else self.from_hidden(torch.float32)

@@ -1,4 +1,4 @@
-"""RoPE: every token turns what lies behind it by the same angles, so that a route's rotation is its length.
+"""RoPE: every token rotates all preceding keys by the same angles, so a route's rotation depends on its length alone.
 
     step angle of pair m: θ_m = base^(−2m / D)
 

@@ -1,8 +1,8 @@
 """RoPE-FoX: RoPE's rotation and forget gates on the same route.
 
-    step angle of pair m: a · θ_m as in RoPE, a = 1 to begin with,   f_t = σ(u · x_t + b) as in FoX
+    step angle of pair m: a · θ_m as in RoPE, a initially 1,   f_t = σ(u · x_t + b) as in FoX
 
-With f = 1 it is RoPE, so that a RoPE checkpoint can begin as it is.
+With f = 1 it is RoPE, so a RoPE checkpoint can start from it with unchanged logits.
 
 Cost: two rotations and a gate. State: keys, values and gates.
 """
@@ -21,7 +21,7 @@ class RoPEFoX(Encoding):
 
     Args:
         base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
-        from_zero: whether log f is a ramp that begins at 0, so that training begins with RoPE: see :class:`Ending`.
+        from_zero: whether log f is a ramp that starts at 0, so that training starts from RoPE: see :class:`Ending`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""RoPE-PaTH: every token turns what lies behind it by RoPE's angles and reflects it.
+"""RoPE-PaTH: each token applies RoPE's rotation and a Householder step to all preceding keys.
 
-    step R_t H_t,   R_t turns pair m by a · θ_m as in RoPE, a = 1 to begin with,   H_t = I − β_t w_t w_tᵀ as in PaTH
+    step R_t H_t,   R_t rotates pair m by a · θ_m as in RoPE, a initially 1,   H_t = I − β_t w_t w_tᵀ as in PaTH
 
-With β = 0 it is RoPE, so that a RoPE checkpoint can begin as it is; with a = 0 it is PaTH.
+With β = 0 it is RoPE, so a RoPE checkpoint can start from it with unchanged logits; with a = 0 it is PaTH.
 
 Cost: that of PaTH and three rotations. State: that of PaTH and the running angle.
 """
@@ -19,10 +19,10 @@ class RoPEPaTH(Encoding):
     """Ours.
 
     Args:
-        rank: of the linear map that w is computed by.
+        rank: of the low-rank projection to w.
         base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
-        from_zero: whether β is a ramp that begins at 0: training begins with RoPE. See :class:`HouseholderSteps`.
-        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
+        from_zero: whether β is a ramp that starts at 0: training starts from RoPE. See :class:`HouseholderSteps`.
+        recompute: less memory, slower backward pass: see :class:`deadreckon.Householder`.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""RoPE-PaTH-FoX: rotations, reflections and forget gates on the same route.
+"""RoPE-PaTH-FoX: rotations, Householder steps and forget gates on the same route.
 
     step R_t H_t as in RoPE-PaTH,   f_t = σ(u · x_t + b) as in FoX
 
-With β = 0 and f = 1 it is RoPE, so that a RoPE checkpoint can begin as it is; with angles of 0 it is PaTH-FoX.
+With β = 0 and f = 1 it is RoPE, so a RoPE checkpoint can start from it with unchanged logits; with angles of 0 it is
+PaTH-FoX.
 
 Cost: that of PaTH-FoX and three rotations. State: that of PaTH-FoX and the running angle.
 """
@@ -20,11 +21,11 @@ class RoPEPaTHFoX(Encoding):
     """Ours.
 
     Args:
-        rank: of the linear map that w is computed by.
+        rank: of the low-rank projection to w.
         base, scaling, learn_factor: of the rotation, see :class:`RopeSteps`.
-        from_zero: whether β and log f are ramps that begin at 0: training begins with RoPE. See
+        from_zero: whether β and log f are ramps that start at 0: training starts from RoPE. See
             :class:`HouseholderSteps` and :class:`Ending`.
-        recompute: less memory for a longer backward pass, see :class:`deadreckon.Householder`.
+        recompute: less memory, slower backward pass: see :class:`deadreckon.Householder`.
     """
 
     def __init__(

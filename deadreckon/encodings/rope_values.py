@@ -1,4 +1,4 @@
-"""RoPE whose values travel too: each is turned back by its route's angle before it is summed.
+"""RoPE with value transport: each value is rotated back by its route's angle before the weighted sum.
 
 Cost: four rotations. State: keys and values.
 """

@@ -1,11 +1,11 @@
-"""Selective RoPE: a token chooses the angles by which it turns what lies behind it.
+"""Selective RoPE: each token rotates all preceding keys by angles computed from the input.
 
-    step angles at t = τ ⊙ convolve(W₂ W₁ x̂)_t,   τ_m = base^(−2m / D),   x̂ = x, each head's share normalised
+    step angles at t = τ ⊙ convolve(W₂ W₁ x̂)_t,   τ_m = base^(−2m / D),   x̂ = x, each head's channels normalised
 
-with a causal convolution of width 4 along time, one filter a channel, angles for each key head and pair. τ, the
+The causal convolution is depthwise, of width 4. There is one angle per key head and pair of channels. τ, the
 temperature, is fixed.
 
-Cost: that of RoPE and a low-rank linear map. State: keys and values, the running angle, the convolution's tail.
+Cost: that of RoPE and a low-rank projection. State: keys and values, the running angle, the convolution's last inputs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     p_t = [sin(t · ω), cos(t · ω)],   ω_m = 10000^(−2m / d_model)
 
-In training positions may begin at a random number, so that a model meets those of longer sequences too.
+In training, positions may start at a random offset, so that a model also sees those of longer sequences.
 
 Cost: one addition. State: keys and values, and the position.
 """
@@ -20,8 +20,9 @@ class Sinusoidal(Encoding):
     """Vaswani et al. 2017.
 
     Args:
-        gain: amplitude of the sinusoids; the default is as loud as embeddings of deviation 0.02 are.
-        shift: in training, the positions of a row begin at a number drawn from 0 to this; packed documents share it.
+        gain: amplitude of the sinusoids; the default matches embeddings with a standard deviation of 0.02.
+        shift: in training, the positions of each row start at an offset drawn from 0 to this, which packed documents
+            share.
     """
 
     def __init__(self, sizes: Sizes, base: float = 10000.0, gain: float = 0.03, shift: int = 0) -> None:

@@ -1,8 +1,8 @@
-"""Stick-breaking attention: from the nearest key to the farthest, each takes its share of what is left.
+"""Stick-breaking attention: from the nearest key to the farthest, each takes its share of the remaining weight.
 
     A_ij = σ(z_ij) Π_{j<s<i} (1 − σ(z_is)),   j < i
 
-Cost: that of softmax, in order. State: keys and values.
+Cost: that of softmax, with keys taken in order. State: keys and values.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 A power is a dot product of symmetric tensor powers, so that a state of fixed size can hold all keys.
 
-Cost: linear in T, or that of attention while that is less. State: keys and values, until C(D + p − 1, p) · (D + 1)
-numbers take less room.
+Cost: linear in T, or that of attention where that is less. State: keys and values, until a state of
+C(D + p − 1, p) · (D + 1) numbers is smaller.
 """
 
 from __future__ import annotations

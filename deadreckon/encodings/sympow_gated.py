@@ -1,9 +1,9 @@
-"""Symmetric power attention that forgets: fixed rotations and a learned gate.
+"""Gated symmetric power attention: fixed rotations and a learned forget gate.
 
     weight = Π γ · (q_iᵀ R^{i−j} k_j)^p,   γ_t = σ(w · x_t)
 
-Cost: linear in T, or that of attention while that is less. State: keys, values and gates, until
-C(D + p − 1, p) · (D + 1) numbers a gate take less room.
+Cost: linear in T, or that of attention where that is less. State: keys, values and gates, until a state of
+C(D + p − 1, p) · (D + 1) numbers per gate is smaller.
 """
 
 from __future__ import annotations

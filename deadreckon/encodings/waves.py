@@ -1,7 +1,7 @@
 """Sinusoidal encodings of positions, f(p) = [sin(p · ω), cos(p · ω)], in as few channels as their inner products need.
 
-Those of f(0) … f(P − 1) are the same in fewer dimensions: most of the waves are so long that they hardly differ. For
-d = 340 there are 32 for 64 positions, 80 for 256, 104 for 512.
+f(0) … f(P − 1) have the same inner products in r ≤ d dimensions: most wavelengths are so much longer than P that their
+channels hardly differ. For d = 340, r is 32 for 64 positions, 80 for 256, 104 for 512.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from deadreckon.ops.tracing import operator
 
 
 @cache
-@torch.inference_mode(False)  # or one that is made there would be of no use for training
+@torch.inference_mode(False)  # an inference tensor in the cache could not be used in training
 def waves(positions: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """f of all positions (P, r), turned so that all but r ≤ d channels are zero to rounding, and these alike in size.
+    """f of all positions (P, r): rotated so that only r ≤ d channels are not zero to rounding, all of similar size.
 
     Channels that differ in size would lose more when they are rounded to half precision.
     """
@@ -28,7 +28,7 @@ def waves(positions: int, width: int, base: float, device: torch.device, dtype: 
     u, s, _ = torch.linalg.svd(torch.cat([phase.sin(), phase.cos()], dim=-1), full_matrices=False)
     rank = min(8 * math.ceil(int((s > s[0] * torch.finfo(dtype).eps).sum()) / 8), len(s))
     order = torch.arange(rank, dtype=torch.float64)
-    cosines = (torch.pi * (order[:, None] + 0.5) * order / rank).cos() * (2 / rank) ** 0.5  # turns, and mixes
+    cosines = (torch.pi * (order[:, None] + 0.5) * order / rank).cos() * (2 / rank) ** 0.5  # orthogonal: a DCT
     cosines[:, 0] *= 0.5**0.5
     return (u[:, :rank] * s[:rank] @ cosines.T).to(device, dtype)
 
@@ -36,7 +36,7 @@ def waves(positions: int, width: int, base: float, device: torch.device, dtype: 
 @cache
 @torch.inference_mode(False)
 def waves_in(positions: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """`waves` of single precision in another dtype, for kernels."""
+    """`waves` computed for float32 and cast to another dtype, for kernels."""
     return waves(positions, width, base, device, torch.float32).to(dtype)
 
 
@@ -46,7 +46,7 @@ def _table(like: Tensor, positions: int, width: int, base: float) -> Tensor:
 
 
 def _table_room(like: Tensor, positions: int, width: int, base: float) -> Tensor:
-    with _disable_current_modes():  # how many waves there are has to be computed
+    with _disable_current_modes():  # r has to be computed, even under a tracer
         channels = waves(positions, width, base, torch.device("cpu"), like.dtype).shape[1]
     return like.new_empty(positions, channels)
 

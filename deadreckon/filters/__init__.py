@@ -1,1 +1,1 @@
-"""The histogram filter of PRISM's cursors and superpositions of positions: definition, PyTorch, C, Triton."""
+"""The histogram filter and superpositions of PRISM's cursors: reference, PyTorch, C and Triton implementations."""

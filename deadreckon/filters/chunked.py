@@ -1,11 +1,11 @@
-"""Histogram filters in plain PyTorch: shifts in place of scatters, nothing kept for each token but what is returned.
+"""Histogram filters in plain PyTorch: shifts instead of scatters, and nothing saved per token but the output.
 
 `advance` is the forward pass over a range of tokens, `retreat` its backward pass, as in the C library and the kernels:
 `operators.py` and `superposition.py` take any such pair. The backward pass of a step needs the histograms before and
-after it, which the filter has returned.
+after it, which are the filter's output.
 
-After a step the total is 1, and the gradient of a total that cannot change is lost in the normalisation: only the first
-step of a call computes it.
+After a step the total is 1, and normalisation cancels the gradient of a constant total: only the first step of a call
+computes it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def work_type(reset: Tensor) -> torch.dtype:
-    """What histograms are computed in."""
+    """The dtype that histograms are computed in."""
     return torch.float64 if reset.dtype == torch.float64 else torch.float32
 
 
 BLOCK = 8  # tokens that `retreat` prepares at a time
-NUMBERS = 1 << 16  # of histograms that a thread of a CPU works on at a time, so that they stay in its cache
+NUMBERS = 1 << 16  # numbers of histograms per CPU thread at a time, so that they stay in its cache
 
 
 class Moves(NamedTuple):
-    """The gates as shares of h: what moves up, moves down and stays, also at both ends, and what resets add."""
+    """The gates as fractions of h: what moves up, moves down and stays, also at both ends, and what resets add."""
 
     up: Tensor  # (T, B, C, 1)
     down: Tensor
@@ -40,7 +40,7 @@ class Moves(NamedTuple):
 
     @classmethod
     def of(cls, reset: Tensor, move: Tensor, total: Tensor) -> Moves:
-        """reset (T, B, C, 1), move (T, B, C, 3); total (B, C, 1) is that before the first token."""
+        """From reset (T, B, C, 1), move (T, B, C, 3), and total (B, C, 1), the sum of h before the first token."""
         up, down, stay = move.split(1, dim=-1)
         fresh = torch.cat([reset * (down + stay), reset * up], dim=-1)
         fresh[0] *= total
@@ -48,11 +48,11 @@ class Moves(NamedTuple):
         return cls(up, down, stay, torch.cat([down, up], dim=-1), fresh)
 
     def each(self) -> list[Moves]:
-        """Token by token."""
+        """One for each token."""
         return [Moves(*parts) for parts in zip(*(x.unbind() for x in self), strict=True)]
 
     def apply(self, h: Shifted, new: Shifted, eps: Tensor) -> None:
-        """Where h (..., P) goes, plus eps."""
+        """Writes to `new` where the mass of h (..., P) moves, plus eps."""
         torch.addcmul(eps, h.all, self.stay, out=new.all)
         new.upper.addcmul_(h.lower, self.up)
         new.lower.addcmul_(h.upper, self.down)
@@ -60,7 +60,7 @@ class Moves(NamedTuple):
         new.first.add_(self.fresh)
 
     def apply_back(self, grad: Shifted, grad_h: Shifted) -> None:
-        """The gradient of h from that of where it goes."""
+        """The backward pass of `apply`: writes the gradient of h."""
         torch.mul(grad.all, self.stay, out=grad_h.all)
         grad_h.lower.addcmul_(grad.upper, self.up)
         grad_h.upper.addcmul_(grad.lower, self.down)
@@ -68,7 +68,7 @@ class Moves(NamedTuple):
 
 
 class Shifted(NamedTuple):
-    """A buffer (..., P) and views of it: making them anew for every token would take as long as the arithmetic."""
+    """A buffer (..., P) and views of it: creating them for every token would take as long as the arithmetic."""
 
     all: Tensor
     lower: Tensor  # 0, ..., P − 2
@@ -102,7 +102,7 @@ def advance(
 
 
 def _parts(state: Tensor) -> Iterator[slice]:
-    """Sequences of the batch to compute at a time."""
+    """Slices of the batch to compute at a time."""
     batch, cursors, positions = state.shape
     count = batch if state.is_cuda else max(1, NUMBERS * torch.get_num_threads() // (cursors * positions))
     return (slice(first, first + count) for first in range(0, batch, count))
@@ -135,10 +135,10 @@ def retreat(
     first: int, steps: int, out: Tensor, grad: Tensor, carry: Tensor,
     grad_reset: Tensor, grad_move: Tensor, grad_gamma: Tensor, grad_copy: Tensor | None,
 ) -> None:  # fmt: skip
-    """The backward pass over the same tokens: out as `advance` has written it, grad its gradient.
+    """The backward pass over the same tokens: out as `advance` wrote it, grad its gradient.
 
-    carry (B, C, P), contiguous, is the gradient of the histogram after these tokens, and becomes that of state. Writes
-    the tokens' grad_reset, grad_move and grad_copy; adds to grad_gamma (B, C).
+    carry (B, C, P), contiguous, is the gradient of the histogram after these tokens, and is overwritten by that of
+    state. Writes the tokens' grad_reset, grad_move and grad_copy; adds to grad_gamma (B, C).
     """
     for rows in _parts(state):
         copies, grad_copies = (None if x is None else x[rows] for x in (copy, grad_copy))
@@ -196,7 +196,7 @@ def _pull_back(
 
 
 class Jumps:
-    """Copying: copy (n, B, C, P + 1). Turns where mass has moved (n, B, C, P) into where it lands, plus eps."""
+    """The copy branch, copy (n, B, C, P + 1): updates mass after moves (n, B, C, P), in place, by jumps, plus eps."""
 
     def __init__(self, copy: Tensor, moved: Tensor, total: Tensor, eps: float) -> None:
         self.jump, self.none = copy.split([moved.shape[-1], 1], dim=-1)
@@ -215,7 +215,7 @@ class Jumps:
 def _gate_gradients(
     reset: Tensor, move: Tensor, h: Tensor, grad: Tensor, total: Tensor, scratch: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of move, reset and totals: h (n, B, C, P) are the histograms before, grad the gradient of where they move."""
+    """Gradients of move, reset and totals: h (n, B, C, P) are the histograms before, grad is that of moved mass."""
     stay = torch.mul(h, grad, out=scratch).sum(-1)
     up = torch.mul(h[..., :-1], grad[..., 1:], out=scratch[..., 1:]).sum(-1) + h[..., -1] * grad[..., -1]
     down = torch.mul(h[..., 1:], grad[..., :-1], out=scratch[..., 1:]).sum(-1) + h[..., 0] * grad[..., 0]
@@ -228,7 +228,7 @@ def _gate_gradients(
 
 
 def gradient_room(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """For the gradients of reset, move, gamma (still (B, C), and zero) and copy."""
+    """Buffers for the gradients of reset, move, gamma (still per sequence, (B, C), and zero) and copy."""
     reset, move, _, copy = inputs
     of_reset, of_move = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (reset, move))
     of_copy = None if copy is None else torch.empty(copy.shape, dtype=copy.dtype, device=copy.device)

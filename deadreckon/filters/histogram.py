@@ -1,4 +1,4 @@
-"""Histogram filters: where a cursor may be, token by token, as a distribution over positions (PRISM, Algorithm 1)."""
+"""Histogram filters: the distribution over a cursor's positions, updated token by token (PRISM, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def histogram_filter(
     eps: float = 1e-8,
     impl: Implementation = "auto",
 ) -> Tensor:
-    """Moves a distribution over P positions with every token, and sharpens it. With total = Σ h,
+    """Moves a distribution h over P positions at every token, and sharpens it. With total = Σ h,
 
         new[i]               +=  h[i] · (1 − reset) · stay
         new[min(i + 1, P−1)] +=  h[i] · (1 − reset) · up          new[1] += total · reset · up
         new[max(i − 1, 0)]   +=  h[i] · (1 − reset) · down        new[0] += total · reset · (down + stay)
-        new  ←  new · copy[P] + total · copy[:P]                  where there is copy
+        new  ←  new · copy[P] + total · copy[:P]                  if there is copy
         h    ←  (new + ε)^γ / Σ (new + ε)^γ
 
     Args:
         reset: (B, T, C) probabilities that a cursor starts again at 0.
         move: (B, T, C, 3) probabilities of up (+1), down (−1) and stay.
-        gamma: (C,) exponents, one for each cursor; above 1 they sharpen.
+        gamma: (C,) exponents, one per cursor; above 1 they sharpen.
         positions: P, 2 or more.
-        copy: (B, T, C, P + 1) probabilities of a jump to each position; the last is that of none.
-        initial: (B, C, P) histograms before the first token; by default all mass is at 0. Those after the last token
-            of a piece are where the next piece goes on.
+        copy: (B, T, C, P + 1) probabilities of a jump to each position; the last is that of no jump.
+        initial: (B, C, P) histograms before the first token; by default all mass is at 0. To continue a sequence, pass
+            the histograms after the last token of the previous piece.
         eps: ε, from 1e-30 to 1.
-        impl: ``"reference"`` (the literal definition, kept by autograd), ``"blockwise"`` (PyTorch), ``"native"`` (C for
-            CPUs, compiled by the first call that needs it), ``"triton"`` (kernels for CUDA devices; 16 and 32 bits, at
-            most 4096 positions), or ``"auto"``: the kernels where they serve, on a CPU with a C compiler ``"native"``,
-            else ``"blockwise"``. They differ by rounding alone.
+        impl: ``"reference"`` (the literal definition, differentiated by autograd), ``"blockwise"`` (PyTorch),
+            ``"native"`` (C for CPUs, compiled on first use), ``"triton"`` (kernels for CUDA devices; 16 and 32 bits, at
+            most 4096 positions), or ``"auto"``: the kernels where they support the inputs, on a CPU with a C compiler
+            ``"native"``, else ``"blockwise"``. They differ by rounding alone.
 
     Returns:
         (B, T, C, P) histograms after each token, in the dtype of reset; computed in float32 (float64 if reset is).
@@ -91,11 +91,11 @@ def superpose(
     final: bool = False,
     impl: Implementation = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Superpositions e_t = Σ_k h_t[k] · table[k] of a filter's histograms, which are never all there at once.
+    """Superpositions e_t = Σ_k h_t[k] · table[k] of a filter's histograms, which are never all in memory at once.
 
     Args:
         table: (P, d) encodings of the positions. Products and the result have its dtype; it gets no gradient.
-        final: whether to return the last histograms too, to be the next piece's `initial`.
+        final: whether to also return the last histograms, the next piece's `initial`.
         reset, move, gamma, copy, initial, eps, impl: as for :func:`histogram_filter`.
 
     Returns:
@@ -123,11 +123,12 @@ def filter_next(
     actions: Tensor, sharpness: Tensor, copy: Tensor | None, kept: Tensor, places: Tensor, dtype: torch.dtype,
     eps: float = 1e-8,
 ) -> Tensor:  # fmt: skip
-    """Histograms (B, C, P), in a dtype, after one more token, by one kernel: see `deadreckon/filters/triton.py`.
+    """One decoding step in one kernel: histograms (B, C, P), in a dtype. See `deadreckon/filters/triton.py`.
 
     Args:
         actions: (B, 1, C, 4) logits of gates; γ = 1 + exp(sharpness (C,)); copy as above, of the last cursors alone.
-        kept: (B, K, C, P) histograms by place modulo K, the token's (B or 1, 1): read, and written, where they are.
+        kept: (B, K, C, P) ring buffer of histograms, indexed by position modulo K; read and written in place.
+        places: (B or 1, 1) the token's position.
     """
     from deadreckon.filters.triton import step
 
@@ -144,7 +145,7 @@ def _superpose_reference(
 def _pick(
     impl: object, positions: int, reset: Tensor, *others: Tensor | None
 ) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    """A filter and a superposition."""
+    """The implementations of filter and superposition for these inputs."""
     if impl == "reference":
         return filter_reference, _superpose_reference
     check_derivatives(impl, (reset, *others))
@@ -170,7 +171,7 @@ def _pick(
 
 
 def _reason_against_kernels(reset: Tensor, positions: int) -> str | None:
-    """What the Triton kernels would need and do not have. Triton is imported here at the earliest."""
+    """What the Triton kernels need and these inputs lack, or None. Triton is not imported before this."""
     if not reset.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"tensors on a CUDA device (or TRITON_INTERPRET=1), got {reset.device}"
     if not HAS_TRITON:
@@ -181,7 +182,7 @@ def _reason_against_kernels(reset: Tensor, positions: int) -> str | None:
 
 
 def _reason_against_native(reset: Tensor) -> str | None:
-    """What the C functions would need and do not have. They are compiled here at the earliest."""
+    """What the C functions need and these inputs lack, or None. They are not compiled before this."""
     if not reset.is_cpu:
         return f"tensors on a CPU, got {reset.device}"
     from deadreckon.filters.native import reason_against

@@ -1,4 +1,4 @@
-"""C files as shared libraries, compiled once for each machine and user."""
+"""Compiles C files to shared libraries, once per machine and user, and loads them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hashlib import sha256
 from pathlib import Path
 
 COMPILERS = "cc", "gcc", "clang"
-# No liberties with arithmetic: loops that may be reordered say so themselves. Nobody looks at errno and traps.
+# No -ffast-math: loops that may be reordered have an OpenMP pragma. errno and floating-point traps are not used.
 FLAGS = "-std=gnu11", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC"
 
 
 class LibraryError(Exception):
-    """Says what there would have to be."""
+    """The message says what is needed."""
 
 
 class NoCompilerError(LibraryError):
-    """The usual reason, which is nobody's mistake."""
+    """There is no C compiler: the usual case, which needs no warning."""
 
 
 def load(source: Path, *options: str) -> CDLL:
-    """The library that a C file becomes. If the cache folder cannot be written, every process compiles it for itself.
+    """Compiles and loads a C file. If the cache folder cannot be written to, every process compiles it again.
 
     Raises:
         LibraryError: if there is no compiler, or it fails.
     """
     compiler = find_compiler()
-    for flags in ([*FLAGS, *options, "-march=native"], [*FLAGS, *options]):  # not every compiler knows its machine
+    for flags in ([*FLAGS, *options, "-march=native"], [*FLAGS, *options]):  # not every compiler has -march=native
         about = _run([*compiler, *flags, "-dM", "-E", str(source)])
         if about.returncode == 0:
             break
-    # What the compiler defines says which it is, and what the machine can do: home folders may be shared by several.
+    # Predefined macros identify the compiler and the CPU's features: machines may share one home folder.
     key = sha256(b"\0".join([source.read_bytes(), about.stdout, *map(str.encode, flags)])).hexdigest()
     name = f"{source.stem}-{key[:20]}.so"
     kept = cache_folder() / name
@@ -55,7 +55,7 @@ def load(source: Path, *options: str) -> CDLL:
 
 
 def find_compiler() -> list[str]:
-    """The command: what the environment variable CC says, or the first that is found."""
+    """The compiler's command: the environment variable CC, or the first that is found."""
     chosen = shlex.split(os.environ.get("CC", ""))
     for name in chosen[:1] or COMPILERS:
         if shutil.which(name):
@@ -65,11 +65,11 @@ def find_compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: of one user, so that nobody else can put one there."""
+    """Where libraries are cached: in the user's own folder, so that nobody else can put one there."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deadreckon" / "native"
-    except RuntimeError:  # there is no home
-        return Path(os.devnull)  # in which there is nothing, and nothing can be put
+    except RuntimeError:  # there is no home folder
+        return Path(os.devnull)  # never found, never written
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
@@ -77,7 +77,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
 
 
 def _keep(fresh: Path, kept: Path) -> Path:
-    """Where it is from now on: other processes see all of it or nothing."""
+    """Copies the library into the cache, atomically, and returns its path; the fresh path if that fails."""
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as place:

@@ -1,7 +1,6 @@
-"""A filter and a superposition as operators of torch, from any pair `advance` and `retreat`.
+"""Filters and superpositions as custom torch operators, from any pair of `advance` and `retreat`.
 
-Each is one operator and one for its backward pass, which `torch.compile` and activation
-checkpointing do not look into.
+Each is one operator, and one for its backward pass, both opaque to `torch.compile` and activation checkpointing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from deadreckon.ops.tracing import operator, room_like
 
 
 def _packed(reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None) -> Inputs:
-    """As kernels want them."""
+    """The inputs, contiguous, as kernels need them."""
     return reset.contiguous(), move.contiguous(), gamma.contiguous(), None if copy is None else copy.contiguous()
 
 
@@ -27,7 +26,7 @@ def _room(reset: Tensor, initial: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """The last of the inputs is eps. The last of several outputs is for the backward pass alone."""
+    """Saves inputs, of which the last is eps, and the last output, which is for the backward pass alone if several."""
     *tensors, ctx.eps = inputs
     last = output if isinstance(output, Tensor) else output[-1]
     ctx.save_for_backward(*tensors, last)
@@ -71,12 +70,12 @@ def filter_operator(name: str, advance: Callable[..., None], retreat: Callable[.
 def superposition_operator(
     name: str, advance: Callable[..., None], retreat: Callable[..., None]
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Superpositions (B, T, C, d) and the last histograms (B, C, P), from the same and a table before eps."""
+    """Superpositions (B, T, C, d) and the last histograms (B, C, P), from the same inputs and a table, before eps."""
 
     def forward(
         reset: Tensor, move: Tensor, gamma: Tensor, initial: Tensor, copy: Tensor | None, table: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """With states (chunks + 1, B, C, P)."""
+        """Also returns states (chunks + 1, B, C, P), for the backward pass."""
         with torch.cuda.device_of(reset):
             return superpose_forward(advance, _packed(reset, move, gamma, copy), initial, table, eps)
 

@@ -1,4 +1,4 @@
-"""The histogram filter's definition, literally: token by token, mass added where it goes."""
+"""Reference implementation of the histogram filter: its definition, literally, token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def filter_reference(
     reset: Tensor, move: Tensor, gamma: Tensor, copy: Tensor | None, initial: Tensor, eps: float
 ) -> Tensor:
-    """See :func:`deadreckon.histogram_filter`: Algorithm 1 of the paper, token by token, mass added where it goes."""
+    """See :func:`deadreckon.histogram_filter`: Algorithm 1 of the paper, with a scatter-add for every move of mass."""
     h = initial.to(reset.dtype)  # (B, C, P)
     place = torch.arange(h.shape[-1], device=h.device)
     above = (place + 1).clamp(max=h.shape[-1] - 1).expand_as(h)

@@ -1,9 +1,9 @@
-"""Superpositions e_t = Σ_k h_t[k] · table[k] of a filter's histograms, without all of them at once.
+"""Superpositions e_t = Σ_k h_t[k] · table[k] of a filter's histograms, chunk by chunk, to save memory.
 
 The filter computes the histograms of a chunk of tokens into a buffer, a matrix product turns them into superpositions,
-and the next chunk uses the buffer again. The state at the start of each chunk is kept: the backward pass recomputes the
-chunk's histograms from it, their gradients are another matrix product, and the filter's backward pass takes these.
-`advance` and `retreat` are those of `chunked.py`, the C library or the kernels.
+and the next chunk reuses the buffer. The state at the start of each chunk is saved: the backward pass recomputes the
+chunk's histograms from it, gets their gradients by another matrix product, and runs the filter's backward pass.
+`advance` and `retreat` are those of `chunked.py`, the C library or the Triton kernels.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from deadreckon.filters.chunked import Inputs, gradient_room, work_type
 
 
 def chunk(length: int) -> int:
-    """Tokens of a chunk: about √(T/2), so that states and what a chunk takes are as much, and little.
+    """Tokens per chunk: about √(T/2), so that saved states and a chunk's buffer take about the same memory.
 
-    8 up to 128 tokens, and twice as many beyond each of 128, 512 and 2048. No branch: the length may be a symbol.
+    8 up to 128 tokens, doubled beyond each of 128, 512 and 2048. No branch: under tracing the length may be a SymInt.
     """
     return 8 * math.prod(1 + torch.sym_min((length - 1) // edge, 1) for edge in (128, 512, 2048))
 
@@ -33,7 +33,7 @@ def room(reset: Tensor, initial: Tensor, table: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _chunks(length: int) -> Iterator[tuple[int, int]]:
-    """First and number of tokens of each."""
+    """The first token of each chunk, and its number of tokens."""
     for first in range(0, length, chunk(length)):
         yield first, min(chunk(length), length - first)
 
@@ -47,7 +47,7 @@ class Buffer:
         self.memory = reset.new_empty(batch * min(chunk(length), length) * cursors * positions, dtype=dtype)
 
     def of(self, steps: int) -> Tensor:
-        """The beginning of it."""
+        """The buffer's first part, for so many tokens."""
         batch, cursors, positions = self.shape
         return self.memory[: batch * steps * cursors * positions].view(batch, steps, cursors, positions)
 
@@ -55,7 +55,7 @@ class Buffer:
 def superpose_forward(
     advance: Callable[..., None], inputs: Inputs, initial: Tensor, table: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `room` makes, filled; products are in the precision of the table."""
+    """The outputs that `room` allocates, computed; matrix products are in the table's dtype."""
     reset = inputs[0]
     batch, length, cursors = reset.shape
     e, final, states = room(reset, initial, table)

@@ -1,17 +1,17 @@
-"""Histogram filters: a row of positions for each cursor, held on chip for as many tokens as a call spans.
+"""Histogram filters as Triton kernels: each cursor's histogram stays on chip for all tokens of a call.
 
-One program has one cursor of one sequence. A step is, with h̃ = (1 − reset) h + reset · total · δ₀,
+One program handles one cursor of one sequence. A step is, with h̃ = (1 − reset) h + reset · total · δ₀,
 
     moved = stay · h̃ + up · h̃[i − 1] + down · h̃[i + 1], bounded at both ends       h' ∝ (moved + ε)^γ
 
-where neighbours are gathered on chip. Going back needs the histograms themselves: those that were
-the output, or that a forward call has just written again. After a step the total is 1, and stays so whatever happens
-to h: only the first step of a call has to know it, and to give it a gradient.
+where neighbours are gathered on chip. The backward pass needs the histograms: those that were the output, or that a
+forward call has just recomputed. After a step the total is 1, whatever h was: only the first step of a call has to
+compute it, and its gradient.
 
-Superpositions are not computed inside the filter's kernel. A table of 512 × 340 halves is larger than shared memory, so
-that every token of every program would fetch it anew, and rows enough for tensor cores (64 of 512 positions) take all
-registers of a multiprocessor. Chunk by chunk, the filter runs at full occupancy and the product at cuBLAS's speed; the
-price is that a chunk's histograms go through memory once, in the table's precision.
+Superpositions are not computed inside the filter's kernel. A table of 512 × 340 16-bit numbers is larger than shared
+memory, so every program would load it again at every token, and enough rows for tensor cores (64 of 512 positions) take
+all registers of a multiprocessor. Chunk by chunk, the filter runs at full occupancy and the product at cuBLAS's speed;
+the price is that a chunk's histograms go through global memory once, in the table's precision.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def _log2(x):
-    """Of normal numbers, by one instruction: off by 2⁻²² where the exact one takes a dozen."""
+    """log2 of normal numbers in one instruction: error 2⁻²²; the exact one takes a dozen instructions."""
     if INTERPRETED:
         return tl.log2(x)
     else:
@@ -60,7 +60,7 @@ def _gates(p_reset, p_move, i_at):
 
 @triton.jit
 def _moved(b_from, up, down, stay, position, P: tl.constexpr):
-    """Where a step takes h̃: what would leave at an end stays there."""
+    """h̃ after a move: mass that would leave at an end stays there."""
     b_left = tl.gather(b_from, tl.maximum(position - 1, 0), 0)
     b_right = tl.gather(b_from, tl.minimum(position + 1, P - 1), 0)
     return stay * b_from + tl.where(position == 0, down, up) * b_left + tl.where(position == P - 1, up, down) * b_right
@@ -112,7 +112,7 @@ def _filter_step(
     p_action, p_sharpness, p_copy, p_kept, p_place, p_h, eps, s_place, s_row, C, WALKING,
     P: tl.constexpr, BP: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """One token, from the logits of its gates; the histogram before it is found, and that after it left, by place."""
+    """One decoding step, from the logits of its gates; histograms are read from and written to slots by position."""
     i_n = tl.program_id(0).to(tl.int64)
     i_b, i_c = i_n // C, i_n % C
     position = tl.arange(0, BP)
@@ -124,7 +124,7 @@ def _filter_step(
     likeliest = tl.maximum(tl.maximum(to_up, to_down), to_stay)
     up, down, stay = tl.exp(to_up - likeliest), tl.exp(to_down - likeliest), tl.exp(to_stay - likeliest)
     every = up + down + stay
-    # Padding leaves a cursor where it starts.
+    # Padding keeps a cursor at its start.
     reset, stay = tl.where(place < 0, 1.0, reset), tl.where(place < 0, 1.0, stay / every)
     up, down = tl.where(place < 0, 0.0, up / every), tl.where(place < 0, 0.0, down / every)
     gamma = 1 + tl.exp(tl.load(p_sharpness + i_c).to(tl.float32))
@@ -134,12 +134,12 @@ def _filter_step(
     b_from = (1 - reset) * b_h + tl.where(position == 0, reset * total, 0.0)
     b_new = _moved(b_from, up, down, stay, position, P)
     if p_copy is not None:
-        jumps = i_c >= WALKING  # of padding none do
+        jumps = i_c >= WALKING
         p_row = p_copy + (i_b * (C - WALKING) + i_c - WALKING) * (P + 1)
         b_copy = tl.load(p_row + position, mask=m_p & jumps, other=0.0)
         b_new = b_new * tl.load(p_row + P, mask=jumps, other=1.0) + total * b_copy
     b_h = _sharpened(b_new, gamma, eps, m_p, P, BP)
-    tl.debug_barrier()  # padding may leave it where it has been read
+    tl.debug_barrier()  # padding may write to the slot that has just been read
     tl.store(p_kept + slot_of(place, KEPT) * C * P, b_h, mask=m_p)
     tl.store(p_h + i_n * P + position, b_h.to(p_h.dtype.element_ty), mask=m_p)
 
@@ -202,7 +202,7 @@ def _filter_backward(
         tl.store(p_of_move + 1, tl.sum(b_left * b_from, 0).to(p_grad_move.dtype.element_ty))
         tl.store(p_of_move + 2, tl.sum(b_grad * b_from, 0).to(p_grad_move.dtype.element_ty))
         b_carry = (1 - reset) * b_to
-        if t == 0:  # the total's own
+        if t == 0:  # the gradient by way of total
             b_carry += jumped + tl.sum(tl.where(position == 0, reset * b_to, 0.0), 0)
         b_after = b_h
     tl.store(p_carry, b_carry, mask=m_p)
@@ -213,8 +213,8 @@ def _filter_backward(
 def _tile(positions: int, shares: int = 1) -> tuple[int, int]:
     """Positions padded to a power of two, and warps: sixteen positions, or eight with two shares, for each thread.
 
-    Up to 512 positions that is one warp, which waits for nobody: neighbours, most of them in the same thread, come by
-    shuffles, and so do sums. More warps meet in shared memory.
+    Up to 512 positions that is one warp, without synchronisation: neighbours, most of them in the same thread, and sums
+    go by shuffles. More warps communicate through shared memory.
     """
     width = max(32, power_of_two(positions))
     return width, max(1, width * shares // 512)
@@ -227,7 +227,7 @@ def advance(
     """Filters tokens first, ..., first + steps − 1 from state (B, C, P), in any layout.
 
     reset (B, T, C), move (B, T, C, 3), gamma (C,) and copy (B, T, C, P + 1) are contiguous. Writes out
-    (B, steps, C, P) and final (B, C, P), float32, where they are given.
+    (B, steps, C, P) and final (B, C, P), float32, unless they are None.
     """
     batch, length, cursors = reset.shape
     positions = state.shape[2]
@@ -243,14 +243,14 @@ def retreat(
     first: int, steps: int, out: Tensor, grad: Tensor, carry: Tensor,
     grad_reset: Tensor, grad_move: Tensor, grad_gamma: Tensor, grad_copy: Tensor | None,
 ) -> None:  # fmt: skip
-    """Goes back through the same tokens: out as `advance` has written it, grad its gradient, contiguous.
+    """The backward pass over the same tokens: out as `advance` wrote it, grad its gradient, both contiguous.
 
-    carry (B, C, P), float32, is the gradient of the histogram after these tokens, and becomes that of state. Writes
-    the tokens' grad_reset, grad_move and grad_copy, laid out as the inputs; adds to grad_gamma (B, C), float32.
+    carry (B, C, P), float32, is the gradient of the histogram after these tokens, and is overwritten by that of state.
+    Writes the tokens' grad_reset, grad_move and grad_copy, laid out as the inputs; adds to grad_gamma (B, C), float32.
     """
     batch, length, cursors = reset.shape
     positions = state.shape[2]
-    # Rows that are not aligned are loaded one by one, and take more registers than a thread has for sixteen positions.
+    # Unaligned rows are loaded number by number, which takes more registers than a thread has for sixteen positions.
     padded, warps = _tile(positions, 1 if positions % 4 == 0 else 2)
     _filter_backward[(batch * cursors,)](
         reset, move, gamma, copy, state, out, grad, carry, grad_reset, grad_move, grad_gamma, grad_copy,
@@ -267,14 +267,14 @@ def step(
     dtype: torch.dtype,
     eps: float,
 ) -> Tensor:
-    """Histograms (B, C, P), in a dtype, after one more token, which are also left by place.
+    """One decoding step: histograms (B, C, P), in a dtype, which are also written to the ring buffer `kept`.
 
     Args:
         actions: (B, 1, C, 4) float32 logits of reset, up, down and stay, the last two dimensions contiguous.
         sharpness: (C,), γ = 1 + exp of it.
         copy: (B, 1, jumping, P + 1) of the last cursors, contiguous.
-        kept: (B, places, C, P) float32, contiguous: the histogram after a token lies at its place, modulo as many.
-        places: (B or 1, 1) int64, of the token; before 0 it is padding.
+        kept: (B, slots, C, P) float32, contiguous: the histogram after a token is at its position modulo slots.
+        places: (B or 1, 1) int64, the token's position; below 0 it is padding.
     """
     batch, slots, cursors, positions = kept.shape
     padded, warps = _tile(positions)
@@ -293,7 +293,7 @@ superpose_fused = superposition_operator("deadreckon::superpose", advance, retre
 
 
 def reason_against(reset: Tensor, positions: int) -> str | None:
-    """Why there is no kernel for these inputs, if there is none."""
+    """What the kernels need and these inputs lack, or None."""
     if reset.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {reset.dtype}"
     if positions > WIDEST:

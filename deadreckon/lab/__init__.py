@@ -1,1 +1,4 @@
-"""The lab: train, measure and compare. It uses the library's public names alone, and nothing imports it."""
+"""The lab: command line, training, evaluation and benchmarks.
+
+It uses only the library's public names, and the library never imports it.
+"""

@@ -1,4 +1,4 @@
-"""What is typed on the command line as words: the command itself, names, numbers, sizes and places to write to."""
+"""Parsing and validation of command-line values: names, numbers, sizes, output paths, and the command line itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import deadreckon as dr
 
 
 def command() -> str:
-    """The command line of this process; modules of this package as `python -m` takes them."""
+    """Returns the command line of this process; modules of this package are spelled as `python -m` takes them."""
     program, package = Path(sys.argv[0]), Path(dr.__file__).parent
     words = [program.name]
     if program.is_relative_to(package):
@@ -26,12 +26,12 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")  # endings of pictures
 
 
 def names_in(texts: Iterable[str]) -> tuple[str, ...]:
-    """Names that are separated by commas or already apart."""
+    """Splits comma-separated names; names that are already separate stay as they are."""
     return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
 
 
 def numbers_in(texts: Iterable[str], name: str = "lengths", form: str = "whole numbers above 0") -> tuple[int, ...]:
-    """Likewise, whole numbers above 0."""
+    """Splits like `names_in`, and parses whole numbers above 0."""
     for text in names_in(texts):
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"{name}: expected {form}, such as 512,4096, got {text!r}")
@@ -39,16 +39,16 @@ def numbers_in(texts: Iterable[str], name: str = "lengths", form: str = "whole n
 
 
 def check_counts(**counts: int | None) -> None:
-    """Raises ValueError unless all that are not None are 1 or more."""
+    """Raises ValueError if any count that is not None is below 1."""
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name}: expected 1 or more, got {count}")
 
 
 def check_output(name: str, path: Path | None, *endings: str) -> None:
-    """Raises ValueError unless a file that ends so can be written there, or a folder, where no endings are given.
+    """Raises ValueError unless `path` is writable: a file with one of these endings, or a folder if none are given.
 
-    Asked before the work whose result is to be there.
+    Call it before the work, so that a long run does not fail when it saves its result.
     """
     if path is None:
         return
@@ -61,7 +61,7 @@ def check_output(name: str, path: Path | None, *endings: str) -> None:
 
 
 def bytes_in(text: str, name: str) -> int:
-    """A number of bytes, such as 5GB, 200 MB or 1000000."""
+    """Parses a number of bytes, such as 5GB, 200 MB or 1000000."""
     number = text.strip().upper().removesuffix("B").strip()
     unit = UNITS.get(number[-1:], 1)
     digits = number[:-1].strip() if unit > 1 else number
@@ -71,7 +71,7 @@ def bytes_in(text: str, name: str) -> int:
 
 
 def sizes_in(text: str, name: str, form: str) -> tuple[int, ...]:
-    """Numbers such as 24x1024, as many as the first word of `form` has."""
+    """Parses sizes such as 24x1024; the first word of `form`, such as LxW, says how many numbers there must be."""
     numbers, wanted = text.lower().split("x"), form.split(",")[0].split("x")
     if len(numbers) != len(wanted) or not all(number.isdecimal() and int(number) > 0 for number in numbers):
         raise ValueError(f"{name}: expected {form}, got {text!r}")

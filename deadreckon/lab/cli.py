@@ -1,6 +1,7 @@
 """The command line: `deadreckon demo | list | train | eval | compare | report | probe | convert | bench | generate`.
 
-A command is a dataclass: fields are its arguments, `run` carries it out, and imports what is heavy.
+Each command is a dataclass: its fields are the arguments (comments are the help texts), `run` executes it and imports
+heavy modules.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ OUT = arg(aliases=["-o", "--output"])  # one name for where a command writes, an
 
 @dataclass(frozen=True)
 class Demo:
-    """Train small transformers side by side on flip-flop, and see which of them remember."""
+    """Train small transformers side by side on flip-flop, and compare which position encodings can remember."""
 
-    encodings: tuple[str, ...] = ("rope", "fox", "path")  # names to compare (see `deadreckon list`)
-    steps: int = 500  # training steps of 32 sequences
-    length: int = 128  # tokens of a training sequence
-    seed: int = 0  # of weights and data
-    picture: Path = Path("flipflop.png")  # where to save the picture
+    encodings: tuple[str, ...] = ("rope", "fox", "path")  # encodings to compare (see `deadreckon list`)
+    steps: int = 500  # training steps, of 32 sequences each
+    length: int = 128  # training sequence length
+    seed: int = 0  # seed of weights and data
+    picture: Path = Path("flipflop.png")  # save the picture to this file
     device: str = "cpu"  # cpu, cuda, …
 
     def run(self) -> None:
@@ -64,25 +65,25 @@ class List:
 
 @dataclass(frozen=True)
 class Train:
-    """Train one model by a recipe, in a folder of its own, and score it by length.
+    """Train one model from a recipe, in a run folder, and evaluate it by length.
 
-    If killed, run the same command again: it resumes from the last checkpoint. On a CPU with as many threads the result
-    is the same, bit for bit, as without the interruption.
+    If killed, run the same command again: it resumes from the last checkpoint. On a CPU with the same number of threads
+    the result is bit for bit that of an uninterrupted run.
     """
 
     resumes: ClassVar[bool] = True
-    recipe: Positional[str]  # what to learn, such as flipflop, mqrar-2 or reverse (see `deadreckon list`)
-    out: Annotated[Path, OUT]  # folder of the run; made if it is not there
-    encoding: str = "path-fox"  # name of the position encoding (see `deadreckon list`)
-    size: Size = "tiny"  # tiny takes about a minute on a CPU, small minutes on a GPU, paper what the paper took
-    seed: int = 0  # of weights and data
-    change: tuple[str, ...] = ()  # fields of the recipe, such as steps=1000 learning_rate=1e-3 options.ignore=0.9
-    device: str = "cpu"  # cpu, cuda, …; on CUDA it computes in bfloat16
-    tensorboard: bool = False  # also write metrics for TensorBoard, in the folder
-    mesh: str = ""  # processes that train it together, such as dp=2,cp=2, started by torchrun
-    timeout: float = 30.0  # minutes that a process waits for another before it gives up
-    export: Path | None = None  # folder for the trained model alone, as from_pretrained reads it
-    shard_size: str = "5GB"  # the most that a file of its weights has, there
+    recipe: Positional[str]  # recipe to train, such as flipflop, mqrar-2 or reverse (see `deadreckon list`)
+    out: Annotated[Path, OUT]  # run folder for checkpoints, metrics and scores; created if needed
+    encoding: str = "path-fox"  # position encoding (see `deadreckon list`)
+    size: Size = "tiny"  # tiny takes about a minute on a CPU, small minutes on a GPU, paper the paper's budget
+    seed: int = 0  # seed of weights and data
+    change: tuple[str, ...] = ()  # recipe fields to change, such as steps=1000 learning_rate=1e-3 options.ignore=0.9
+    device: str = "cpu"  # cpu, cuda, …; on CUDA with bfloat16 autocast
+    tensorboard: bool = False  # also write TensorBoard metrics to the run folder
+    mesh: str = ""  # ranks started by torchrun, data parallel and context parallel, such as dp=2,cp=2
+    timeout: float = 30.0  # minutes that a rank waits for another before it fails
+    export: Path | None = None  # also export the final model to this folder, for from_pretrained
+    shard_size: str = "5GB"  # maximum size of a weights file in --export
 
     def run(self) -> None:
         from deadreckon.lab.pages.card import write_cards
@@ -110,32 +111,32 @@ class Train:
 
 @dataclass(frozen=True)
 class Eval:
-    """Score a trained model by length, in every test of its recipe; or by generation, in the long-context suite.
+    """Evaluate a trained model by length in every test of its recipe; or in the long-context suite, by generation.
 
-    The suite works on any causal language model with a tokenizer. If killed, run the same command again: it resumes.
+    The suite takes any causal language model with a tokenizer. If killed, run the same command again: it resumes.
     """
 
     resumes: ClassVar[bool] = True
-    folder: Annotated[Positional[Path], arg(name="run")]  # folder of a run; with --recipe or --suite, any saved model
-    lengths: tuple[str, ...] = ()  # where to score, such as 512,4096,65536; by default where its recipe says
-    checkpoint: Checkpoint = "last"  # the last weights, or those that did best while training
-    recipe: str = ""  # the tests to run on a saved model that is no run, such as addition
-    size: Size = "small"  # of that recipe
-    # Fields of the recipe to change, such as test_rows=1000. Such scores of a run are shown, not kept.
+    folder: Annotated[Positional[Path], arg(name="run")]  # run folder; with --recipe or --suite, any saved model
+    lengths: tuple[str, ...] = ()  # lengths to evaluate at, such as 512,4096,65536; by default those of the recipe
+    checkpoint: Checkpoint = "last"  # the last checkpoint, or the best one in validation
+    recipe: str = ""  # evaluate a saved model that is not a run in this recipe's tests, such as addition
+    size: Size = "small"  # size of that recipe
+    # Recipe fields of the tests to change, such as test_rows=1000. Scores with changed tests are printed, not saved.
     change: tuple[str, ...] = ()
-    # Tokens of training rows, to keep attention as sharp beyond them. Scores are kept beside the run's own, a suite's
+    # Keep attention as sharp beyond this training length, in tokens. Scores are saved beside the run's own, the suite's
     # answers in `long-beyond-N`.
     sharpen_beyond: int | None = None
     suite: Literal["", "long"] = ""  # long: passkey, RULER's niah, vt, cwe and fwe, BABILong, PhoneBook
-    tasks: tuple[str, ...] = ()  # of the suite, such as passkey,vt; by default all that there is data for
+    tasks: tuple[str, ...] = ()  # tasks of the suite, such as passkey,vt; by default all that have data
     rows: int = 100  # questions of each task at each length
-    babi: str = ""  # bAbI's stories for BABILong: JSON lines with fields task and text
-    books: str = ""  # books to scatter their facts in: a file, a folder or a dataset
-    seed: int = 0  # of the suite's questions
-    batch_tokens: int = 2**16  # tokens of prompts to read at once
-    # Where the suite's answers, tables and picture go; by default `long` in the folder.
+    babi: str = ""  # bAbI stories for BABILong: JSON lines with fields task and text
+    books: str = ""  # books to hide the stories' facts in: a file, a folder or a dataset
+    seed: int = 0  # seed of the suite's questions
+    batch_tokens: int = 2**16  # prompt tokens in a batch
+    # Folder for the suite's answers, tables and picture; by default `long` in the model's folder.
     out: Annotated[Path | None, OUT] = None
-    beside: tuple[Path, ...] = ()  # models that have been through the suite, to show in the same picture
+    beside: tuple[Path, ...] = ()  # other models that have been through the suite, to show in the same picture
     device: str = "cpu"  # cpu, cuda, …
 
     def run(self) -> None:
@@ -151,7 +152,7 @@ class Eval:
             self._run_tests()
 
     def _check_flags(self, flag: str, given: str, others: tuple[str, ...]) -> None:
-        """Raises a ValueError if there are flags that only go with one that is not given."""
+        """Raises ValueError for options that need --`flag` if that was not given."""
         defaults = {one.name: one.default for one in fields(self)}
         for name in others:
             if not given and getattr(self, name) != defaults[name]:
@@ -195,27 +196,27 @@ class Eval:
 
 @dataclass(frozen=True)
 class Compare:
-    """Run an experiment: the same data and budget for each encoding, scores by length, as tables and a picture.
+    """Run an experiment: train each encoding on the same data and budget, and compare scores by length.
 
-    Finished runs are used as they are, unfinished ones resume, missing ones are trained.
+    Finished runs are used as they are, unfinished ones resume, missing ones are trained. Prints tables, draws a plot.
     """
 
     resumes: ClassVar[bool] = True
-    experiment: Positional[str]  # its name, such as flipflop, copy, rotations or powers (see `deadreckon list`)
-    encodings: tuple[str, ...] = ()  # names, such as rope,fox,path; by default those that the experiment compares
-    seeds: int = 1  # how many models of each, from seed 0 on; tables then show mean ± standard deviation
-    size: Size = "tiny"  # tiny takes about a minute a model on a CPU, small minutes on a GPU, paper what the paper took
-    lengths: tuple[str, ...] = ()  # where to score, such as 512,4096; by default where the recipe says
-    change: tuple[str, ...] = ()  # fields of the recipe to change, such as steps=1000 learning_rate=1e-3
-    sweep: tuple[str, ...] = ()  # values to compare, such as length=256,1024 p=2,4, in place of the experiment's
-    # Also the same models, not trained again, with attention that stays as sharp beyond so many tokens.
+    experiment: Positional[str]  # experiment, such as flipflop, copy, rotations or powers (see `deadreckon list`)
+    encodings: tuple[str, ...] = ()  # encodings, such as rope,fox,path; by default those of the experiment
+    seeds: int = 1  # number of seeds, from 0 on; tables then show mean ± standard deviation
+    size: Size = "tiny"  # tiny takes about a minute a model on a CPU, small minutes on a GPU, paper the paper's budget
+    lengths: tuple[str, ...] = ()  # lengths to evaluate at, such as 512,4096; by default those of the recipe
+    change: tuple[str, ...] = ()  # recipe fields to change, such as steps=1000 learning_rate=1e-3
+    sweep: tuple[str, ...] = ()  # values to sweep, such as length=256,1024 p=2,4, in place of the experiment's sweep
+    # Also evaluate the same models, without retraining, with attention kept as sharp beyond this many tokens.
     sharpen_beyond: int | None = None
     runs: Path = Path("runs")  # folder of all runs
-    picture: Path | None = None  # where to save the picture; beside the runs by default
-    page: Path | None = None  # where to save the tables as Markdown too, with the paper's figures
+    picture: Path | None = None  # save the picture to this file; by default beside the runs
+    page: Path | None = None  # also save the tables to this Markdown file, with the paper's figures
     device: str = "cpu"  # cpu, cuda, …
-    jobs: int = 1  # how many to train at a time; small models leave most of a GPU to others
-    finished: bool = False  # only show what is finished so far, and train nothing
+    jobs: int = 1  # runs to train at a time; small models leave most of a GPU idle
+    finished: bool = False  # only report what is finished so far; train nothing
 
     def run(self) -> None:
         from deadreckon.lab.pages.compare import compare
@@ -226,13 +227,13 @@ class Compare:
 
 @dataclass(frozen=True)
 class Report:
-    """Write one self-contained page of HTML about runs: tables, pictures, recipes, environments.
+    """Write a self-contained HTML report on runs: tables, pictures, recipes, environments.
 
-    With --out PAGE.md, a page about conversions of one teacher.
+    With --out PAGE.md, a Markdown report on conversions of one teacher.
     """
 
-    runs: Positional[tuple[Path, ...]]  # folders of runs, or folders with such folders in them; or of conversions
-    out: Annotated[Path, OUT] = Path("report.html")  # the page
+    runs: Positional[tuple[Path, ...]]  # folders of runs, or folders that contain runs; or folders of conversions
+    out: Annotated[Path, OUT] = Path("report.html")  # file of the report: .html, or .md for conversions
 
     def run(self) -> None:
         from deadreckon.lab.pages.conversion import write_conversions
@@ -250,31 +251,31 @@ class Report:
 
 @dataclass(frozen=True)
 class Probe:
-    """Look into a trained model for why it works beyond its training length, or does not.
+    """Analyse why a trained model does or does not extrapolate beyond its training length.
 
-    For each layer and head: how fast the mean of routes fades with their length, the attention that goes to far tokens
-    beside the theory's lower bound, what their values add up to; and the range that follows, beside the one measured.
-    While the model answers a question: with --cursors, how PRISM's cursors move; with --attention, what heads look at.
+    For each layer and head: how fast the mean transport along routes decays with distance, the attention on far tokens
+    with the theory's lower bound, how far values cancel; and the predicted context length, with the measured one.
+    With --cursors, plot how PRISM's cursors move while the model answers a question; with --attention, attention maps.
     """
 
     folder: Annotated[Positional[Path], arg(name="run")]  # folder of a run, or of a model as save_pretrained writes it
-    data: str = ""  # what to read, a task or texts (.txt, .jsonl); by default what the run was trained on
-    length: int = 0  # of the sequences to look at; by default four times the training length
-    rows: int = 4  # how many of them
-    trained: int = 0  # tokens of a training sequence; by default those of the run
-    window: int = 0  # tokens after which a token is far; by default each head's own
-    queries: int = 32  # looked at in each sequence
-    cursors: bool = False  # draw cursors.png instead
-    attention: bool = False  # draw attention.png instead
-    # To answer, without its =, or with = and an answer to read; by default one of the task, as long as in training.
+    data: str = ""  # input: a task, or texts (.txt, .jsonl); by default what the run was trained on
+    length: int = 0  # sequence length; by default four times the training length
+    rows: int = 4  # number of sequences
+    trained: int = 0  # training length in tokens; by default that of the run
+    window: int = 0  # distance in tokens from which a token is far; by default each head's own
+    queries: int = 32  # queries sampled in each sequence
+    cursors: bool = False  # plot PRISM's cursors to cursors.png instead
+    attention: bool = False  # plot attention maps to attention.png instead
+    # Question to answer, without its =, or with = and a given answer; by default one of the task, of training length.
     question: str = ""
-    layer: int | None = None  # to draw; by default the one that position matters most to, and so on
-    head: int | None = None  # to draw
-    cursor: int | None = None  # to draw
-    checkpoint: Checkpoint = "last"  # the last weights, or those that did best while training
-    seed: int = 0  # of the sequences
+    layer: int | None = None  # layer to plot; by default all (--attention), or where position matters most (--cursors)
+    head: int | None = None  # head to plot, likewise
+    cursor: int | None = None  # cursor to plot, likewise
+    checkpoint: Checkpoint = "last"  # the last checkpoint, or the best one in validation
+    seed: int = 0  # seed of the sequences
     device: str = "cpu"  # cpu, cuda, …
-    # Folder for probe.json and probe.png, cursors.png or attention.png; by default `probe` in that of the run.
+    # Folder for probe.json and probe.png, cursors.png or attention.png; by default `probe` in the run's folder.
     out: Annotated[Path | None, OUT] = None
 
     def run(self) -> None:
@@ -321,28 +322,29 @@ class Probe:
 
 @dataclass(frozen=True)
 class Convert:
-    """Turn a RoPE checkpoint (Llama, Mistral, Qwen2, Qwen3) into a model with another encoding, and train it to match.
+    """Convert a RoPE checkpoint (Llama, Mistral, Qwen2, Qwen3) to another position encoding, and train it in stages.
 
-    It begins with the same logits; stages then teach the new parts. If killed, run the same command again: it resumes.
+    It starts with the same logits, unless --cold; distillation or training on longer contexts follow (--stages). If
+    killed, run the same command again: it resumes.
     """
 
     resumes: ClassVar[bool] = True
     source: Annotated[Positional[str], arg(name="src")]  # folder of the model and its tokenizer
-    data: str  # text to learn from: a file, a folder, a folder of tokens or hf:NAME
+    data: str  # training text: a file, a folder, a folder of tokens or hf:NAME
     out: Annotated[Path, OUT]  # folder for the new model, its stages and the report
-    held_out: str = ""  # text to test on; not needed beside a folder of tokens
-    encoding: str = "rope-path-fox"  # of the new model (see `deadreckon list`)
-    drop_rope: bool = False  # let RoPE's angles fade to nothing in the first stage, to end with path-fox, path or fox
-    cold: bool = False  # begin with an encoding that changes the logits
-    # Some of align, distil and extend (longer contexts), or none. By default align,distil with --drop-rope or --cold,
-    # else extend: an exact start has nothing to learn from its teacher.
+    held_out: str = ""  # held-out text; not needed with a folder of tokens
+    encoding: str = "rope-path-fox"  # position encoding of the new model (see `deadreckon list`)
+    drop_rope: bool = False  # fade RoPE's angles to zero in the first stage, to end with path-fox, path or fox
+    cold: bool = False  # start with the encoding's usual initialisation, which changes the logits
+    # Some of align, distil (both distillation) and extend (longer contexts), or none. By default align,distil with
+    # --drop-rope or --cold, else extend: an exact start has nothing to learn from its teacher.
     stages: str = ""
-    freeze: tuple[str, ...] = ()  # parts of parameters' names that stay as they are, such as mlp
-    length: int = 1024  # tokens of a training sequence
-    change: tuple[str, ...] = ()  # fields of the stages' recipes, such as batch_size=8 align.steps=500
-    seed: int = 0  # of new weights and data
-    beside: tuple[str, ...] = ()  # folders of other models to measure in the end, such as one trained from scratch
-    device: str = "cpu"  # cpu, cuda, …; on CUDA it computes in bfloat16
+    freeze: tuple[str, ...] = ()  # parts of parameter names to freeze, such as mlp
+    length: int = 1024  # training sequence length
+    change: tuple[str, ...] = ()  # recipe fields of the stages to change, such as batch_size=8 align.steps=500
+    seed: int = 0  # seed of new weights and data
+    beside: tuple[str, ...] = ()  # folders of other models to evaluate in the end, such as one trained from scratch
+    device: str = "cpu"  # cpu, cuda, …; on CUDA with bfloat16 autocast
 
     def run(self) -> None:
         from deadreckon.lab.pages.conversion import convert
@@ -360,7 +362,7 @@ class Convert:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time ours beside what else there is, after checking it: attention unless another is named."""
+    """Run a benchmark against other libraries, after checking our results; `attention` by default."""
 
     benchmark: Annotated[Benchmark, arg(name="")] = field(default_factory=Attention)
 
@@ -374,13 +376,13 @@ class Bench:
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue a text with a model, printed as it comes, with tokens per second."""
+    """Generate a continuation of a prompt, streamed, with tokens per second."""
 
-    model: Positional[str]  # folder with a model and its tokenizer, as save_pretrained writes them
-    prompt: str  # the text to continue
-    tokens: int = 100  # how many tokens to add, at most
-    temperature: float = 0.8  # of sampling; 0 takes the likeliest token each time
-    seed: int = 0  # of sampling
+    model: Positional[str]  # folder of a model and its tokenizer, as save_pretrained writes them
+    prompt: str  # text to continue
+    tokens: int = 100  # maximum number of new tokens
+    temperature: float = 0.8  # sampling temperature; 0 decodes greedily
+    seed: int = 0  # seed of sampling
     device: str = "cpu"  # cpu, cuda, …
 
     def run(self) -> None:
@@ -414,7 +416,7 @@ class Generate:
 
 
 def main() -> None:
-    """The console command."""
+    """Entry point of the console command."""
     commands = (Demo, List, Train, Eval, Compare, Report, Probe, Convert, Bench, Generate)
     chosen: Any = None
     try:

@@ -1,4 +1,4 @@
-"""Where and how something was run: device, versions, command, commit."""
+"""Provenance of a run (device, versions, command, commit), and checks of devices and saved models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "triton", "numpy")
 
 
 def check_device(name: str) -> None:
-    """Raises ValueError if there is no such device here."""
+    """Raises ValueError if the device is not available."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -29,10 +29,10 @@ def check_device(name: str) -> None:
 
 
 def check_model(folder: Path, ours: bool = True) -> None:
-    """Raises ValueError if no model has been saved in a folder: from_pretrained would look for it elsewhere.
+    """Raises ValueError unless a folder holds a saved model: from_pretrained would look for it elsewhere.
 
     Args:
-        ours: whether it must be one of deadreckon's: from_pretrained would draw what another has not.
+        ours: whether it must be one of deadreckon's: from_pretrained would randomly initialise what others lack.
     """
     if not (folder / "config.json").exists():
         raise ValueError(
@@ -55,7 +55,7 @@ def check_model(folder: Path, ours: bool = True) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells models apart: by configuration, tokenizer and weights."""
+    """A hash of a model's configuration, tokenizer and weights."""
     digest = hashlib.sha256()
     weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
     for path in [folder / "config.json", folder / "tokenizer.json", *weights]:
@@ -68,7 +68,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def describe_environment(device: str) -> dict[str, Any]:
-    """This machine, this process and the versions of what it uses."""
+    """Provenance: date, command, device, threads, versions and commit of this process."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command(),
@@ -82,7 +82,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Its version, if it is here."""
+    """The version of an installed package, else None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -90,7 +90,7 @@ def version_of(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this package's source, with a plus where it has been changed; None where it is in no repository."""
+    """The git commit of this package's source, with a plus if the source is modified; None outside a repository."""
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -98,7 +98,7 @@ def commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        # An installed copy may lie in somebody else's repository.
+        # An installed copy may lie inside an unrelated repository.
         tracked = git("ls-files", "--error-unmatch", "__init__.py")
         head = git("rev-parse", "HEAD") if tracked else ""
         changed = head and git("status", "--porcelain", "--", str(here.parent))
@@ -108,7 +108,7 @@ def commit() -> str | None:
 
 
 def processor() -> str:
-    """What this machine calls its processor."""
+    """This machine's architecture and CPU model."""
     description = Path("/proc/cpuinfo")
     lines = description.read_text().splitlines() if description.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

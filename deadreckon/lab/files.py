@@ -1,4 +1,4 @@
-"""Files and folders that are written as a whole or not at all, whenever a process is killed; and JSON lines."""
+"""Atomic writes of files and folders, so that a kill at any moment leaves them whole; and JSON lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deadreckon.tasks.files import writing
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file as a whole or not at all."""
+    """Writes a file atomically."""
     with writing(path) as new:
         new.write_text(text)
         to_disk(new)
@@ -24,7 +24,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def format_line(values: Mapping[str, Any]) -> str:
-    """A line of JSON, with null for infinities and NaN, which JSON lacks."""
+    """Formats a line of JSON, with null for infinities and NaN, which JSON lacks."""
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
     }
@@ -32,7 +32,7 @@ def format_line(values: Mapping[str, Any]) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON lines of a file, without one that was cut off; none if there is no such file."""
+    """Reads JSON lines, except a last one that was cut off; an empty list if there is no such file."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -47,13 +47,13 @@ def add_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder to write in, which takes the place of `folder` once everything is written."""
+    """Yields a new folder to write to, which then replaces `folder`."""
     yield begin(folder)
     complete(folder)
 
 
 def begin(folder: Path) -> Path:
-    """An empty folder to write in, for what `complete` puts in the place of `folder`."""
+    """Creates an empty folder to write to, which `complete` will move to `folder`."""
     new, old = beside(folder)
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -62,10 +62,10 @@ def begin(folder: Path) -> Path:
 
 
 def complete(folder: Path) -> None:
-    """Puts what was written since `begin` in the place of `folder`.
+    """Replaces `folder` by the folder that `begin` created.
 
-    Folders cannot be replaced atomically. So the old one is renamed first: if it is aside and none is in its place, the
-    new one is complete, and `recover` finishes. In any other case a new one is a leftover.
+    Folders cannot be replaced atomically. So the old one is moved aside first: if it is aside and none is in its place,
+    the new one is complete, and `recover` finishes the move. In any other case a new one is a leftover.
     """
     new, old = beside(folder)
     for path in (*new.rglob("*"), new):
@@ -78,7 +78,7 @@ def complete(folder: Path) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Finishes what `complete` was killed in, or undoes what it had begun."""
+    """Finishes a `complete` that was killed, or removes what was written before one."""
     new, old = beside(folder)
     if old.exists() and not folder.exists():
         new.rename(folder)
@@ -87,17 +87,17 @@ def recover(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> bool:
-    """Whether `recover` has something to put in its place."""
+    """Whether a kill has left anything for `recover` to finish or remove."""
     return any(path.exists() for path in beside(folder))
 
 
 def beside(folder: Path) -> tuple[Path, Path]:
-    """Where the next one is written, and where the one before is put aside."""
+    """Paths of the folder being written, and of the old one moved aside."""
     return folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
 
 
 def to_disk(path: Path) -> None:
-    """fsync of a file, or of a folder."""
+    """Calls fsync on a file or folder."""
     if path.is_dir() and sys.platform == "win32":  # no fsync for folders there
         return
     handle = os.open(path, os.O_RDONLY)

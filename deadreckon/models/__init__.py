@@ -1,1 +1,1 @@
-"""The attention layer, what it remembers, and the Hugging Face model."""
+"""The attention layer, its state (KV cache), and the Hugging Face model."""

@@ -1,4 +1,4 @@
-"""Layer states as Hugging Face's KV cache: the layers of a `DynamicCache`, where `generate()` looks for them."""
+"""Layer states as Hugging Face's KV cache: cache layers for `DynamicCache`, which `generate()` uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYER_TYPE = "deadreckon"
 
 
 class StateLayer(DynamicLayer):
-    """One layer's state. `DynamicCache(config=config)` makes these for the layer types that our configuration names."""
+    """The cache layer of one attention layer, made by `DynamicCache(config=config)` from `config.layer_types`."""
 
     _layer_type = LAYER_TYPE
     is_croppable = True
@@ -24,13 +24,13 @@ class StateLayer(DynamicLayer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.state: LayerState | Rows = LayerState()
-        self.home: torch.device | None = None  # where the state belongs, while it is offloaded
+        self.home: torch.device | None = None  # the device to return to, while the state is offloaded
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the first piece creates the state."""
+        """Does nothing: the first piece creates the state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses keys and values: the layer advances its state itself."""
+        """Refuses keys and values: the attention layer advances its state itself."""
         raise ValueError("past_key_values: this cache belongs to DeadReckon models, got keys and values of another")
 
     def get_seq_length(self) -> int:
@@ -38,11 +38,11 @@ class StateLayer(DynamicLayer):
         return self.state.length
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Empties the cache."""
         self.state = LayerState()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Undoes the last −tokens_to_remove tokens: transformers passes 0 or a negative number, or a tensor of one."""
+        """Removes the last −tokens_to_remove tokens: transformers passes 0 or a negative number, or a tensor of one."""
         try:
             tokens = -index(tokens_to_remove)
         except TypeError as error:
@@ -54,17 +54,17 @@ class StateLayer(DynamicLayer):
             self.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps these sequences, in this order."""
+        """Reorders the batch for beam search."""
         if self.state.length:
             self.state = self.state.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every sequence."""
+        """Repeats every row of the batch."""
         if self.state.length:
             self.state = self.state.select(torch.arange(self.state.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these sequences only."""
+        """Keeps these rows of the batch only."""
         if self.state.length:
             rows = torch.arange(self.state.batch, device=indices.device)
             self.state = self.state.select(rows[indices])
@@ -76,6 +76,6 @@ class StateLayer(DynamicLayer):
             self.state = self.state.to("cpu")
 
     def prefetch(self) -> None:
-        """Brings it back."""
+        """Moves the state back to its device."""
         if self.home is not None:
             self.state = self.state.to(self.home)

@@ -1,4 +1,4 @@
-"""The configuration of a model: all that makes it, checked, and saved so that later defaults do not change it."""
+"""The Hugging Face configuration: validated, and saved so that later changes of defaults do not change a model."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 
 @strict
 class DeadReckonConfig(PreTrainedConfig):
-    """Everything that makes a :class:`DeadReckonForCausalLM`.
+    """The configuration of a :class:`DeadReckonForCausalLM`.
 
     Args:
         encoding: a name in :data:`deadreckon.ENCODINGS`, for every layer.
-        layer_encodings: one name a layer, instead.
+        layer_encodings: one name per layer, instead.
         encoding_options: keywords of the encodings, by name: ``{"path": {"rank": 16}}``.
         qk_norm: RMS-normalise queries and keys, with `qk_norm_eps`.
-        attention_bias: whether queries, keys and values are projected with biases.
-        attention_output_bias: whether attention's output is.
-        intermediate_size: of the MLP; 8/3 of hidden_size, rounded up to a multiple of 32, by default, or, if it has no
+        attention_bias: whether the projections to queries, keys and values have biases.
+        attention_output_bias: whether the output projection of attention has one.
+        intermediate_size: of the MLP; by default 8/3 of hidden_size, rounded up to a multiple of 32, or, without a
             gate, four times hidden_size.
-        gated_mlp: down(act(gate x) ⊙ up x), as Llama has it; or else down(act(up x)), as GPT-2 has it.
-        hidden_act: of the MLP, as transformers names it.
-        mlp_bias: whether its projections have biases.
+        gated_mlp: down(act(gate x) ⊙ up x), as in Llama; else down(act(up x)), as in GPT-2.
+        hidden_act: the MLP's activation, by its name in transformers.
+        mlp_bias: whether the MLP's projections have biases.
         norm: "rms" for RMSNorm, or "layer" for LayerNorm; with `rms_norm_eps`.
-        max_position_embeddings: the longest document, for encodings that scale their angles by it. No limit.
-        sharpen_beyond: the tokens trained at, to keep attention as sharp beyond them, see :class:`AttentionLayer`. Also
-            for a model that was trained without: ``from_pretrained(…, sharpen_beyond=2048)``.
+        max_position_embeddings: the longest document, for encodings that scale their angles by it. It is not a limit.
+        sharpen_beyond: the training length in tokens, to keep softmax as sharp beyond it: see :class:`AttentionLayer`.
+            Also for a model that was trained without: ``from_pretrained(…, sharpen_beyond=2048)``.
     """
 
     model_type = "deadreckon"
@@ -116,7 +116,7 @@ class DeadReckonConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved: options whose default has changed are spelled out."""
+        """The configuration as saved, with options of encodings whose default has changed spelled out."""
         data = super().to_dict()
         defaults = {
             name: {option: inspect.signature(ENCODINGS[name]).parameters[option].default for option in changed}
@@ -127,7 +127,7 @@ class DeadReckonConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> DeadReckonConfig:
-        """What was saved: an option that is not spelled out is newer than the model, and has what it was made with."""
+        """Loads a saved configuration; an option that is missing is newer than the model, and gets the old default."""
         names = config_dict.get("layer_encodings") or [config_dict.get("encoding", cls.encoding)]
         before = {name: old for name in names if name in ENCODINGS and (old := ENCODINGS[name].saved_without)}
         options = _spelled_out(config_dict.get("encoding_options"), before)
@@ -139,24 +139,24 @@ class DeadReckonConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """The cache that each layer needs, by the name under which transformers finds it."""
+        """The kind of cache layer that each layer needs, by the name under which transformers finds it."""
         return [LAYER_TYPE] * self.num_hidden_layers
 
     def validate_layer_type(self) -> None:
-        """Leaves out transformers' check, whose list of layer types is closed."""
+        """Skips transformers' check, which accepts only its own layer types."""
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Saves config.json, and what Auto classes need where nothing of deadreckon has been imported."""
+        """Saves config.json, and the module that Auto classes need where deadreckon has not been imported."""
         self.auto_map = name_for_auto_classes(save_directory)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing to do: `save_pretrained` names the installed package, instead of copying this file beside weights."""
+        """Does nothing: `save_pretrained` refers to the installed package instead of copying this file."""
 
 
 def _spelled_out(options: dict[str, Any] | None, defaults: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Options by encoding, with those of `defaults` that are missing."""
+    """Options by encoding, with missing ones filled in from `defaults`."""
     if not defaults:
         return options
     options = options or {}

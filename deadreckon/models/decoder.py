@@ -1,4 +1,4 @@
-"""One layer of the model: attention and an MLP, each behind a norm and beside a residual."""
+"""One decoder layer: attention and an MLP, each with a pre-norm and a residual connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deadreckon.ops.tracing import cast_once
 
 
 class MLP(nn.Module):
-    """down(act(gate x) ⊙ up x), a SwiGLU if act is SiLU; or down(act(up x)), where there is no gate."""
+    """down(act(gate x) ⊙ up x), SwiGLU if act is SiLU; without a gate, down(act(up x))."""
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(GradientCheckpointingLayer):
-    """Attention and an MLP, each behind a norm and beside a residual."""
+    """Attention and an MLP, each with a pre-norm and a residual connection."""
 
     def __init__(self, config: DeadReckonConfig, encoding: str, number: int) -> None:
         super().__init__()

@@ -1,14 +1,15 @@
-"""A decoding step of the whole model as one CUDA graph: launching its kernels takes longer than running them.
+"""CUDA graphs of decoding steps: one graph for the whole model, since launching its kernels takes longer than running
+them.
 
-    prefill, first token       eagerly: kernels are compiled, and each layer's decoder has its tensors
+    prefill, first token       eager: compiles kernels, and each layer's decoder allocates its tensors
     second token               captured, then replayed
-    every token from then on   replayed; when a decoder's tail is full it is closed first, eagerly, and loaded again
+    every token from then on   replayed; when a decoder's tail is full it is first closed, eagerly, and loaded again
 
-What a step writes stays where it is: decoders (`ops/streaming/fused.py`), recent inputs and phases. The host counts
+What a step writes has fixed addresses: decoders (`ops/streaming/fused.py`), recent inputs and phases. The host counts
 tokens; kernels read counts and addresses from memory. So a graph outlives its sequence: the next one of the same
-structure is loaded into the same decoders, a few launches a layer, and the one before keeps copies of what was there.
+structure is loaded into the same decoders, in a few launches per layer, and the previous one keeps copies of its data.
 
-``DEADRECKON_GRAPHS=0`` in the environment: no graphs.
+``DEADRECKON_GRAPHS=0`` in the environment turns graphs off.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from deadreckon.ops.streaming.segments import Segment
 from deadreckon.ops.streaming.signature import Signature
 from deadreckon.ops.tracing import traced
 
-SWITCH = "DEADRECKON_GRAPHS"  # in the environment: 0 for none
-MOST = 4  # graphs of a model; the one that was captured first makes room
+SWITCH = "DEADRECKON_GRAPHS"  # environment variable: 0 for no graphs
+MOST = 4  # graphs per model; the one that was captured first is dropped for a new one
 
 Advance = Callable[[Tensor, list[LayerState], Tensor], Tensor]
-"""The model: tokens (B, 1), states that it moves on, places (B or 1, 1) of the tokens -> hidden states."""
+"""The model: tokens (B, 1), states, which it advances, and positions (B or 1, 1) of the tokens -> hidden states."""
 
 
 class Graph(Protocol):
-    """A captured step: `replay` runs it again, and returns the same tensor each time."""
+    """A captured step: `replay` runs it, and returns the same output tensor each time."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None: ...
 
@@ -50,7 +51,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """On the GPU that is the current one. (PyTorch's own stream for captures is of whichever was the first.)"""
+    """A CUDA graph on the current device. (PyTorch's default capture stream belongs to the device of its first use.)"""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -63,7 +64,7 @@ class CudaGraph:
 
 
 class Resident(NamedTuple):
-    """One layer's part of a captured step: what it reads and writes, always in the same place."""
+    """One layer's part of a captured step: the tensors that it reads and writes, at fixed addresses."""
 
     decoder: StaticDecoder
     recent: dict[str, Tensor]
@@ -73,31 +74,31 @@ class Resident(NamedTuple):
 
     @classmethod
     def of(cls, state: LayerState) -> Resident:
-        """For a state that has such a decoder."""
+        """From a state that has a StaticDecoder."""
         recent, phases = {name: x.clone() for name, x in state.recent.items()}, state.past.phases
         phases = None if phases is None else phases.clone()
         assert isinstance(state.past.decoder, StaticDecoder)
         return cls(state.past.decoder, recent, phases, state.past.signature, state.origin)
 
     def draft(self, left_out: Tensor | None) -> LayerState:
-        """A state for the step that is captured. Its lengths are of no concern, but that something has been."""
+        """A state for the step to capture. Its lengths do not matter, except that they are not zero."""
         past = Past(self.signature, 1, waiting=self.decoder.waiting, phases=self.phases, decoder=self.decoder)
         return LayerState(past, dict(self.recent), left_out=left_out, origin=self.origin)
 
     def moved(self, state: LayerState) -> list[tuple[Tensor, Tensor]]:
-        """What a step has computed beside the decoder, and where it belongs: (there, new)."""
+        """What a step has computed outside the decoder, with its destination: (there, new)."""
         pairs = [(x, state.recent[name]) for name, x in self.recent.items()]
         if self.phases is not None and state.past.phases is not None:
             pairs.append((self.phases, state.past.phases))
         return [(there, new) for there, new in pairs if new is not there]
 
     def holds(self, state: LayerState) -> bool:
-        """Whether a state is here."""
+        """Whether a state's tensors are these."""
         past = state.past
         return past.decoder is self.decoder and state.recent is self.recent and past.phases is self.phases
 
     def load(self, state: LayerState) -> bool:
-        """Moves a state here; False where its segments are too many."""
+        """Copies a state into these tensors, and makes it use them; False if it has too many segments."""
         if state.past.decoder is not self.decoder:
             state.past.detach()
             if not self.decoder.load(state.past):
@@ -114,7 +115,7 @@ class Resident(NamedTuple):
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies (there, new), those of one dtype in one launch: there may be one for every layer."""
+    """Copies pairs (there, new), in one launch per dtype: there may be one pair for every layer."""
     by_dtype = dict[torch.dtype, list[tuple[Tensor, Tensor]]]()
     for pair in pairs:
         by_dtype.setdefault(pair[0].dtype, []).append(pair)
@@ -123,10 +124,10 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 class CapturedStep:
-    """One step for states of one structure.
+    """A captured decoding step, for states of one structure.
 
     Args:
-        warm: whether nothing has compiled the kernels yet.
+        warm: whether to run the step once before capture, since its kernels have not been compiled yet.
     """
 
     def __init__(
@@ -143,29 +144,29 @@ class CapturedStep:
         self.left_out = None if states[0].left_out is None else states[0].left_out.clone()
         self.residents = [Resident.of(state) for state in states]
         self.owners: list[weakref.ref[StateLayer] | None] = [None] * len(states)
-        if warm:  # what is there now is loaded again
+        if warm:  # this overwrites the decoders, which are loaded afterwards
             self._run()
         self.capture()
 
     def capture(self) -> None:
-        """Captures the step, once more where its surroundings have changed: what is here stays here."""
+        """Captures the step, or captures it again after its surroundings have changed: loaded states stay loaded."""
         with torch.cuda.device_of(self.ids):
             self.graph = self.kind(self._run)
         self.watch = Watch(self.model, self.ids.device.type)
         self.surroundings = self.surroundings_now()
 
     def surroundings_now(self) -> Surroundings:
-        """All that the step takes for granted, as it is now."""
+        """Everything that the step depends on, as it is now."""
         return Surroundings.of(self.model.modules(), self.ids.device.type)
 
     def _run(self) -> Tensor:
-        """The step that is captured: only what it does on the device counts."""
+        """The step to capture: its effects on the host are undone, only work on the device counts."""
         drafts = [resident.draft(self.left_out) for resident in self.residents]
         waiting = [resident.decoder.waiting for resident in self.residents]
         try:
             with casting_anew(self.ids.device.type):
                 output = self.advance(self.ids, drafts, self.places)
-            # Layers, as they compute, read what lies there; once they have, what they are to read next takes its place.
+            # Layers read these tensors while they compute: only then are they overwritten, for the next step.
             moved = (resident.moved(draft) for resident, draft in zip(self.residents, drafts, strict=True))
             copy_all(pair for pairs in moved for pair in pairs)
         finally:
@@ -174,7 +175,7 @@ class CapturedStep:
         return output
 
     def holds(self, layers: list[StateLayer]) -> bool:
-        """Whether the states of a cache are here."""
+        """Whether the states of a cache are loaded."""
         for owner, resident, layer in zip(self.owners, self.residents, layers, strict=True):
             state = layer.state
             if owner is None or owner() is not layer or not isinstance(state, LayerState) or not resident.holds(state):
@@ -182,7 +183,7 @@ class CapturedStep:
         return True
 
     def load(self, layers: list[StateLayer]) -> bool:
-        """Moves the states of a cache here, and what was here out; False where they do not fit."""
+        """Loads the states of a cache, and detaches those loaded before; False if they do not fit."""
         for number, (layer, resident) in enumerate(zip(layers, self.residents, strict=True)):
             owner = self.owners[number]
             before = None if owner is None else owner()
@@ -201,7 +202,7 @@ class CapturedStep:
         return True
 
     def replay(self, ids: Tensor, states: list[LayerState]) -> Tensor:
-        """Hidden states of the next tokens (B, 1), with which the states that are here move on."""
+        """Hidden states of the next tokens (B, 1); advances the loaded states."""
         length = states[0].length + 1
         self.ids.copy_(ids)
         self.places.fill_(length - 1)
@@ -215,7 +216,7 @@ class CapturedStep:
         return output
 
     def _undo(self, states: list[LayerState], length: int) -> None:
-        """After an interruption. Whether the kernels have run, the device knows; then there is a token to crop."""
+        """Restores states after an interruption: asks the device whether kernels have added the token, and crops it."""
         for state, resident in zip(states, self.residents, strict=True):
             if state.length < length and resident.decoder.ahead():
                 count(state, resident.decoder.lengthen())
@@ -224,23 +225,23 @@ class CapturedStep:
 
 
 def casting_anew(kind: str) -> AbstractContextManager[Any]:
-    """Autocast as it is, but for its cache: that is freed when the caller leaves autocast, and a graph would go on
-    to read the weights that were there."""
+    """Autocast as it is, but without its weight cache, which is freed when the caller leaves autocast: a graph would
+    read freed memory.
+    """
     dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 def _forgotten(decoder: StaticDecoder, _: object) -> None:
-    """Lets go of a KV cache that is no more.
+    """Releases the memory of a KV cache that has been garbage-collected.
 
-    Garbage is collected at any moment, so also while another graph is captured, of which a kernel launched here would
-    become a part.
+    That may happen while another graph is captured, so no kernel may be launched here: it would become part of it.
     """
     decoder.release()
 
 
 def count(state: LayerState, waiting: Segment, tokens: int = 1) -> None:
-    """Counts tokens that kernels have added to those that wait."""
+    """Counts tokens that kernels have added to the tail (`waiting`)."""
     past = state.past
     past.waiting = waiting
     if past.phases is not None:
@@ -250,9 +251,9 @@ def count(state: LayerState, waiting: Segment, tokens: int = 1) -> None:
 
 
 class Steps:
-    """The decoding steps of a model: graphs, by the structure of the states that they are for.
+    """The CUDA graphs of a model's decoding steps, by the structure of the states that they are for.
 
-    Threads may share the model, each with a KV cache of its own: they take turns, step by step.
+    Threads may share the model, each with its own KV cache: a lock is held for each step.
     """
 
     def __init__(self, model: nn.Module, advance: Advance, graph: type[Graph] = CudaGraph) -> None:
@@ -262,10 +263,10 @@ class Steps:
         self.eager: Any = None  # the structure of the last eager step
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()  # copies of a model, and what is pickled, begin without
+        return type(None), ()  # copies and pickles of a model have no graphs
 
     def __call__(self, ids: Tensor, layers: list[StateLayer]) -> Tensor | None:
-        """Hidden states of the next token of each row, ids (B, 1); None where that takes an eager step."""
+        """Hidden states of the next token of each row, ids (B, 1); None if an eager step is needed."""
         with self.turn, lasting():
             return self._advance(ids, layers)
 
@@ -290,7 +291,7 @@ class Steps:
         return step.replay(ids, states)
 
     def _step_for(self, ids: Tensor, layers: list[StateLayer]) -> CapturedStep | None:
-        """A step for these states, loaded; captured now, if an eager step was of the same structure."""
+        """A step for these states, loaded; captured now if the last eager step had the same structure."""
         states = [layer.state for layer in layers if isinstance(layer.state, LayerState)]
         parts = list(self.model.modules())
         if len(states) < len(layers) or not states[0].length or hooked(parts):
@@ -320,12 +321,12 @@ class Steps:
 
 
 def has_room(state: LayerState) -> bool:
-    """Whether one more token fits into what is kept of all inputs."""
+    """Whether one more token fits into the caches of all inputs, which have a fixed capacity."""
     return GROWING not in state.recent or state.length < state.recent[GROWING].shape[2]
 
 
 def structure(parts: Sequence[nn.Module], ids: Tensor, states: list[LayerState]) -> tuple[Any, ...]:
-    """What steps must have in common to be one graph; first of all, where the weights are."""
+    """The key of a graph: what steps must have in common to share it; first, the addresses of the weights."""
     shapes = tuple(tuple((name, x.shape) for name, x in state.recent.items()) for state in states)
     phases = tuple(None if state.past.phases is None else state.past.phases.shape for state in states)
     signatures = tuple(state.past.signature for state in states)
@@ -334,12 +335,12 @@ def structure(parts: Sequence[nn.Module], ids: Tensor, states: list[LayerState])
 
 
 def switched_on() -> bool:
-    """Whether the environment allows graphs."""
+    """Whether the environment allows CUDA graphs."""
     return os.environ.get(SWITCH, "1") != "0"
 
 
 def wanted(ids: Tensor, model: nn.Module) -> bool:
-    """Whether a step with these tokens is to be a graph."""
+    """Whether a decoding step with these tokens may use a CUDA graph."""
     return (
         ids.is_cuda
         and not torch.is_grad_enabled()

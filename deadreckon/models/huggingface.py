@@ -1,4 +1,4 @@
-"""The decoder: a pre-norm causal language model for Hugging Face's tools, with any encoding in any layer."""
+"""The Hugging Face model: a pre-norm decoder-only language model, with any encoding in any layer."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 
 class DeadReckonPreTrainedModel(PreTrainedModel):
-    """Initialisation, and how weights are stored."""
+    """Base class: weight initialisation, and what transformers and accelerate need to know."""
 
     config_class = DeadReckonConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["DecoderLayer"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["state"]  # accelerate would have a copy of it move on
+    _skip_keys_device_placement: ClassVar[list[str]] = ["state"]  # accelerate would make a copy, which then advances
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModelForCausalLM") -> None:
-        """Nothing to do: see :meth:`DeadReckonConfig.register_for_auto_class`."""
+        """Does nothing: see :meth:`DeadReckonConfig.register_for_auto_class`."""
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *more: Any, **options: Any) -> nn.Embedding:
-        """As in transformers; encodings that look tokens up follow."""
+        """As in transformers; also resizes the tables of encodings that look tokens up."""
         embeddings = super().resize_token_embeddings(new_num_tokens, *more, **options)
         for part in self.modules():
             if isinstance(part, Encoding):
@@ -59,12 +59,12 @@ class DeadReckonPreTrainedModel(PreTrainedModel):
 
 
 class DeadReckonModel(DeadReckonPreTrainedModel):
-    """Embeddings, layers and the last norm.
+    """Embeddings, decoder layers and the final norm.
 
     Attributes:
         cp: context parallelism. Every rank of its group passes the same whole sequences, and gets its shard of the
             outputs. The loss is that of whole sequences on every rank; its gradient is the *mean* of the ranks'
-            gradients, which data parallelism (FSDP, DDP) takes anyway.
+            gradients, which data parallelism (FSDP, DDP) computes anyway.
     """
 
     def __init__(self, config: DeadReckonConfig) -> None:
@@ -108,7 +108,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
                     "KV cache carries no gradients"
                 )
             cache = DynamicCache(config=self.config) if past_key_values is None else past_key_values
-            with torch.no_grad():  # or some weights alone would have gradients
+            with torch.no_grad():  # else only some weights would get gradients
                 x = self._continue(input_ids, inputs_embeds, attention_mask, cache)
             return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -118,12 +118,12 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         if real is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens: packed sequences have no padding; expected no attention_mask beside it")
         if real is not None and traced(real):
-            # A tracer does not know how many tokens are real: padding goes to the end, where nothing looks from.
+            # While tracing, the number of real tokens is unknown: move padding to the end, where causality hides it.
             order = (~real).int().argsort(dim=1, stable=True)
             x = x.gather(1, order.unsqueeze(-1).expand_as(x))
             input_ids = None if input_ids is None else input_ids.gather(1, order)
         elif real is not None:
-            # Padded rows become packed documents: nothing that computes ever meets padding.
+            # Unpad: padded rows become packed (varlen) documents, and nothing is computed for padding.
             lengths = real.sum(1)
             cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             x = x[real].unsqueeze(0)
@@ -145,7 +145,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         )
 
     def _through_layers(self, x: Tensor, context: Context, inputs: list[Tensor] | None = None) -> Tensor:
-        """The last hidden states; what goes into each layer is added to `inputs`."""
+        """Hidden states after the final norm; each layer's input is appended to `inputs`."""
         x = self._embed(x, context)
         for layer in self.layers:
             if inputs is not None:
@@ -161,7 +161,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         cu_seqlens: Tensor | None,
         cp: ContextParallel,
     ) -> BaseModelOutputWithPast:
-        """Hidden states of this rank's shard of whole sequences, which are padded to equal pieces."""
+        """Context parallelism: hidden states of this rank's shard of whole sequences, padded to equal pieces."""
         whole = input_ids if inputs_embeds is None else inputs_embeds
         assert whole is not None
         length = whole.shape[1]
@@ -180,25 +180,25 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self._through_layers(x, context))
 
     def penalty(self) -> Tensor | None:
-        """The sum of the encodings' regularisation terms, which training adds to the loss; None if there are none."""
+        """The sum of the encodings' regularisation terms, added to the training loss; None if there are none."""
         penalties = [part.penalty() for part in self.modules() if isinstance(part, Encoding)]
         terms = [penalty for penalty in penalties if penalty is not None]
         return torch.stack(terms).sum() if terms else None
 
     def _embed(self, x: Tensor, context: Context) -> Tensor:
-        """Adds absolute positions to the embeddings, for encodings that have them."""
+        """Adds absolute position embeddings, for encodings that have them."""
         encodings: dict[type[Encoding], Encoding] = {}
         for layer in self.layers:
             encoding = layer.get_submodule("self_attn.encoding")
             assert isinstance(encoding, Encoding)
             encodings.setdefault(type(encoding), encoding)
-        for encoding in encodings.values():  # once, however many layers have that encoding
+        for encoding in encodings.values():  # once, however many layers use that encoding
             x = encoding.embed(x, context)
         return x
 
-    @torch.compiler.disable  # the host counts tokens: a compiler would begin anew with each
+    @torch.compiler.disable  # the host counts tokens: it would recompile for every token
     def _continue(self, ids: Tensor | None, x: Tensor | None, mask: Tensor | None, cache: Cache) -> Tensor:
-        """Prefill or decode: new tokens of sequences whose past is in the KV cache."""
+        """Prefill or decode: hidden states of new tokens of sequences whose past is in the KV cache."""
         caches = [_cache_layer(cache, number) for number in range(len(self.layers))]
         tokens = x if ids is None else ids
         assert tokens is not None
@@ -212,10 +212,10 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         x = self.embed_tokens(ids) if x is None else x
         if isinstance(caches[0].state, Rows) or (real is not None and not begins_later(real, caches[0].state)):
             return self._continue_rows(x, ids, mask, real, caches)
-        drafts = [_uniform(layer).draft() for layer in caches]  # so that all layers move on, or none
+        drafts = [_uniform(layer).draft() for layer in caches]  # so that all layers advance, or none
         if real is None:
             x = self._advance(x, ids, drafts)
-        else:  # what is masked is left out: it goes to the left of the row, where nothing looks back to
+        else:  # masked tokens become left padding, which real tokens do not attend to
             for draft in drafts:
                 masked = (~real).sum(1)
                 draft.left_out = masked if draft.left_out is None else draft.left_out + masked
@@ -229,13 +229,13 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         return x
 
     def _decode(self, ids: Tensor, states: list[LayerState], places: Tensor) -> Tensor:
-        """A decoding step, with nothing in it that a CUDA graph could not repeat: ids (B, 1), places (1, 1)."""
+        """One decoding step, written so that a CUDA graph can capture it: ids (B, 1), places (1, 1)."""
         return self._advance(self.embed_tokens(ids), ids, states, places)
 
     def _advance(self, x: Tensor, ids: Tensor | None, states: list[LayerState], places: Tensor | None = None) -> Tensor:
-        """Hidden states of the next tokens x (B, T, hidden_size), with which each layer's state moves on.
+        """Hidden states of the next tokens x (B, T, hidden_size); advances each layer's state.
 
-        `places` (1, T) counts them with all tokens before, masked or not.
+        `places` (1, T) are their positions, counting masked tokens too; by default they follow from the states.
         """
         left_out = states[0].left_out
         context = (
@@ -252,7 +252,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
     def _continue_rows(
         self, x: Tensor, ids: Tensor | None, mask: Tensor | None, real: Tensor | None, caches: list[StateLayer]
     ) -> Tensor:
-        """New tokens of rows that differ in how many of them are real, each row for itself."""
+        """New tokens of rows that differ in how many of them are real: row by row."""
         real = x.new_ones(x.shape[:2], dtype=torch.bool) if real is None else real
         drafts = list[Rows]()
         for layer in caches:
@@ -273,14 +273,14 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
 
 
 def _without_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Labels (1, T) without those of documents' first tokens: the last token of another does not predict them."""
+    """Labels (1, T) with the first token of each document ignored: the previous document should not predict it."""
     first = labels.new_zeros(labels.shape[1] + 1, dtype=torch.bool)  # a document without tokens may begin at the end
     first[cu_seqlens[1:-1].to(labels.device, torch.int64)] = True
     return labels.masked_fill(first[:-1], IGNORED)
 
 
 def _cache_layer(cache: Cache, number: int) -> StateLayer:
-    """The layer of a cache that transformers has built from our configuration."""
+    """A layer of the cache; raises a ValueError unless the cache was built from this model's configuration."""
     layer = cache.layers[number] if number < len(cache.layers) else None
     if not isinstance(layer, StateLayer):
         kind = type(layer).__name__
@@ -289,16 +289,16 @@ def _cache_layer(cache: Cache, number: int) -> StateLayer:
 
 
 def _uniform(layer: StateLayer) -> LayerState:
-    """The state of a layer whose rows are equally long."""
+    """The state of a cache layer whose rows have equal lengths."""
     assert isinstance(layer.state, LayerState)
     return layer.state
 
 
 class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
-    """A causal language model: ``from_pretrained``, ``save_pretrained``, ``generate``, ``Trainer``."""
+    """Causal language model with ``from_pretrained``, ``save_pretrained`` and ``generate``, for ``Trainer``."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    accepts_loss_kwargs: ClassVar[bool] = True  # the Trainer then says by what a loss over several batches is divided
+    accepts_loss_kwargs: ClassVar[bool] = True  # the Trainer then passes num_items_in_batch (gradient accumulation)
 
     def __init__(self, config: DeadReckonConfig) -> None:
         super().__init__(config)
@@ -336,24 +336,25 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B, T) tokens.
-            attention_mask: (B, T), 0 for tokens that are left out, wherever they are: others are as if they were not
-                there. Logits in their places are those of the last token before, in this call, that is not left out;
-                zeros if there is none. With a cache, (B, past and new tokens).
-            past_key_values: the KV cache of earlier tokens, first ``DynamicCache(config=model.config)``; no gradients.
+            attention_mask: (B, T), 0 for padding, anywhere in a row: real tokens are computed as if it were not there.
+                Logits at padding are those of the last real token before it in this call; zeros if there is none. With
+                a cache, (B, past and new tokens).
+            past_key_values: the KV cache of preceding tokens, at first ``DynamicCache(config=model.config)``; disables
+                gradients.
             inputs_embeds: (B, T, hidden_size), in place of input_ids.
             labels: (B, T), as input_ids (they are shifted here), −100 for tokens without loss. The first token of a
                 packed sequence has no loss.
             cu_seqlens: (N + 1,) boundaries of packed sequences, B = 1.
-            logits_to_keep: compute logits of so many last tokens only; 0 for all. Or of these: their places, (N,).
+            logits_to_keep: compute logits of so many last tokens only; 0 for all. Or a tensor of token indices, (N,).
             num_items_in_batch: what the summed loss is divided by; the Trainer sets it for gradient accumulation.
             return_dict: False for a plain tuple; by default as the configuration says.
-            use_cache: create a KV cache if past_key_values is None, and return it. Nothing carries gradients then.
+            use_cache: create a KV cache if past_key_values is None, and return it. Disables gradients.
             skip_logits: with labels, compute the loss in chunks of tokens and return no logits, to save memory. There
                 are no second derivatives then.
-            output_hidden_states: also return what goes into each layer, and what the last norm gives; not with a cache.
-                By default as the configuration says.
-            unused: what tools pass to every model, such as ``output_attentions=False``: None, False, and the
-                ``token_type_ids`` that some tokenizers add, change nothing. Anything else is a TypeError.
+            output_hidden_states: also return the input of each layer and the output of the final norm; not with a
+                cache. By default as the configuration says.
+            unused: arguments that tools pass to every model, such as ``output_attentions=False``: None, False, and the
+                ``token_type_ids`` that some tokenizers add, are ignored. Anything else is a TypeError.
 
         With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
         and so is the loss; logits are those of this rank's shard.
@@ -388,7 +389,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         return output if return_dict else output.to_tuple()
 
     def _loss(self, hidden: Tensor, logits: Tensor | None, labels: Tensor, items: Tensor | int | None) -> Tensor:
-        """The mean over labels (B, T), or the sum by `items`, from logits or, without them, from hidden (B, T, D)."""
+        """The mean loss over labels (B, T), or its sum divided by `items`, from logits, or from hidden (B, T, D)."""
         if logits is not None and self.cp is None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=items
@@ -406,12 +407,12 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         penalty = self.model.penalty() if self.training else None
         if penalty is None:
             return loss
-        if items is not None:  # once for all parts of an accumulated batch
+        if items is not None:  # gradient accumulation: the micro-batches' shares add up to one penalty
             penalty = penalty * ((labels[:, 1:] != IGNORED).sum() / items)
         return loss + penalty
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, which does not say what it has no static layers of."""
+        """As in transformers, with a clear error for static caches, which this model does not have."""
         kind = generation_config.cache_implementation
         if kind in ("static", "offloaded_static", "sliding_window"):
             raise ValueError(f"cache_implementation: expected None, 'dynamic' or 'offloaded', got {kind!r}")
@@ -420,7 +421,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """As in transformers. The new token's mask is a one, which nobody needs to read back from a GPU."""
+        """As in transformers. The new token's mask is known to be one, which saves a host-device synchronisation."""
         before = model_kwargs.get("attention_mask")
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
         mask = model_kwargs.get("attention_mask")

@@ -1,7 +1,7 @@
-"""Attention of other people's models by ours, through transformers' `AttentionInterface`.
+"""Attention functions for other models in transformers, through `AttentionInterface`: `register_attention`.
 
-The interface passes q, k and v, to which a model has applied its own positions, and no hidden states. So what is a
-score or a constant serves; gates, routes and angles that are computed from hidden states do not: see `convert_model`.
+The interface passes q, k and v, to which a model has already applied its own positions, and no hidden states. So scores
+and constant gates work here; gates, routes and angles that are computed from hidden states do not: see `convert_model`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ SERVED: dict[str, dict[str, Any]] = {
     "deadreckon-stickbreaking": {"score": "stick-breaking"},
     "deadreckon-power-2": {"score": Power(2)},
 }
-"""Names for `attn_implementation` -> what of the equation they choose."""
+"""Names for `attn_implementation` -> the score or gate that they choose."""
 
-REFUSED = ("sliding_window", "softcap", "position_bias", "s_aux", "cache")  # keywords that would change the answer
+REFUSED = ("sliding_window", "softcap", "position_bias", "s_aux", "cache")  # keywords that would change the output
 
 
 def register_attention(*names: str) -> tuple[str, ...]:
-    """Adds attention functions of ours to those that models of transformers can use.
+    """Registers attention functions that any model in transformers can use.
 
-    ``model.set_attn_implementation("deadreckon")`` then computes the same as before; ``"deadreckon-alibi"`` fades keys
-    by ALiBi's slopes too, ``"deadreckon-stickbreaking"`` and ``"deadreckon-power-2"`` have another score, for models
-    that are trained so. They work with padded batches, gradients and transformers' KV cache.
+    ``model.set_attn_implementation("deadreckon")`` then computes the same as before; ``"deadreckon-alibi"`` adds
+    ALiBi's slopes; ``"deadreckon-stickbreaking"`` and ``"deadreckon-power-2"`` have another score, for models that are
+    trained with it. They work with padded batches, gradients and transformers' KV cache.
 
     Args:
-        names: which, by default all. Encodings that compute gates, angles or routes from hidden states are refused:
-            the interface does not pass these.
+        names: which to register, by default all. Encodings that compute gates, angles or routes from hidden states are
+            refused: the interface does not pass hidden states.
 
     Returns:
         the names for `attn_implementation`.
@@ -76,7 +76,7 @@ def _attention(
     fades: bool = False,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: q (B, Hq, T, D), k and v (B, H, S, ·), S ≥ T; the output is (B, T, Hq, E)."""
+    """The function that transformers calls: q (B, Hq, T, D), k and v (B, H, S, ·), S ≥ T -> output (B, T, Hq, E)."""
     if dropout:
         raise ValueError(f"dropout: expected 0 with attention of deadreckon, got {dropout}")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
@@ -95,7 +95,7 @@ def _attention(
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Rows without their padding, as documents of one sequence; zeros where padding was."""
+    """Attention of padded rows, unpadded to packed documents of one sequence; zeros where padding was."""
     kept, shape = mask.bool(), (*q.shape[:-1], v.shape[-1])
     ends = kept.sum(1).cumsum(0)
     documents = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
@@ -107,12 +107,12 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, arguments: dict[str, 
 def _late(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, log_gate: Tensor | None, score: Any, scale: float | None
 ) -> Tensor:
-    """The last T queries of S keys, where a KV cache holds the others: a query at a time, by the definition."""
+    """The last T queries over S keys, the others from a KV cache: one query at a time, by the definition."""
     (_, queries, heads, width), length = q.shape, k.shape[1]
     k, v = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (k, v))  # (B, Hq, S, ·)
     logits = at_least_single(q.transpose(1, 2) @ k.mT) * (width**-0.5 if scale is None else scale)  # (B, Hq, T, S)
     padded = torch.zeros(1, length, dtype=torch.bool, device=q.device) if mask is None else ~mask.bool()
-    place, padded = (~padded).cumsum(1).unsqueeze(1), padded.unsqueeze(1)  # among tokens that are no padding
+    place, padded = (~padded).cumsum(1).unsqueeze(1), padded.unsqueeze(1)  # position among tokens that are not padding
     outputs = []
     for row, end in enumerate(range(length - queries + 1, length + 1)):
         nothing, seen = padded[:, :, :end], logits[:, :, row, :end]
@@ -120,6 +120,6 @@ def _late(
         if log_gate is not None:
             gates = gates + log_gate[:, None] * (place[:, :, end - 1 : end] - place[:, :, :end])
         seen = seen.masked_fill(nothing, 0.0 if isinstance(score, Power) else -torch.inf)
-        weights = weigh(seen, gates, score).masked_fill(nothing, 0.0)  # (B, Hq, end); padding sees nothing at all
+        weights = weigh(seen, gates, score).masked_fill(nothing, 0.0)  # (B, Hq, end); padding attends to nothing
         outputs.append((weights.to(v.dtype).unsqueeze(2) @ v[:, :, :end]).squeeze(2))
     return torch.stack(outputs, dim=1)

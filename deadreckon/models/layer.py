@@ -1,4 +1,4 @@
-"""The attention layer: projections, query-key norm and grouped heads, once, for every encoding."""
+"""The attention layer: projections, QK-norm, GQA and streaming, once, for every encoding."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from deadreckon.ops.tracing import cast_once
 if TYPE_CHECKING:
     from deadreckon.ops.parallel.context import ContextParallel
 
-RESET = -1e4  # a log gate that nothing passes
-LEAST = {"rank": 1, "base": 1e-6, "initial": 0, "norm_eps": 0, "gate_scale": 0}  # that options of encodings may be
+RESET = -1e4  # a log gate that blocks all preceding tokens
+LEAST = {"rank": 1, "base": 1e-6, "initial": 0, "norm_eps": 0, "gate_scale": 0}  # minimum of options of encodings
 
 
 def make_encoding(name: str, sizes: Sizes, options: dict[str, Any] | None = None) -> Encoding:
@@ -39,27 +39,27 @@ def make_encoding(name: str, sizes: Sizes, options: dict[str, Any] | None = None
 
 
 class AttentionLayer(nn.Module):
-    """Multi-head causal attention with the positions of one encoding.
+    """Multi-head causal attention (MHA, GQA or MQA) with one position encoding.
 
     Args:
         d_model: width of the input and output.
         n_heads: query heads.
-        encoding: a name in :data:`deadreckon.ENCODINGS`. Those that are added to embeddings ("sinusoidal",
+        encoding: a name in :data:`deadreckon.ENCODINGS`. Encodings that are added to embeddings ("sinusoidal",
             "randomized") do nothing here: call ``layer.encoding.embed`` once, before the first layer.
         n_kv_heads: key and value heads, n_heads by default; must divide n_heads.
         qk_norm: RMS-normalise queries and keys, each head with the same learned gain.
-        qk_norm_eps: of these norms.
+        qk_norm_eps: epsilon of these norms.
         bias: whether the projections to queries, keys and values have biases.
-        output_bias: whether the projection of the output has one.
+        output_bias: whether the output projection has one.
         head_dim: d_model / n_heads by default.
         vocab_size: for encodings that look tokens up.
         max_length: the longest document, for encodings that scale their angles by it.
-        sharpen_beyond: the tokens trained at. From there on a query with n tokens to look at is multiplied by
-            log n / log sharpen_beyond, so that softmax stays as sharp as it was (gates are left as they are, and powers
-            are not changed by it). By default not at all.
+        sharpen_beyond: the training length in tokens. Beyond it, a query that sees n tokens is multiplied by
+            log n / log sharpen_beyond, so that softmax stays as sharp (gates are not scaled, and powers do not depend
+            on it). None, the default: off.
         encoding_options: keywords of the encoding's class.
-        place: which layer this is, counted from 0, of how many, for encodings that serve several layers at once.
-        impl: passed on to :func:`deadreckon.attend` and, beside a state, to :func:`deadreckon.attend_next`.
+        place: (index of this layer, counted from 0, number of layers), for encodings that serve several layers at once.
+        impl: passed on to :func:`deadreckon.attend` and, with a state, to :func:`deadreckon.attend_next`.
     """
 
     def __init__(
@@ -148,11 +148,12 @@ class AttentionLayer(nn.Module):
             x: the input, or the next piece of it.
             token_ids: (B, T), for encodings that look tokens up.
             cu_seqlens: boundaries of packed sequences (B = 1).
-            cp: context parallelism: x, token_ids and the output are this rank's shards, cu_seqlens are of the whole.
-            state: the state after the tokens before x, None for the first piece. Any split of a sequence gives the same
-                outputs, without gradients. An exception, KeyboardInterrupt included, leaves the state unchanged.
-            context: what a model knows of x for all of its layers, in place of token_ids, cu_seqlens and cp. Then the
-                output alone is returned.
+            cp: context parallelism: x, token_ids and the output are this rank's shards, cu_seqlens are global.
+            state: the state (KV cache) after the preceding tokens, None for the first piece. Any split of a sequence
+                into pieces gives the same outputs, without gradients. An exception, even KeyboardInterrupt, leaves the
+                state unchanged.
+            context: what a model has computed once for all of its layers, in place of token_ids, cu_seqlens and cp.
+                Then only the output is returned.
 
         Returns:
             The output; with `state`, also the state.
@@ -178,7 +179,7 @@ class AttentionLayer(nn.Module):
         return self._advance(x, context.after(state.length), state), state
 
     def _advance(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:
-        """The output; the state, if there is one, moves on, whole or not at all."""
+        """The output; the state, if there is one, is advanced atomically."""
         if state is None:
             return self._attend(x, context, None)
         origin = Origin.of(x, type(self.encoding).__name__, self.sizes)
@@ -191,7 +192,7 @@ class AttentionLayer(nn.Module):
         return output
 
     def placed(self, q: Tensor, k: Tensor, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Queries and keys as attention takes them: widened by the encoding, sharpened beyond the training length."""
+        """Queries and keys as attention takes them: with the encoding's extra channels, and sharpened."""
         q, k = self.encoding.widen(q, k, x, context)
         if self.sharpen_beyond is not None:
             q = (q * context.sharpness(self.sharpen_beyond)).to(q.dtype)
@@ -200,7 +201,7 @@ class AttentionLayer(nn.Module):
     def _attend(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:
         width, mapped = self.sizes.head_dim, cast_once(x)
         q, k, v = (project(mapped).unflatten(-1, (-1, width)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        # PyTorch's norms may answer in float32 under autocast.
+        # PyTorch's norms may return float32 under autocast.
         q, k = residual_norm(self.q_norm, q)[1].to(v.dtype), residual_norm(self.k_norm, k)[1].to(v.dtype)
         factors, scale = self.encoding(mapped, context), width**-0.5
         q, k = self.placed(q, k, x, context)
@@ -209,7 +210,7 @@ class AttentionLayer(nn.Module):
                 q, k, v, **factors._asdict(), scale=scale, cu_seqlens=context.cu_seqlens, impl=self.impl, cp=context.cp
             )
         else:
-            if state.left_out is not None:  # nothing passes from masked tokens to the first real one
+            if state.left_out is not None:  # left padding: a closed gate at the first real token hides masked ones
                 state.gated, gate = factors.log_gate is not None, factors.log_gate
                 gate = x.new_zeros(*x.shape[:2], self.sizes.n_heads, dtype=torch.float32) if gate is None else gate
                 fresh = (context.positions == 0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""A model on many devices: parameters sharded layer by layer (FSDP2), sequences divided among ranks."""
+"""Distributed training: FSDP2 (parameters sharded layer by layer) and context parallelism (sequences sharded)."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def parallelize(
     layers_per_group: int = 1,
     layout: Layout = "zigzag",
 ) -> DeadReckonForCausalLM:
-    """Divides a model, in place, and the sequences that it will be given, among the ranks of a mesh.
+    """Shards a model, in place, and the sequences that it will be given, over the ranks of a mesh.
 
         mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "cp"))
         model = dr.parallelize(dr.DeadReckonForCausalLM(config), mesh, dtype=torch.bfloat16)
 
     Ranks along "dp" take batches of their own; ranks along "cp" take the same batch, and each computes its shard of
-    every sequence (see `DeadReckonModel.cp`). Parameters, gradients and what an optimizer keeps of them are sharded
-    over all ranks, each layer (or group of layers) being gathered while it computes. Gradients are averaged: what
-    `loss.backward()` leaves is the gradient of the mean of the dp ranks' losses. One rank alone, without mixed
-    precision, has nothing to divide: the model stays as it is, and costs what it did.
+    every sequence (see `DeadReckonModel.cp`). Parameters, gradients and optimizer states are sharded over all ranks;
+    each layer (or group of layers) is all-gathered while it computes. Gradients are averaged: `loss.backward()` gives
+    the gradient of the mean of the dp ranks' losses. On a single rank without mixed precision the model stays as it is,
+    at no cost.
 
     Args:
-        model: the same on all ranks, on the mesh's kind of device; the first rank's weights count. One on the meta
-            device is initialised here, a layer at a time, and so need not fit on one device.
+        model: the same on all ranks, on the mesh's type of device; the first rank's weights are broadcast. A model on
+            the meta device is initialised here, a layer at a time, and so need not fit on one device.
         mesh: a DeviceMesh whose dimensions are "dp", "cp" or both.
-        dtype: that layers compute in; parameters and gradients keep their own. None: no mixed precision.
-        checkpointing: activation checkpointing: each layer is computed again in the backward pass.
-        layers_per_group: how many layers are gathered, and their gradients reduced, at once. More make fewer and larger
-            messages and less work for the host, and take more memory.
+        dtype: compute dtype of the layers; parameters and gradients keep their own. None: no mixed precision.
+        checkpointing: activation checkpointing: each layer is recomputed in the backward pass.
+        layers_per_group: how many layers are all-gathered, and their gradients reduce-scattered, at once. Larger groups
+            mean fewer, larger messages and less work for the host, but more memory.
         layout: see :class:`deadreckon.ContextParallel`.
     """
     names = mesh.mesh_dim_names or ()
@@ -71,7 +71,7 @@ def parallelize(
         for part in group:
             _materialise(model, part, ranks)
         if sharded:
-            # Layers cast what they are given; the whole model is given a count of labels, too.
+            # Layers cast their inputs; the whole model does not: its inputs include a count of labels.
             mine = replace(policy, cast_forward_inputs=False) if group[0] is model else policy
             fully_shard(group if len(group) > 1 else group[0], mesh=ranks, mp_policy=mine)
     if "cp" in names and mesh["cp"].size() > 1:
@@ -80,7 +80,7 @@ def parallelize(
 
 
 def _materialise(model: DeadReckonForCausalLM, part: nn.Module, ranks: DeviceMesh) -> None:
-    """Gives what a part holds and is not sharded yet its storage and values, those of the first rank."""
+    """Allocates and initialises what a part holds and is not sharded yet, and broadcasts the first rank's values."""
     places = [
         (module, held, name)
         for module in part.modules()
@@ -100,7 +100,7 @@ def _materialise(model: DeadReckonForCausalLM, part: nn.Module, ranks: DeviceMes
     if fresh:
         with torch.no_grad():
             modules = dict.fromkeys(module for module, *_ in places)
-            # Embeddings last: of those that are tied to the head, one is zero.
+            # Embeddings last: initialising one zeroes its padding row, also if it is tied to the head.
             for module in sorted(modules, key=lambda one: isinstance(one, nn.Embedding)):
                 model._init_weights(module)
     group = ranks.get_group()

@@ -1,8 +1,8 @@
-"""A batch whose rows have seen different numbers of tokens: masks with holes, while a KV cache is in use.
+"""Ragged batches with a KV cache: attention masks with zeros anywhere, rows that have seen different numbers of tokens.
 
-A masked token is left out. Before a row's first real token that costs nothing: in the first piece masked tokens are
-moved there (`masked_first`), and the row is one with padding on the left. In a later piece it means that rows go on by
-different numbers of tokens: from then on each has a state of its own, as it would have alone.
+A masked token is left out. In the first piece masked tokens are moved to the front of their row (`masked_first`), which
+makes it a row with left padding, at no cost. In a later piece rows advance by different numbers of tokens: from then on
+each row has a state of its own, as if it were decoded alone.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from deadreckon.models.state import LayerState, Origin
 from deadreckon.ops.streaming.past import check_crop
 from deadreckon.ops.tracing import traced
 
-GROWN = "_deadreckon_grown"  # attribute of a mask that `generate()` made from one that was checked, by adding ones
+GROWN = "_deadreckon_grown"  # attribute of a mask that `generate()` extended by ones after it had been checked
 
 
 def mark_grown(mask: Tensor, checked: int) -> None:
-    """Says that a mask's columns from `checked` on are ones, and that those before have been checked."""
+    """Marks a mask: its columns from `checked` on are ones, and those before have been validated."""
     setattr(mask, GROWN, checked)
 
 
 def masked_first(real: Tensor) -> Tensor:
-    """The order (B, T) in which masked tokens come first, and real ones stay in theirs."""
+    """Indices (B, T) that move masked tokens to the front, and keep the order of real ones."""
     return real.int().argsort(dim=1, stable=True)
 
 
 def carried(x: Tensor, real: Tensor) -> Tensor:
-    """Hidden states (B, T, D) that are zero where tokens are masked: there, those of the row's last real token before.
+    """Fills hidden states (B, T, D) at masked tokens with those of the last real token before them; zeros if none.
 
-    So what `generate()` adds to a prompt that ends with masked tokens follows the last real one.
+    So what `generate()` appends to a right-padded prompt follows its last real token.
     """
     places = torch.arange(real.shape[1], device=real.device).masked_fill(~real, 0).cummax(1).values
     return x.gather(1, places.unsqueeze(-1).expand_as(x))
@@ -40,7 +40,7 @@ def carried(x: Tensor, real: Tensor) -> Tensor:
 
 @dataclass
 class Rows:
-    """One layer's states of sequences of different lengths; what `cache.StateLayer` needs of a `LayerState`.
+    """One layer's states of rows of different lengths, with the methods of `LayerState` that `cache.StateLayer` needs.
 
     Attributes:
         states: one for each row, of batch size 1.
@@ -52,7 +52,7 @@ class Rows:
 
     @classmethod
     def of(cls, state: LayerState, real: Tensor) -> Rows:
-        """A state, row by row; of its tokens these were real, (B, tokens)."""
+        """Splits a state into rows; `real` (B, tokens) says which of its tokens were real."""
         states = [state.select(torch.tensor([row])) for row in range(state.batch)]
         return cls(states, real.cpu())
 
@@ -68,7 +68,7 @@ class Rows:
 
     @property
     def origin(self) -> Origin | None:
-        """The layer and the inputs of a row that has seen tokens."""
+        """The origin of a row that has seen tokens, or None."""
         return next((state.origin for state in self.states if state.origin is not None), None)
 
     def draft(self) -> Rows:
@@ -76,11 +76,11 @@ class Rows:
         return replace(self, states=[state.draft() for state in self.states])
 
     def advance(self, real: Tensor) -> None:
-        """Counts the tokens of a piece, (B, T)."""
+        """Records which tokens of a piece were real, (B, T)."""
         self.real = torch.cat([self.real, real.cpu()], dim=1)
 
     def select(self, rows: Tensor) -> Rows:
-        """These rows in this order, with repetitions."""
+        """These rows in this order, repetitions allowed (beam search)."""
         chosen = rows.tolist()
         return Rows([self.states[row].fork() for row in chosen], self.real[chosen])
 
@@ -89,11 +89,11 @@ class Rows:
         return replace(self, states=[state.to(device) for state in self.states])
 
     def crop(self, tokens: int) -> None:
-        """Undoes the last tokens, masked ones included: of each row those that were real."""
+        """Undoes the last tokens, masked ones included: each row's state undoes those that were real."""
         check_crop(tokens, self.length, self.length)
         left = self.length - tokens
         undone = self.real[:, left:].sum(1).tolist()
-        for state, count in zip(self.states, undone, strict=True):  # all of them, or none
+        for state, count in zip(self.states, undone, strict=True):  # check all before cropping any
             check_crop(count, state.length, state.croppable)
         for state, count in zip(self.states, undone, strict=True):
             state.crop(count)
@@ -101,7 +101,7 @@ class Rows:
 
 
 def checked(mask: Tensor) -> Tensor:
-    """Which tokens of a mask are real; it must have ones for these, and zeros."""
+    """The mask as booleans, true for real tokens; raises a ValueError unless it has only ones and zeros."""
     real = mask.bool()
     if not traced(real) and mask.dtype != torch.bool and bool(((mask != 1) & real).any()):
         other = mask[(mask != 1) & real][0].item()
@@ -110,7 +110,7 @@ def checked(mask: Tensor) -> Tensor:
 
 
 def padding(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """Which tokens of x (B, T, ...) are real, (B, T), or None where all are known to be."""
+    """Which tokens of x (B, T, ...) are real, (B, T), or None if all are known to be."""
     if mask is None:
         return None
     if mask.shape != x.shape[:2]:
@@ -126,7 +126,7 @@ def padding(mask: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, length: int) -> Tensor | None:
-    """Which of the new tokens (B, T) are real, or None where all are."""
+    """Which of the new tokens are real, (B, T), or None if all are; validates the mask against the state."""
     seen, left_out = state.length, state.left_out if isinstance(state, LayerState) else None
     if mask is None:
         if left_out is not None:
@@ -141,7 +141,7 @@ def real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, lengt
     if seen and isinstance(state, LayerState):
         masked = (~real[:, :seen]).sum(1)
         before = torch.zeros_like(masked) if left_out is None else left_out
-        if not torch.equal(masked, before):  # a finished row's padding, say, which `generate()` gives it as real tokens
+        if not torch.equal(masked, before):  # e.g. padding of a finished row, which `generate()` passed as real tokens
             raise ValueError(
                 "attention_mask: expected as many masked tokens a row as past_key_values has left out, "
                 f"{before.tolist()}; what it has read stays, got {masked.tolist()}"
@@ -155,6 +155,6 @@ def real_tokens(mask: Tensor | None, state: LayerState | Rows, batch: int, lengt
 
 
 def begins_later(real: Tensor, state: LayerState) -> bool:
-    """Whether all new tokens (B, T) that are masked are of rows without a real token so far."""
+    """Whether masked new tokens (B, T) occur only in rows without a real token so far: left padding."""
     began = torch.full_like(real[:, 0], state.length > 0) if state.left_out is None else state.left_out < state.length
     return not bool((began & ~real.all(1)).any())

@@ -1,17 +1,16 @@
-"""Independent sequences of any lengths, decoded together: rows of a batch that come and go.
+"""Continuous batching: independent sequences of any lengths, decoded together in rows of one batch.
 
-    read(prompts)    prompts of any lengths, read together, take free rows
-    admit(cache)     the sequences of a KV cache that was computed elsewhere, too
-    step(ids)        the next token of every row at once: on a GPU one CUDA graph, whoever is in the rows
-    drop(row)        the row is free again
-    take(row)        the same, and its KV cache comes back
+    read(prompts)    prefills prompts of any lengths together, into free rows
+    admit(cache)     puts the sequences of a KV cache that was computed elsewhere into free rows
+    step(ids)        decodes the next token of every row at once: on a GPU one CUDA graph, whatever is in the rows
+    drop(row)        frees the row
+    take(row)        frees the row, and returns its KV cache
 
-On a GPU all rows share one decoder a layer, which knows each row's segments by where they lie
-(`ops/streaming/fused.py`): sequences that came together stay in one KV cache, whose memory is free when all of them are
-gone or have closed a tail. When one tail is full all are closed, at once: launches are what that costs, and from then
-on they are full at the same step. What is left to be done row by row is to join a row's segments; those that came
-together and are equally long share even that. Elsewhere rows are decoded one after another, each with a cache of its
-own.
+On a GPU all rows share one decoder per layer, which addresses each row's segments by pointer
+(`ops/streaming/fused.py`): sequences that were read together stay in one KV cache, whose memory is freed when all of
+them are dropped or have closed a tail. When one tail is full all are closed at once, since the cost is kernel launches;
+from then on they are full at the same step. Only joining a row's segments is done row by row; rows of equal length that
+were read together share even that. Elsewhere rows are decoded one after another, each with its own cache.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from deadreckon.ops.streaming.past import Past, StaticDecoder, lasting
 
 
 def fork(cache: Cache) -> Cache:
-    """Another continuation of the same prefix, whose keys and values are shared."""
+    """A second KV cache for the same prefix, whose keys and values are shared, not copied."""
     return _with_states(cache, [layer.state.fork() for layer in cache.layers])
 
 
 def _with_states(cache: Cache, states: Sequence[LayerState]) -> Cache:
-    """Another KV cache of the same kind."""
+    """A KV cache of the same type with other layer states."""
     other = copy(cache)
     other.layers = [copy(layer) for layer in cache.layers]
     for layer, state in zip(other.layers, states, strict=True):
@@ -50,12 +49,12 @@ def _with_states(cache: Cache, states: Sequence[LayerState]) -> Cache:
 
 @dataclass
 class _Row:
-    """A sequence of a KV cache, which it may share with others.
+    """A sequence in a KV cache, which it may share with others.
 
     Attributes:
-        number: which of the cache's sequences it is; of its tokens the first `masked` have never been.
-        ahead: tokens that kernels have added, but that the cache has not counted.
-        room: more tokens that they can add.
+        number: its index in the cache's batch; its first `masked` tokens are left padding.
+        ahead: tokens that kernels have added, but that the cache has not counted yet.
+        room: how many more tokens kernels can add.
     """
 
     cache: Cache
@@ -66,7 +65,7 @@ class _Row:
 
 
 def _separate(rows: Sequence[_Row]) -> Cache:
-    """Gives sequences of one KV cache, equally masked, one of their own, as if there had been no other."""
+    """Moves sequences of one KV cache, with equal left padding, to a cache of their own, without the padding."""
     cache, masked = rows[0].cache, rows[0].masked
     state: LayerState = cache.layers[0].state
     if len(rows) < state.batch or state.left_out is not None:
@@ -78,14 +77,14 @@ def _separate(rows: Sequence[_Row]) -> Cache:
 
 
 class Streams:
-    """A batch of so many rows for one model.
+    """A batch with a fixed number of rows for continuous batching with one model.
 
     Args:
-        model: in evaluation mode. Where steps are no kernels (sizes and dtypes that kernels do not take), or keep more
-            and more (PRISM's copy branch), or where modules have hooks, it is decoded row by row.
-        rows: how many sequences at a time.
-        graph: what captures a step; by default CUDA's graphs on a GPU, and elsewhere, or with ``DEADRECKON_GRAPHS=0``,
-            nothing: row by row.
+        model: in evaluation mode. It is decoded row by row where decoding kernels do not support its sizes or dtype,
+            where the state grows outside the KV cache (PRISM's copy branch), and where modules have hooks.
+        rows: maximum number of sequences at a time.
+        graph: the class that captures a step; by default CUDA graphs on a GPU, and elsewhere, or with
+            ``DEADRECKON_GRAPHS=0``, none: row by row.
     """
 
     def __init__(self, model: DeadReckonForCausalLM, rows: int, graph: type[Graph] | None = None) -> None:
@@ -104,7 +103,7 @@ class Streams:
 
     @lasting()
     def read(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
-        """Gives prompts of any lengths rows: these, and the logits (prompts, vocabulary) of what comes next."""
+        """Prefills prompts of any lengths into free rows: the rows, and next-token logits (prompts, vocabulary)."""
         if not prompts or not all(prompts):
             raise ValueError("prompts: expected one or more, of at least one token each")
         self._check_free(len(prompts))
@@ -118,7 +117,7 @@ class Streams:
 
     @lasting()
     def admit(self, cache: Cache) -> list[int]:
-        """Gives the sequences of a KV cache rows. It belongs to them from now on."""
+        """Puts the sequences of a KV cache into free rows, which own the cache from now on."""
         held = [layer.state for layer in cache.layers if isinstance(layer, StateLayer)]
         if not held or not all(isinstance(state, LayerState) and state.batch for state in held):
             raise ValueError("cache: expected that of sequences after their first piece, masked on the left at most")
@@ -131,7 +130,7 @@ class Streams:
             raise ValueError(f"cache: expected {wanted} free rows of {len(self.rows)}, got {len(self.free)}")
 
     def _admit(self, cache: Cache, masked: list[int]) -> list[int]:
-        """Gives the sequences of a KV cache, of which so many tokens are masked, rows."""
+        """Puts the sequences of a KV cache, with so many masked tokens each, into free rows."""
         rows = [_Row(cache, number, left_out) for number, left_out in enumerate(masked)]
         if self.step_of_all is None and self.graph is not None:
             first = _separate([_Row(cache, 0, masked[0])])
@@ -149,7 +148,7 @@ class Streams:
         return numbers
 
     def drop(self, number: int) -> None:
-        """Frees a row. Its KV cache is worth nothing any more: it has not counted the tokens since."""
+        """Frees a row. Its KV cache must not be used any more: tokens decoded since are not counted in it."""
         self._at(number)
         if self.step_of_all is not None:
             self._unload([number], self.step_of_all)
@@ -157,7 +156,7 @@ class Streams:
 
     @lasting()
     def take(self, number: int) -> Cache:
-        """Frees a row, and returns its KV cache, with which the sequence may go on."""
+        """Frees a row, and returns its KV cache, to continue the sequence elsewhere."""
         row = self._at(number)
         _separate([row])
         if self.step_of_all is not None:
@@ -178,7 +177,7 @@ class Streams:
 
     @lasting()
     def step(self, ids: Tensor) -> Tensor:
-        """Logits (rows, vocabulary) after the next token of each row, ids (rows,); of free rows they mean nothing."""
+        """Logits (rows, vocabulary) after the next token of each row, ids (rows,); undefined for free rows."""
         if ids.shape != (len(self.rows),):
             raise ValueError(f"ids: expected ({len(self.rows)},), one token a row, got {tuple(ids.shape)}")
         if self.step_of_all is None:
@@ -205,7 +204,7 @@ class Streams:
         return logits
 
     def _capture(self, states: list[LayerState], graph: type[Graph]) -> CapturedStep | None:
-        """A step of all rows, which begin as copies of one sequence; None where steps are no kernels."""
+        """Captures a step of all rows, initialised as copies of one sequence; None if it cannot be captured."""
         if not self._can_be_captured(states):
             return None
         from deadreckon.ops.streaming.fused import KernelDecoder
@@ -213,7 +212,7 @@ class Streams:
         rows, joint = len(self.rows), list[LayerState]()
         for state in states:
             past = state.past.fork()
-            if past.waiting is not None and closes(past.waiting.length):  # or the step would do that
+            if past.waiting is not None and closes(past.waiting.length):  # else the captured step would do that
                 close_tail(past)
             assert past.signature is not None
             assert state.origin is not None
@@ -230,7 +229,7 @@ class Streams:
         return step
 
     def _capture_again(self, step: CapturedStep) -> None:
-        """Other weights or adapters than before: the rows go on with them."""
+        """Captures the step again after a change of weights or adapters, with which the rows continue."""
         if hooked(self.model.model.modules()):
             raise RuntimeError("model: expected no hooks while rows are decoded together, got one since they began")
         if Surroundings.of((), step.ids.device.type) != step.watch.expected._replace(weights=(), adapters=()):
@@ -238,7 +237,7 @@ class Streams:
         step.capture()
 
     def _can_be_captured(self, states: list[LayerState]) -> bool:
-        """Whether a step, which is tried, leaves a decoder that stays where it is, and as many recent inputs as any."""
+        """Tries a step: whether decoders have fixed addresses after it, and recent inputs a fixed size."""
         tried = [state.fork() for state in states]
         start = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
         self.model.model._decode(start, tried, start + states[0].length)
@@ -248,7 +247,7 @@ class Streams:
         )
 
     def _load(self, cache: Cache, numbers: list[int], rows: list[_Row], step: CapturedStep) -> None:
-        """Copies the last tokens of sequences to where the step reads them. All else stays where it is."""
+        """Copies the last tokens of sequences to where the captured step reads them; segments are not copied."""
         where = torch.tensor(numbers, device=step.places.device)
         for resident, layer in zip(step.residents, cache.layers, strict=True):
             state: LayerState = layer.state
@@ -275,13 +274,13 @@ class Streams:
         row.ahead, row.room = 0, min(resident.decoder.room(number) for resident in step.residents)
 
     def _count(self, numbers: Sequence[int], rows: Sequence[_Row], step: CapturedStep) -> None:
-        """Counts tokens in the cache of all of these: not at every step, since rows times layers would take longer."""
+        """Counts decoded tokens in the cache of these rows: not at every step, which would cost rows × layers calls."""
         for resident, layer in zip(step.residents, rows[0].cache.layers, strict=True):
             waiting = [resident.decoder.lengthen(number, row.ahead) for number, row in zip(numbers, rows, strict=True)]
-            count(layer.state, waiting[0], rows[0].ahead)  # where there are more, `close` says what waits
+            count(layer.state, waiting[0], rows[0].ahead)  # for several rows, `close` sets what waits
 
     def _renew(self, step: CapturedStep) -> None:
-        """Closes all tails that are worth it, since one is full."""
+        """Closes all tails that are long enough, because one is full."""
         decoder, alike = step.residents[0].decoder, dict[tuple[int, int], list[int]]()
         for number, row in enumerate(self.rows):
             if row is not None and closes(decoder.waiting_in(number).length + row.ahead):

@@ -1,4 +1,4 @@
-"""What a captured decoding step takes for granted: where weights are, which adapters are active, autocast, no hooks."""
+"""What a captured CUDA graph depends on: addresses of weights, active adapters, autocast, and the absence of hooks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-SAMPLED = 16  # one module in so many is looked at in every step
+SAMPLED = 16  # one module in so many is checked in every step
 
 
 def hooked(parts: Iterable[nn.Module]) -> bool:
-    """Whether calls of Python belong to a step, which a graph would leave out."""
+    """Whether modules have forward hooks, or accelerate's, which a CUDA graph would skip."""
     return any(part._forward_hooks or part._forward_pre_hooks or "_hf_hook" in vars(part) for part in parts)
 
 
 def addresses(held: Iterable[Tensor | None]) -> Iterator[int]:
-    """Where tensors are, and the parts of those that are made of others, as quantised ones are."""
+    """Data pointers of tensors; of wrapper subclasses, such as quantised weights, those of their inner tensors."""
     for x in held:
         if x is not None and type(x) is not nn.Parameter and is_traceable_wrapper_subclass(x):
             yield from addresses(getattr(x, name) for name in x.__tensor_flatten__()[0])
@@ -32,21 +32,21 @@ def is_adapted(part: nn.Module) -> bool:
 
 
 def adapters_of(part: Any) -> tuple[Any, ...]:
-    """Which adapters take part in a wrapped module, and how: that changes by flags alone."""
+    """The adapters' settings in a module that PEFT has wrapped: they change without any change of weights."""
     merged, scaling = getattr(part, "merged_adapters", ()), getattr(part, "scaling", None)
     return tuple(part.active_adapters), part.disable_adapters, tuple(merged), repr(scaling)
 
 
 class Surroundings(NamedTuple):
-    """What a captured step takes for granted, of a model and of its caller."""
+    """What a captured step depends on, of the model and of its caller."""
 
-    weights: tuple[int, ...]  # where they are
+    weights: tuple[int, ...]  # data pointers
     adapters: tuple[Any, ...]
     autocast: tuple[bool, torch.dtype]
 
     @classmethod
     def of(cls, parts: Iterable[nn.Module], kind: str) -> Surroundings:
-        """As it is now, of these modules on this kind of device."""
+        """The current values, for these modules and this type of device."""
         weights, adapters = list[int](), list[Any]()
         for part in parts:
             weights += addresses(part._parameters.values())
@@ -57,10 +57,10 @@ class Surroundings(NamedTuple):
 
 
 class Watch:
-    """Looks at every step whether its surroundings are what they were: at a sample, which takes some microseconds.
+    """Checks before every step whether its surroundings have changed: on a sample, which takes some microseconds.
 
-    A new sequence asks for all of them: one that is under way goes on with what it began with where the sample shows no
-    change.
+    All modules are checked when a new sequence begins. In the middle of a sequence, a change that the sample misses has
+    no effect until then.
     """
 
     def __init__(self, model: nn.Module, kind: str) -> None:
@@ -71,5 +71,5 @@ class Watch:
         self.expected = Surroundings.of(self.sample, kind)
 
     def fine(self) -> bool:
-        """Whether nothing has changed, and nobody listens."""
+        """Whether the sample is unchanged, and there are no hooks."""
         return not any(self.hooks) and Surroundings.of(self.sample, self.kind) == self.expected

@@ -1,4 +1,4 @@
-"""What other people's tools expect of a model: Auto classes, peft, and words for wrong or unknown arguments."""
+"""Integration with Hugging Face tools: Auto classes, peft's LoRA targets, and validation of `forward` arguments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 AUTO_MODULE = "modeling_deadreckon"
 AUTO_CLASSES = {"AutoConfig": "DeadReckonConfig", "AutoModelForCausalLM": "DeadReckonForCausalLM"}
-"""Auto class -> the class of ours that it loads."""
+"""Auto class -> the class that it loads."""
 
 
 def name_for_auto_classes(folder: str | Path) -> dict[str, str]:
-    """Writes a module of one import into the folder of a saved model, and returns the `auto_map` that names it.
+    """Writes a module with one import into the folder of a saved model, and returns the `auto_map` that names it.
 
-    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` then finds the installed package, where
-    transformers' own `register_for_auto_class` would copy source files beside weights.
+    ``AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`` then imports the installed package, whereas
+    transformers' own `register_for_auto_class` would copy source files next to the weights.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     names = ", ".join(AUTO_CLASSES.values())
@@ -26,15 +26,15 @@ def name_for_auto_classes(folder: str | Path) -> dict[str, str]:
 
 
 def offer_lora_targets(model_type: str) -> None:
-    """Tells peft, where it has been imported, what LoRA adapts by default: what it adapts in a Llama."""
+    """Sets the default LoRA target modules in peft, if it has been imported: the same as for Llama."""
     if constants := sys.modules.get("peft.utils.constants"):
         constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, ["q_proj", "v_proj"])
 
 
 def refuse_unknown(keywords: dict[str, Any]) -> None:
-    """Raises a TypeError for keywords of `forward` that would change the answer of a model that knew them.
+    """Raises a TypeError for unknown keywords of `forward` that would change the outputs of models that support them.
 
-    None and False ask for nothing; `token_type_ids` come from tokenizers, whatever the model.
+    None and False request nothing; tokenizers add `token_type_ids` for any model.
     """
     for name, value in keywords.items():
         if value is not None and value is not False and name != "token_type_ids":
@@ -44,7 +44,7 @@ def refuse_unknown(keywords: dict[str, Any]) -> None:
 def check_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, width: int, labels: Tensor | None = None
 ) -> None:
-    """Raises a ValueError unless there are tokens (B, T) or embeddings (B, T, width), and labels, if any, for each."""
+    """Raises a ValueError unless there are either tokens (B, T) or embeddings (B, T, width), and labels match them."""
     given = input_ids if inputs_embeds is None else inputs_embeds
     if given is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("input_ids: expected it or inputs_embeds, exactly one of the two")

@@ -1,1 +1,1 @@
-"""The equation: `attend`, its factors, and how it is computed: by definition, in PyTorch, in Triton, in pieces."""
+"""The attention operation, its factors and implementations: reference, PyTorch, Triton, streaming, context parallel."""

@@ -1,4 +1,4 @@
-"""The public operation: checks its arguments, picks an implementation, and runs it."""
+"""Public operations `attend` and `attend_next`: validate arguments, pick an implementation, run it."""
 
 from __future__ import annotations
 
@@ -58,28 +58,28 @@ def attend(
             :class:`Householder`, or both, ``(Rotation(…), Householder(…))``: T_ji = Π_{s=j+1..i} R_s H_s, with angles
             of 1 or H heads; U is the rotation alone.
         log_gate: log f ≤ 0, added after scaling: (B, T, Hq) or (B, T, H) per token, or (Hq,) or (H,) constants.
-            With stick-breaking the gate multiplies the finished weight. Below −1e4, −inf included, it counts as −1e4.
-        score: κ and Z: ``"softmax"``, ``"stick-breaking"`` (σ, no Z, a token does not see itself) or :class:`Power`.
+            With stick-breaking the gate multiplies the finished weight. Values below −1e4, −inf included, are clamped.
+        score: κ and Z: ``"softmax"``, ``"stick-breaking"`` (σ, no Z, no attention to itself) or :class:`Power`.
         scale: factor of the logits, ``D ** -0.5`` by default.
         cu_seqlens: (N + 1,) integer boundaries of packed sequences, as in FlashAttention; needs B = 1. With cp, and
-            compiled without kernels, logits of up to 10 000 are kept apart.
+            when compiled without kernels, documents may be separated by a log gate of −1e4: for logits up to 10 000.
         impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``
             (kernels for CUDA devices: softmax with any transport and gate, stick-breaking without Householder steps or
             gates; D and E multiples of 8 up to 256, with Householder steps up to 128 (float32: 64), with gates or
             packed in float32 up to 128; ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or
             chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32; a ValueError for anything else), or
-            ``"auto"``: the kernels where they serve, else ``"blockwise"``. Forward-mode derivatives and those of
-            ``torch.func`` need the reference, and so do second ones.
-        cp: context parallelism: q, k, v and every factor are this rank's shard of T, as ``cp.shard`` cuts it, and so is
-            the output; cu_seqlens are the boundaries of the whole row. Gradients flow from rank to rank. Not with
+            ``"auto"``: the kernels where supported, else ``"blockwise"``. Forward-mode AD, ``torch.func`` derivatives
+            and second derivatives need ``"reference"``.
+        cp: context parallelism: q, k, v, every factor and the output are this rank's shard of T, as ``cp.shard``
+            returns it; cu_seqlens are the boundaries of the full sequence. Gradients flow across ranks. Not with
             ``impl="reference"``.
 
     Returns:
-        (B, T, Hq, E), in the dtype of q. A NaN or infinity at token t reaches outputs from t on, never one before t or
-        of another document. The exception are values, and angles that turn them, of rows without Householder steps,
-        unpacked or of sticks and powers: on Triton kernels one that is not finite reaches up to 127 outputs before its
-        own, those of the same tile and document; so does it with plain softmax, on any device, where the kernel is
-        PyTorch's own and the tile as large as that chooses.
+        (B, T, Hq, E), in the dtype of q. A NaN or infinity at token t reaches outputs from t on, never an earlier one
+        or one of another document. The exception are values (and angles that rotate them) without Householder steps,
+        if unpacked or with stick-breaking or powers: in Triton kernels a non-finite one reaches up to 127 earlier
+        outputs, those of the same tile and document. With plain softmax, on any device, PyTorch's own kernel does the
+        same, within a tile of its choice.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -87,7 +87,7 @@ def attend(
     _check_inputs(q, k, v)
     _check_transport(transport, q, k, v)
     gates = _check_gate(log_gate, q, k)
-    if cp is not None and type(cp).__name__ != "ContextParallel":  # which is imported by those who have one
+    if cp is not None and type(cp).__name__ != "ContextParallel":  # by name: not imported here
         raise ValueError(f"cp: expected a ContextParallel or None, got {type(cp).__name__}")
     documents = check_documents(cu_seqlens, q, cp)
     scale = _check_scale(scale, q)
@@ -140,7 +140,10 @@ def _attend_shards(
 def _reason_against_kernels(
     q: Tensor, v: Tensor, factors: Factors, packed: bool, piece: Literal["none", "first", "later"] = "none"
 ) -> str | None:
-    """What the Triton kernels would need and do not have, for a piece of a sequence if it is one. Imports Triton."""
+    """What the Triton kernels would need to run these inputs (or this streamed piece); None if they can.
+
+    Imports Triton.
+    """
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"tensors on a CUDA device (or TRITON_INTERPRET=1), got {q.device}"
     if not HAS_TRITON:
@@ -156,11 +159,11 @@ def _reason_against_kernels(
 
 @torch.no_grad()
 def share_in_reach(q: Tensor, k: Tensor, log_gate: Tensor, *, scale: float | None = None) -> float:
-    """How much of causal attention forget gates leave: the share of the triangle that Triton kernels do not skip.
+    """The share of the causal triangle that Triton kernels compute under these forget gates; they skip the rest.
 
-    What is out of reach could not matter to the output's precision: by the sums of gates, and by the longest query and
-    key of a head, no logit could bring it back. Sequences of fewer than 2048 tokens are computed in full all the same.
-    On a CPU, where no kernel runs, it says what one would skip.
+    What is skipped cannot affect the output at its precision: with these sums of log gates, no logit that the longest
+    query and key of a head can produce is large enough. Sequences of fewer than 2048 tokens are computed in full all
+    the same. On a CPU, where no kernel runs, it reports what one would skip.
 
     Args:
         q, k, log_gate, scale: as for :func:`attend`.
@@ -188,20 +191,20 @@ def attend_next(
     past: Past,
     impl: Implementation = "auto",
 ) -> Tensor:
-    """:func:`attend` of the next piece of a sequence, over itself and the past, which it moves on.
+    """:func:`attend` for the next piece of a sequence (prefill or decode), over the past and itself; updates the past.
 
-    Any split of a sequence into pieces gives the same outputs. They carry no gradients: inputs that require some are
-    refused, unless grad mode is off. After an exception, KeyboardInterrupt included, the past is as it was before.
+    Any split of a sequence into pieces gives the same outputs. They carry no gradients: inputs that require gradients
+    are rejected unless grad mode is off. After an exception, KeyboardInterrupt included, the past is unchanged.
 
     Args:
         q, k, v, transport, log_gate, score, scale: as for :func:`attend`, T being the length of the piece. All but T
-            must be as in the pieces before: sizes, dtype, device, the kind of transport and its heads, gates or none
+            must match the preceding pieces: sizes, dtype, device, the kind of transport and its heads, gates or none
             and their heads, score and scale.
-        past: what the pieces before have left; ``Past()`` for the first.
-        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (the first piece as for :func:`attend`, single tokens, and along
-            Householder steps long pieces, too; other pieces are read by PyTorch's attention in any case; D up to 512 in
-            half precision, with softmax and no transport) or ``"auto"``: the kernels on CUDA devices where they serve,
-            else ``"blockwise"``. ``"reference"`` does not stream.
+        past: the KV cache of the preceding pieces; ``Past()`` for the first.
+        impl: ``"blockwise"`` (PyTorch), ``"triton"`` (kernels for the first piece as in :func:`attend`, for single
+            tokens and, with Householder steps, for long pieces; other pieces use PyTorch's attention in any case; D up
+            to 512 in half precision, with softmax and no transport) or ``"auto"``: the kernels on CUDA devices where
+            supported, else ``"blockwise"``. ``"reference"`` does not stream.
 
     Returns:
         (B, T, Hq, E), in the dtype of q.
@@ -223,7 +226,7 @@ def attend_next(
 
 
 def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementation, first: bool) -> Kernels:
-    """The operations that `attend_next` uses for the first piece, or for a later one."""
+    """The operations that `attend_next` uses for the first or a later piece: PyTorch's or the Triton kernels'."""
     if impl not in ("auto", "blockwise", "triton"):
         raise ValueError(f"impl: expected 'auto', 'blockwise' or 'triton' for a piece of a sequence, got {impl!r}")
     if impl == "blockwise" or (impl == "auto" and not q.is_cuda):
@@ -239,7 +242,7 @@ def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementat
 
 
 def _check_no_gradients(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> None:
-    """No input may require gradients while grad mode is on, or have a tangent: they would be lost without a word."""
+    """Rejects inputs that require gradients in grad mode or have a tangent: both would be lost silently."""
     for name, x in _inputs(q, k, v, factors).items():
         if not isinstance(x, Tensor):
             continue
@@ -250,7 +253,7 @@ def _check_no_gradients(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> No
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> dict[str, object]:
-    """All that may be a tensor, by name."""
+    """Every argument that may be a tensor, by name."""
     inputs: dict[str, object] = {"q": q, "k": k, "v": v, "log_gate": factors.log_gate}
     rotation, steps = factors.parts()  # field by field: torch 2.11 does not compile vars() of a dataclass
     if rotation is not None:
@@ -309,7 +312,7 @@ def _check_transport(transport: object, q: Tensor, k: Tensor, v: Tensor) -> None
 
 
 def _check_rotation(rotation: Rotation, q: Tensor, v: Tensor, heads: set[int]) -> None:
-    """Of angles that may have so many heads."""
+    """Checks a rotation; `heads` are the numbers of heads that its angles may have."""
     batch, length, _, width = q.shape
     angles = check_tensor("transport.angles", rotation.angles, q, "q")
     if width % 2:
@@ -362,19 +365,21 @@ def _check_score(factors: Factors) -> None:
 
 
 _checked: tuple[weakref.ref[Tensor], int, int, list[int]] | None = None
-"""The boundaries on a GPU that were checked last, their version, T and values: a model's layers share one tensor."""
+"""The GPU boundaries validated last, with their version, T and values: a model's layers share one tensor."""
 
 
 def check_documents(
     cu_seqlens: object, q: Tensor, cp: ContextParallel | None = None, *, fresh: bool = False
 ) -> list[int] | None:
-    """Returns the boundaries as Python integers; None also where they are traced, to be checked by what uses them.
+    """Validates cu_seqlens and returns them as Python integers; None if there are none or they are traced.
 
-    Where they are on a GPU, it is waited for, once for each tensor and again if it has been written to, by operations
-    that count as such, which collectives do not. With cp, q is a shard of the row.
+    Traced boundaries are validated at run time by the operators that use them. Boundaries on a GPU cost one device
+    synchronisation per tensor, and another after every write that bumps its version counter, which collectives do
+    not. With cp, q is a shard of the sequence.
 
     Args:
-        fresh: look at them in any case, unless a CUDA graph is captured, which looks at nothing: models do so once.
+        fresh: ignore the cached result, except during CUDA graph capture, which cannot synchronise. Models do so once
+            per forward pass.
     """
     global _checked
     length = q.shape[1] * (1 if cp is None else cp.size)
@@ -389,7 +394,7 @@ def check_documents(
         raise ValueError(f"cu_seqlens: packed sequences need B = 1, got B = {q.shape[0]}")
     if traced(cu_seqlens) or traced(q):
         return None
-    if not cu_seqlens.is_cuda or cu_seqlens.is_inference():  # what is written to those is not counted
+    if not cu_seqlens.is_cuda or cu_seqlens.is_inference():  # inference tensors have no version counter
         return boundaries(cu_seqlens, length)
     known = None if fresh and not torch.cuda.is_current_stream_capturing() else _checked  # others may change it
     if known is not None and known[0]() is cu_seqlens and known[1:3] == (cu_seqlens._version, length):

@@ -1,4 +1,4 @@
-"""What public functions say of arguments that are no tensors for them."""
+"""Validation of tensor arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.autograd import forward_ad
 
 
 def shape_of(x: Tensor) -> str:
-    """For messages."""
+    """x's shape, for error messages."""
     return str(tuple(x.shape))
 
 
 def check_tensor(name: str, x: object, like: Tensor | None = None, of: str = "") -> Tensor:
-    """x, if it is a dense floating-point tensor on the device of `like`, which messages call `of`."""
+    """Returns x if it is a dense floating-point tensor on the device of `like`, named `of` in messages, else raises."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -28,14 +28,14 @@ def check_tensor(name: str, x: object, like: Tensor | None = None, of: str = "")
 
 
 def check_derivatives(impl: object, tensors: Iterable[object]) -> None:
-    """No tensor may have derivatives of a kind that operators, which know of gradients alone, would lose."""
+    """Rejects forward-mode and torch.func derivatives, which the custom ops, with reverse mode alone, would lose."""
     if any(isinstance(x, Tensor) and is_differentiated(x) for x in tensors):
         raise ValueError(f"impl: derivatives of torch.func and forward-mode ones need 'reference', got {impl!r}")
 
 
 def is_differentiated(x: Tensor) -> bool:
-    """Whether x has a tangent, or is inside grad, jvp or the like of torch.func; vmap is no derivative."""
-    if torch.compiler.is_compiling():  # which does not look into tensors: any that are inside a forward-mode region
+    """Whether x has a forward-mode tangent or is inside torch.func's grad, jvp or the like (vmap does not count)."""
+    if torch.compiler.is_compiling():  # tensors cannot be inspected: counts any inside a forward-mode region
         return forward_ad._current_level >= 0
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         return True

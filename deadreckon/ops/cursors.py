@@ -1,4 +1,4 @@
-"""What PRISM computes by kernels, most of them without gradients: see `ops/triton/cursors.py` and `widen.py`."""
+"""Entry points of PRISM's kernels, most of them without gradients: see `ops/triton/cursors.py` and `widen.py`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LARGEST = 128  # hidden units of a network that is one kernel: its matrices stay
 
 
 def by_kernels(x: Tensor) -> bool:
-    """Whether what is computed from x is left to kernels, which have no gradients."""
+    """Whether to use kernels without gradients for x: it has kernels, and grad mode is off."""
     return has_kernels(x) and not torch.is_grad_enabled()
 
 
 def mapped(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear map of x (B, T, inputs), at least in single precision: halves are multiplied as they are, but added up
-    and left in single precision.
+    """A linear map of x (B, T, inputs) with at least float32 output: 16-bit inputs are upcast or, without gradients on
+    a GPU, multiplied as they are with float32 accumulation.
     """
     if x.is_cuda and x.dtype == weight.dtype != torch.float32 and by_kernels(x):
         y = torch.mm(x.flatten(0, 1), weight.mT, out_dtype=torch.float32).unflatten(0, x.shape[:2])
@@ -46,21 +46,21 @@ def order_of(layers: int, heads: int, kv_heads: int, cursors: int, copy: int, de
 def gru(
     x: Tensor, b: Tensor, u: Tensor, c: Tensor, first: Tensor | None, places: Tensor, state: Tensor, by_place: bool
 ) -> Tensor:
-    """Hidden states (B, T, H) of a GRU from what comes from its input, (B, T, 3 H)."""
+    """Hidden states (B, T, H) of a GRU from its input projections x (B, T, 3 H)."""
     from deadreckon.ops.triton import cursors
 
     return cursors.gru(x, b, u, c, first, places, state, by_place)
 
 
 def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
-    """Where cursors jump to, (B, T, F, P + 1): softmax over keys by place, and no jump."""
+    """Probabilities of where cursors jump to, (B, T, F, P + 1): softmax over the keys, by place, and no jump."""
     from deadreckon.ops.triton import cursors
 
     return cursors.jumps(q, keys, none, places, positions, dtype)
 
 
 def jump(q: Tensor, keys: Tensor, new: Tensor, none: Tensor, places: Tensor, positions: int) -> Tensor:
-    """The same of one token, whose keys `new` are written among the others."""
+    """The same for one token, whose keys `new` are written into `keys`."""
     from deadreckon.ops.triton import cursors
 
     return cursors.jump(q, keys, new, none, places, positions)
@@ -70,18 +70,18 @@ def gathered(
     q: Tensor, k: Tensor, e: Tensor, table: Tensor, places: Tensor, order: Tensor, mix: Tensor, alpha: Tensor,
     gain: float, norm: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Queries and keys with the superpositions of their heads' cursors behind them."""
+    """Queries and keys with the superpositions of their heads' cursors appended as channels."""
     from deadreckon.ops.triton import widen
 
     return widen.gathered(q, k, e, table, places, order, mix, alpha, gain, norm)
 
 
 def widened(x: Tensor, e: Tensor, mix: Tensor | None, gain: Tensor | None, norm: float) -> Tensor:
-    """Queries or keys times μ with superpositions behind them, scaled to a norm and times a gain: (B, T, H, D + C r).
+    """Queries or keys times μ, with superpositions, scaled to a norm and times a gain, appended: (B, T, H, D + C r).
 
     Args:
         x: (B, T, H, D).
-        e: (B, T, H, C, r), those of a head's cursors; all C together are scaled.
+        e: (B, T, H, C, r), the superpositions of a head's cursors; all C together are scaled to the norm.
         mix: (H,) and gain: (H, C), at least in single precision; None for 1.
     """
     if has_kernels(x) and e.dtype == x.dtype:
@@ -98,7 +98,7 @@ def widened(x: Tensor, e: Tensor, mix: Tensor | None, gain: Tensor | None, norm:
 
 
 def permuted(x: Tensor, order: Tensor) -> Tensor:
-    """x (B, T, F, ·) in another order (F,) of its third dimension: also gradients are only read in another order."""
+    """x (B, T, F, ·) permuted along its third dimension by order (F,); on a GPU the backward pass is a gather, too."""
     return _Permuted.apply(x, order) if has_kernels(x) else x[:, :, order]
 
 

@@ -1,4 +1,4 @@
-"""Short causal convolutions, and directions of Householder steps: an activation and unit length, head by head."""
+"""Short causal convolutions, and directions of Householder steps: convolution, activation, normalisation per head."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def convolve(x: Tensor, filters: Tensor, places: Tensor) -> Tensor:
     """y_t = Σ_i filters_i · x_{t−i} within its document, (B, T, C).
 
     Args:
-        x: (B, R + T, C), R tokens of the piece before and T to be convolved.
-        filters: (width, C), one a channel.
-        places: (B or 1, T), how many tokens of its document come before each.
+        x: (B, R + T, C), R tokens of the preceding piece and T to be convolved.
+        filters: (width, C), one per channel.
+        places: (B or 1, T), the number of tokens before each in its document.
     """
     reach, length = filters.shape[0] - 1, places.shape[1]
     rows = x[:, -reach - length :]
@@ -47,9 +47,9 @@ def directions(
     """Unit vectors (B, T, H, D) from x (B, R + T, H·D), in float32 (float64 if x is): see :func:`convolve`.
 
     Args:
-        activation: behind the convolution, ``"none"`` or ``"silu"``.
-        epsilon: added to the square of a vector's length before it is divided by that.
-        unit: whether it is; else what comes out is the convolution behind its activation.
+        activation: after the convolution, ``"none"`` or ``"silu"``.
+        epsilon: added to the squared norm before normalising.
+        unit: whether to normalise; if not, the activated convolution is returned.
     """
     if x.is_cuda and HAS_TRITON and filters.shape[0] <= WIDEST and x.dtype != torch.float64:
         from deadreckon.ops.triton.directions import directions_forward

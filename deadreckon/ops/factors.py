@@ -13,34 +13,34 @@ from deadreckon.ops.saving import Formula
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Each token turns everything behind it: block m, the pair (m, m + D/2), by ``angles[..., m]`` radians.
+    """Each token rotates everything before it: block m, the pair (m, m + D/2), by ``angles[..., m]`` radians.
 
     Rotations of one plane commute, so a route's rotation is the sum of its steps. With equal steps at every token this
     is RoPE, in the pairing of Hugging Face's Llama.
 
     Args:
         angles: (B, T, Hr, D/2) step angles, Hr one of 1, H, Hq.
-        values: also carry the values along the route, turned back by its angle (needs E = D).
+        values: also carry the values along the route, rotated back by its angle (needs E = D).
     """
 
     angles: Tensor
     values: bool = False
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Rotation:
-        """The rotation whose angles are changed."""
+        """The rotation with `change` applied to its angles."""
         return Rotation(change(self.angles), self.values)
 
 
 @dataclass(frozen=True, eq=False)
 class Householder:
-    """Each token reflects everything behind it: H = I - beta w w^T, and the order of the route matters.
+    """Each token reflects everything before it: H = I - beta w w^T, and the order of the route matters.
 
     Args:
         w: (B, T, H, D) directions, used as given (encodings normalise them).
         beta: (B, T, H) strengths: 0 is the identity, 1 a projection, 2 (with a unit w) a reflection.
-        recompute: on CUDA, whether the backward pass computes routes of 64 tokens anew. Otherwise the forward
-            pass saves it, which takes six times the memory of keys of 64.
-        formula: of w, where an encoding has computed it: what is then saved on CUDA is what w was computed from.
+        recompute: on CUDA, whether the backward pass recomputes the routes inside leaves of 64 tokens. Otherwise the
+            forward pass saves them, which takes six times the memory of the keys for D = 64.
+        formula: how an encoding has computed w: on CUDA the inputs of w are then saved in place of w.
     """
 
     w: Tensor
@@ -49,7 +49,7 @@ class Householder:
     formula: Formula | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Householder:
-        """The steps whose directions and strengths are changed."""
+        """The steps with `change` applied to directions and strengths."""
         return replace(self, w=change(self.w), beta=change(self.beta))
 
 
@@ -61,20 +61,20 @@ class Power:
     """The weight of a logit is its p-th power, p even; the row is divided by its sum.
 
     A row whose weights are all zero attends to nothing: its output is zero. Keys are scaled by the longest of a head;
-    those shorter by more than about 1e-38^(1/p) are lost in float32. The scale of the logits cancels, unless it is 0.
+    those shorter by a factor of about 1e-38^(1/p) are lost in float32. The scale of the logits cancels, unless it is 0.
 
     A power is a dot product of symmetric tensor powers, of C(D + p − 1, p) dimensions, so that a state of fixed size
-    can hold all keys: see ``deadreckon/ops/blockwise/power.py``. What a state holds of keys that are all within
-    (16 ε)^(1/p) of a right angle to a query is rounding and counts as nothing; the nearest keys (of the same chunk, or
+    can hold all keys: see ``deadreckon/ops/blockwise/power.py``. Where all keys of a state are within (16 ε)^(1/p) of a
+    right angle to a query, what it reads is rounding error and counts as zero; the nearest keys (of the same chunk, or
     the last eight tokens) are never read from a state, so that this cannot be all that a query sees.
 
     Args:
         p: an even number, 2 or more.
         form: how to compute it. ``"attention"`` is quadratic in T; ``"chunked"``, quadratic within chunks, carries the
-            state from chunk to chunk; ``"recurrent"`` carries it from token to token, in a Python loop, to learn from
-            and to test with; ``"auto"`` picks one of the first two by size. Householder steps need ``"attention"`` or
-            ``"auto"``; ``impl="reference"`` computes the definition, whatever the form. While a sequence comes in
-            pieces, keys become a state as soon as that is smaller, unless the form is ``"attention"``.
+            state from chunk to chunk; ``"recurrent"`` carries it from token to token, in a Python loop, for reading and
+            testing; ``"auto"`` picks one of the first two by size. Householder steps need ``"attention"`` or
+            ``"auto"``; ``impl="reference"`` computes the definition, whatever the form. When streaming, keys are
+            folded into a state as soon as that is smaller, unless the form is ``"attention"``.
     """
 
     p: int
@@ -88,7 +88,7 @@ class Power:
 
 
 Transport = Rotation | Householder | tuple[Rotation, Householder]
-"""What a token does to all that lies behind it. Of a pair, (R, H), a step is R_s H_s: T_ji = Π_{s=j+1..i} R_s H_s."""
+"""What a token does to all preceding tokens. For a pair (R, H) a step is R_s H_s: T_ji = Π_{s=j+1..i} R_s H_s."""
 Score = Literal["softmax", "stick-breaking"] | Power
 
 
@@ -112,7 +112,7 @@ class Factors(NamedTuple):
                 return None, None
 
     def map_transport(self, change: Callable[[Tensor], Tensor]) -> Transport | None:
-        """The transport, each of its tensors changed."""
+        """The transport with `change` applied to each of its tensors."""
         match self.transport:
             case (rotation, steps):
                 return rotation.map(change), steps.map(change)

@@ -1,4 +1,4 @@
-"""Memory layouts that kernels ask for."""
+"""Memory layouts that kernels require."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules whose work a kernel may do in their place."""
+"""Which modules a kernel may stand in for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def is_plain(part: nn.Module) -> bool:
-    """Whether a module does what its class says with its own parameters and no more, so that it need not be called."""
+    """Whether a module has plain parameters, no hooks and its class's forward, so that it need not be called."""
     return (
         all(type(x) is nn.Parameter for x in part._parameters.values() if x is not None)  # no shards
         and not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)

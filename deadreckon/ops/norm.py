@@ -1,4 +1,4 @@
-"""Norms, and the residual before them: on a GPU one kernel for both, where PyTorch takes several passes."""
+"""Fused residual add and RMSNorm: one kernel on a GPU, where PyTorch takes several passes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def residual_norm(norm: nn.Module, x: Tensor, y: Tensor | None = None, cast: boo
     """(x + y, norm(x + y)); x itself where there is no y.
 
     Args:
-        norm: of the last dimension.
+        norm: over the last dimension.
         x: the residual, (…, C).
         y: what is added to it.
-        cast: whether the norm's readers are linear maps alone, which autocast would cast it for.
+        cast: whether only linear maps read the norm, which autocast would cast it for.
     """
     if (
         isinstance(norm, nn.RMSNorm)

@@ -1,7 +1,7 @@
-"""What happens to each number for itself around attention: gates, strengths and the MLP's SwiGLU.
+"""Elementwise operations around attention: gates, strengths and the MLP's SwiGLU.
 
-On a GPU each is one kernel, where PyTorch takes several passes and keeps what lies between them for the backward pass.
-A tracer sees PyTorch's operations, which its compiler fuses.
+On a GPU each is one kernel, where PyTorch takes several passes and saves intermediates for the backward pass. A tracer
+sees PyTorch's operations, which its compiler fuses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deadreckon.ops.triton import HAS_TRITON
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether there are kernels for numbers like x."""
+    """Whether Triton kernels can process x: on a GPU, not float64, not traced, no forward-mode or torch.func AD."""
     return x.is_cuda and HAS_TRITON and x.dtype != torch.float64 and not traced(x) and not is_differentiated(x)
 
 
@@ -29,7 +29,7 @@ def at_least_single(x: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
-    """down(silu(gate) ⊙ up). Where there is a kernel, the backward pass computes the input of `down` again."""
+    """down(silu(gate) ⊙ up). Where there is a kernel, the backward pass recomputes the input of `down`."""
     if has_kernels(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
         from deadreckon.ops.triton import pointwise
 

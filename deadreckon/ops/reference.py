@@ -1,7 +1,7 @@
-"""The definition, literally: walk along the sequence, and let every token act on all that lies behind it.
+"""The reference, literally the definition: walk along the sequence, and let every token act on all preceding tokens.
 
 At token i each earlier key takes the step of token i (``T_ji = T_j,i-1 · step_i``), each earlier value the same when
-values travel, and each running gate sum grows by ``log f_i``. Then query i looks at what has come this far. Nothing is
+values travel, and each running gate sum grows by ``log f_i``. Then query i attends to the keys so far. Nothing is
 factored, chunked or reordered; O(T²·D), in whatever precision the inputs have. Everything fast is tested against it.
 """
 
@@ -59,7 +59,7 @@ def attend_reference(
     outputs = []
     keys = values = gate_sum = q.new_empty(0)
     for i, query in enumerate(queries):
-        if i in starts:  # a new document: nothing lies behind
+        if i in starts:  # a new document: no preceding tokens
             keys, values, gate_sum = new_keys[i][:, :, :0], new_values[i][:, :, :0], gates[i][:, :, :0]
         if rotation is not None:
             step = -angles[i]  # k^T R(a) is R(-a) k

@@ -1,4 +1,4 @@
-"""What autograd saves of a tensor that is cheap to compute: what it was computed from.
+"""Recomputation of tensors that are cheap to compute: autograd saves their inputs in place of the result.
 
     y = f(a, b)      saves a and b for f's backward pass
     z = g(y)         saves y for g's; inside `saving(Formula(y, f, (a, b)))` it is a and b once more, at no cost
@@ -20,14 +20,14 @@ from deadreckon.ops.tracing import traced
 
 
 class Formula(NamedTuple):
-    """result = function(*inputs), the same bits at every call. What else the function holds is held as long as it."""
+    """result = function(*inputs), bit-identical at every call. The function keeps alive what it closes over."""
 
     result: Tensor
     function: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
 
     def then(self, result: Tensor, function: Callable[..., Tensor], *others: Tensor) -> Formula:
-        """The formula of a tensor that was made of this one, result = function(this, *others)."""
+        """The formula of a tensor computed from this one, result = function(this, *others)."""
         first, count = self.function, len(self.inputs)
 
         def both(*inputs: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Formula(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """In place of a formula's result."""
+    """What is saved in place of a formula's result."""
 
     function: Callable[..., Tensor]
     inputs: list[Any]
@@ -47,8 +47,8 @@ class _Saved(NamedTuple):
 def saving(formula: Formula | None) -> AbstractContextManager[Any]:
     """A region where operations that save the formula's result for their backward pass save its inputs instead.
 
-    All other tensors are saved as ever. Where hooks are on already (activation checkpointing, offloading), of which
-    PyTorch calls the innermost alone, they are given all that is saved here.
+    All other tensors are saved as usual. PyTorch calls the innermost hooks alone: those that are already active
+    (activation checkpointing, offloading) are called from here, with all that is saved.
     """
     if (
         formula is None
@@ -86,7 +86,7 @@ def _saving(formula: Formula) -> Iterator[None]:
 
 
 def _hold(x: Tensor) -> tuple[Tensor, int]:
-    """As autograd holds a tensor. Detached: an operation that saved its own output would keep itself alive."""
+    """Saves a tensor as autograd does. Detached: an operation that saved its own output would keep itself alive."""
     return x.detach(), x._version
 
 

@@ -1,6 +1,6 @@
-"""What tracers need: `torch.compile`, `torch.export`, FakeTensorMode and tensors on the meta device.
+"""Custom ops and helpers for tracers: `torch.compile`, `torch.export`, FakeTensorMode and the meta device.
 
-Whatever looks at data, loops over tokens or writes in place is an operator of torch, which tracers do not look into.
+Whatever reads data, loops over tokens or writes in place is a custom op, which is opaque to tracers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def operator(
     gradients: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """An operator ``namespace::name`` from a function with annotations, which must not change or return its inputs.
+    """Registers a custom op ``namespace::name`` from an annotated function that neither mutates nor returns its inputs.
 
-    As ``torch.library.custom_op``, whose first call however imports the compiler, which takes a second or more.
+    Like ``torch.library.custom_op``, whose first call however imports the compiler, which takes a second or more.
 
     Args:
-        fake: as the implementation, of tensors without data: returns empty ones, contiguous.
-        gradients: (ctx, gradients of outputs) -> gradients of inputs; itself made of operators that can be traced. It
-            has no derivatives of its own, which is said to whoever wants some.
-        save: (ctx, inputs, output) -> None, what it needs.
+        fake: the fake implementation, for tensors without data: returns empty contiguous ones.
+        gradients: (ctx, gradients of outputs) -> gradients of inputs; itself made of traceable operators. Raises if
+            its own derivatives are asked for.
+        save: (ctx, inputs, output) -> None, saves what `gradients` needs.
     """
     schema = torch.library.infer_schema(implementation, mutates_args=())
     torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
@@ -48,18 +48,18 @@ def operator(
 
 
 def first_derivatives_only(instead: str = "impl='reference'") -> None:
-    """For backward passes: nobody has written down their derivatives."""
+    """Raises in a backward pass that is itself to be differentiated (create_graph): this is not implemented."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"second derivatives need {instead}; this computes first derivatives")
 
 
 def room_like(*inputs: Tensor | None) -> list[Tensor]:
-    """Room for a gradient of each that there is, contiguous."""
+    """An empty contiguous tensor for the gradient of each input that is not None."""
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs if x is not None]
 
 
 def traced(x: Tensor) -> bool:
-    """Whether x has no data to look at: it is being traced, or on the meta device."""
+    """Whether x has no data to read: it is being traced, or on the meta device."""
     return torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor)
 
 
@@ -69,12 +69,12 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type in which a linear map reads x."""
+    """The dtype in which a linear map reads x, under autocast or not."""
     if x.dtype != torch.float32 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x.dtype
     return torch.get_autocast_dtype(x.device.type)
 
 
 def cast_once(x: Tensor) -> Tensor:
-    """x as autocast hands it to a linear map: each map that reads x would cast it anew, and keep its own copy."""
+    """x as autocast casts it for a linear map; otherwise each map that reads x would cast it and save its own copy."""
     return x.to(autocast_dtype(x))

@@ -1,4 +1,4 @@
-"""Tasks whose answers can be scored at any length. One file each; what a task is, is said in `task`."""
+"""Tasks with answers that can be scored at any length. One task per file; the interface is in `task`."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
     829+03=8008,2305,9009→859.
 
 That is 928 + 30 = 958: numbers are written with the least significant digit first. Each step between commas is a digit
-of the one number, a digit of the other, the carry that goes out and a digit of the sum. Only what is right of = is
-scored, the end included. Its length is the number of digits of the longer number. (The PRISM paper, table 3: trained up
-to length 10. What it does not say is chosen so: a number that has run out of digits adds 0; there is a step for each
-digit of the longer number and none for a last carry, which only leads the sum; one number, either, is the longer, the
-other has 1 to as many digits, each alike; no number of more than one digit begins with 0.)
+of either number, the carry out and a digit of the sum. Only tokens after = are scored, including the end token. The
+length is the number of digits of the longer number. (The PRISM paper, table 3: trained up to length 10. What it does
+not say is chosen so: a number that has run out of digits adds 0; there is a step for each digit of the longer number
+and none for a last carry, which only leads the sum; either number, at random, is the longer, the other has 1 to as many
+digits, uniformly; no number of more than one digit has a leading zero.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Addition:
     """The task; see above.
 
     Args:
-        equal: whether both numbers have as many digits.
+        equal: whether both numbers have the same number of digits.
     """
 
     equal: bool = False
@@ -34,7 +34,7 @@ class Addition:
     lengths: Sequence[int] = range(1, task.ENDLESS)
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows and what is scored in them."""
+        """Rows and their labels."""
         lengths = task.draw_lengths(count, length, self.lengths, generator)
         one, other = task.draw_operands(lengths, self.equal, generator)
         question = torch.cat([one, task.column(one, task.TOKEN["+"]), other], dim=1)
@@ -46,7 +46,7 @@ class Addition:
 
 
 def answer(one: Tensor, other: Tensor) -> Tensor:
-    """What is to be said to two numbers a row (count, digits), the least significant digit first, then holes."""
+    """The answers to two numbers per row (count, digits), least significant digit first, then holes."""
     width = max(one.shape[1], other.shape[1])
     one, other = (
         torch.nn.functional.pad(number, (0, width - number.shape[1]), value=task.HOLE) for number in (one, other)
@@ -54,7 +54,7 @@ def answer(one: Tensor, other: Tensor) -> Tensor:
     there = (one != task.HOLE) | (other != task.HOLE)
     one, other = one.clamp(min=0), other.clamp(min=0)
     sums = one + other
-    # 9 hands on the carry that comes in, any other sum decides: look where it was decided last.
+    # A digit sum of 9 propagates the incoming carry, any other sum decides it: find the last position that decided.
     places = torch.arange(width).expand_as(sums)
     decided = torch.where(sums != 9, places, 0).cummax(1).values
     carries = (sums.gather(1, decided) > 9).long()

@@ -1,9 +1,9 @@
-"""Copy: say a row of digits again.
+"""Copy: repeat a row of digits.
 
     8349216=8349216.
 
-Only what is right of = is scored, the end included. Its length is the number of digits; each is any of ten, 0 also in
-front. (The PRISM paper, table 3: trained up to length 10 and up to 40.)
+Only tokens after = are scored, including the end token. The length is the number of digits, drawn uniformly from ten,
+leading zeros allowed. (The PRISM paper, table 3: trained up to length 10 and up to 40.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Copy:
     lengths: Sequence[int] = range(1, task.ENDLESS)
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows and what is scored in them."""
+        """Rows and their labels."""
         digits = task.draw_digits(task.draw_lengths(count, length, self.lengths, generator), generator)
         return task.complete(digits, digits)
 

@@ -1,4 +1,4 @@
-"""How lengths grow while a model learns."""
+"""Length curricula: how the lengths of training rows grow with the training step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Lengths from `shortest` up to what the stage allows, in the end up to `longest`.
+    """Lengths from `shortest` to the maximum of the current stage, finally to `longest`.
 
     Args:
-        longest: what the last stage allows, which has no end.
-        stages: what comes before it: steps, and the greatest length in them.
-        shortest: the least length; lengths that a task does not have are left out.
+        longest: maximum length of the last stage, which lasts until training ends.
+        stages: the stages before it: (number of steps, maximum length).
+        shortest: minimum length; lengths that a task does not have are skipped.
     """
 
     longest: int
@@ -43,12 +43,12 @@ class Curriculum:
 
 
 def prism_curriculum(longest: int, *, growing: bool = True) -> Curriculum:
-    """The PRISM paper's: 5000 steps up to length 5, 5000 up to 10, then 10 more each 10 000 steps.
+    """The PRISM paper's curriculum: 5000 steps up to length 5, 5000 up to 10, then 10 more every 10 000 steps.
 
-    How lengths are drawn below the greatest, the paper does not say; a task draws each alike.
+    How lengths below the maximum are drawn, the paper does not say; tasks draw them uniformly.
 
     Args:
-        growing: whether to go on by tens, or from 10 to the greatest length at once.
+        growing: whether to continue by tens, or to go from 10 to the maximum length at once.
     """
     stages = [(5_000, 5), (5_000, 10)]
     if growing:
@@ -56,8 +56,8 @@ def prism_curriculum(longest: int, *, growing: bool = True) -> Curriculum:
     return Curriculum(longest, tuple(stage for stage in stages if stage[1] < longest))
 
 
-# As in the paper's figures. Copying was also trained up to 10 alone, copying from a digit on also up to 5. The text
-# lets addition grow beyond 10, the figure does not.
+# As in the paper's figures. The paper also trains copy up to 10 only, and dynamic copy up to 5 only. In its text
+# addition grows beyond 10, in its figure it does not.
 PRISM_CURRICULA = {
     "addition": prism_curriculum(10),
     "copy": prism_curriculum(40),

@@ -1,11 +1,11 @@
-"""Dynamic string copy: say a row of digits from a given digit on.
+"""Dynamic string copy: copy a row of digits, starting from a given digit.
 
     5839472,3=39472.
 
-The digit after the comma occurs exactly once in the row. Only what is right of = is scored, the end included. Its
-length is the number of digits in the row; where the copy starts, each place alike. (The PRISM paper, table 4, there
-dyn_str_cpy: trained up to length 5 and up to 10. The paper does not say how the rest is drawn: the digit is any of ten,
-every other place any of the other nine, so that 0 may stand in front.)
+The digit after the comma occurs exactly once in the row. Only tokens after = are scored, including the end token. The
+length is the number of digits in the row; the start of the copy is drawn uniformly. (The PRISM paper, table 4, there
+dyn_str_cpy: trained up to length 5 and up to 10. The paper does not say how the rest is drawn: here the digit is any of
+ten, all others any of the other nine, so that leading zeros occur.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DynamicCopy:
     lengths: Sequence[int] = range(1, task.ENDLESS)
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows and what is scored in them."""
+        """Rows and their labels."""
         lengths = task.draw_lengths(count, length, self.lengths, generator)
         first = torch.randint(0, 10, (count, 1), generator=generator)
         start = (torch.rand(count, 1, generator=generator) * lengths[:, None]).long()
@@ -42,6 +42,6 @@ class DynamicCopy:
 
 
 def answer(digits: Tensor, first: Tensor) -> Tensor:
-    """What is to be said to rows (count, longest), which may have holes, and the digit to start from (count, 1)."""
+    """The answers to rows (count, longest), which may have holes, and the digit to start from (count, 1)."""
     begun = (digits == first).cumsum(1) > 0
     return torch.where(begun, digits, task.HOLE)

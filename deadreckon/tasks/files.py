@@ -1,4 +1,4 @@
-"""Files that several processes may want at once."""
+"""Atomic writes and file locks, for files that several processes may need at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Another path in the same folder, to write to; what is there takes the name `path` if nothing went wrong."""
+    """Atomic write: yields a temporary path in the same folder, which is renamed to `path` unless an error occurs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -24,7 +24,7 @@ def writing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[IO[bytes]]:
-    """The file, made if it is not there, open for this process alone; others wait, where the system has such locks."""
+    """Opens a file, created if missing, with an exclusive lock: other processes wait, where the system has flock."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         try:
             import fcntl

@@ -1,14 +1,14 @@
-"""Flip-flop language modelling: remember one bit, through any number of distractions.
+"""Flip-flop language modelling: remember one bit, through any number of distractors.
 
-A sequence is (instruction, bit) pairs. ``w`` writes its bit to memory, ``i`` carries a bit to be ignored, and after
-``r`` comes the bit that was written last; only these bits are scored. The first instruction is w, the last r.
+A sequence is (instruction, bit) pairs. ``w`` writes its bit to memory, ``i`` is followed by a bit to ignore, and ``r``
+by the bit that was written last; only these bits are scored. The first instruction is w, the last r.
 
     w 1 i 0 i 0 r 1 w 0 i 1 r 0
                   ^           ^
 
 Instructions between are drawn independently: i with probability `ignore`, w and r with half of the rest each. Models
 are trained at 0.8 and tested there, at 0.98 (sparse: the write is far away) and at 0.1 (dense: memory changes often).
-Its length is the number of tokens. Shorter rows are filled up with i, which is not scored. (Liu et al. 2023.)
+The length is the number of tokens. Shorter rows are padded with i, which is not scored. (Liu et al. 2023.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SYMBOLS = "wri01"
 
 @dataclass(frozen=True)
 class FlipFlop:
-    """The task at one density of distractions.
+    """The task at one density of distractors.
 
     Args:
         ignore: probability of the instruction i.
@@ -42,7 +42,7 @@ class FlipFlop:
             raise ValueError(f"ignore: expected a probability, got {self.ignore!r}")
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Sequences and what is scored in them: the bit after each r."""
+        """Sequences and their labels: the bit after each r."""
         pairs = task.draw_lengths(count, length, self.lengths, generator)[:, None] // 2
         longest = int(pairs.max())
         drawn = torch.rand(count, longest, generator=generator)
@@ -64,5 +64,5 @@ class FlipFlop:
         return tokens, torch.where(scored, tokens, task.NOT_SCORED)
 
     def spell(self, tokens: Tensor) -> str:
-        """One sequence as symbols, which end with a bit."""
+        """One sequence as symbols, without padding."""
         return " ".join(SYMBOLS[token] for token in tokens.tolist()).rstrip(" i")

@@ -1,13 +1,13 @@
 """Language modelling on any text.
 
-A corpus is one stream of tokens, <|end|> behind each document:
+A corpus is one stream of tokens, with <|end|> after each document:
 
     Call me Ishmael. … orphan.<|end|>It was the best of times, …<|end|>
         └── a window of 8 ──┘
 
-A row is a window of the stream from anywhere in it, and every token but the first is to be said. Its length is the
-number of tokens. *Streamed*, a row may reach over an end, and attention with it (as "Why Do Accumulated Transformations
-Extrapolate?" trains). *Packed*, the rows of a batch become one, in which no document sees another: `task.draw`.
+A row is a random window of the stream; every token but the first is a target. The length is the number of tokens.
+*Streamed*, rows and attention cross document boundaries (as in the training of "Why Do Accumulated Transformations
+Extrapolate?"). *Packed*, the rows of a batch are packed into one, in which no document sees another: see `task.draw`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from deadreckon.tasks.tokens import (
 
 TOKENIZER_FILE = "tokenizer.json"
 ABOUT_FILE = "made-of.json"
-BLOCK = 1 << 24  # tokens that are looked through at once
+BLOCK = 1 << 24  # tokens that are scanned at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,8 @@ class Corpus:
     """Documents as one stream of tokens.
 
     Attributes:
-        ids: (tokens,), END behind every document.
-        tokenizer: what made them.
+        ids: (tokens,), END after every document.
+        tokenizer: the tokenizer that made them.
     """
 
     ids: NDArray[Any]
@@ -61,12 +61,12 @@ class Corpus:
 
     @property
     def end(self) -> int:
-        """The token behind every document."""
+        """The end-of-document token."""
         return end_of(self.tokenizer)
 
     @cached_property
     def documents(self) -> NDArray[np.int64]:
-        """Where each begins, and where the one behind it does, (documents, 2)."""
+        """Start and end of each document, (documents, 2)."""
         blocks = range(0, len(self.ids), BLOCK)
         ends = np.concatenate([n + np.flatnonzero(self.ids[n : n + BLOCK] == self.end) for n in blocks]) + 1
         if not len(ends) or ends[-1] < len(self.ids):
@@ -78,14 +78,14 @@ class Corpus:
         return torch.from_numpy(np.stack([self.ids[start : start + width] for start in starts]).astype(np.int64))
 
     def rows(self, length: int, tokens: int | None = None, *, across: bool = False) -> Tensor:
-        """Text to be scored on: rows (count, length + 1), so that each gives `length` predictions, none of them twice.
+        """Rows for evaluation (count, length + 1): each gives `length` predictions, without overlap.
 
         Args:
-            length: predictions of a row.
-            tokens: about how many predictions in all, one row at least; everything there is by default. The first
-                rows of all documents come before their second ones.
-            across: take rows from the stream, whatever documents they reach over; else each is of one document, and
-                those that are shorter than a row are left out.
+            length: predictions per row.
+            tokens: about how many predictions in all, at least one row; by default the whole corpus. The first rows of
+                all documents come before their second ones.
+            across: take rows from the stream, across document boundaries; else each is from one document, and documents
+                shorter than a row are skipped.
         """
         if length < 1:
             raise ValueError(f"length: expected 1 or more, got {length}")
@@ -111,25 +111,25 @@ def load_corpus(
     field: str = "text",
     cache: Path | None = None,
 ) -> Corpus:
-    """A corpus from text, made once and then found in the cache.
+    """Tokenizes text to a corpus, or loads it from the cache.
 
     Args:
         data: a file, a folder or a dataset, see :func:`deadreckon.tasks.text.read_documents`.
-        tokenizer: that of the training text, when this is another; by default one is trained on this text.
-        vocabulary: how many tokens it then has.
-        field: where the text of a line is.
-        cache: folder of what is made; see :func:`deadreckon.tasks.tokens.cache_folder`.
+        tokenizer: that of the training text, for other texts; by default one is trained on this text.
+        vocabulary: its vocabulary size, if it is trained.
+        field: name of the text field in JSON lines and datasets.
+        cache: the cache folder; see :func:`deadreckon.tasks.tokens.cache_folder`.
     """
     tokenizer = tokenizer or train_tokenizer(data, vocabulary, field=field, cache=cache)
     return Corpus(tokenize(data, tokenizer, field=field, cache=cache), tokenizer)
 
 
 def save_corpora(folder: Path, corpora: dict[str, Corpus], tokens: dict[str, int] | None = None) -> int:
-    """Writes corpora of one tokenizer, by name, to a folder that needs no text; their first tokens only where a number
-    is given.
+    """Writes corpora with a common tokenizer, by name, to a folder, from which they load without the text; only the
+    first tokens of those for which `tokens` has a number.
 
     Returns:
-        How many bytes the folder's files have.
+        Total size of the files in bytes.
     """
     one, *others = corpora.values()
     if any(other.tokenizer.to_str() != one.tokenizer.to_str() for other in others):
@@ -150,16 +150,16 @@ def make_corpora(
     one_in: int = 1,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a folder as :func:`save_corpora` does, straight from documents, however many. If killed, it resumes.
+    """Writes a folder like :func:`save_corpora`, streaming from documents. If killed, the same call resumes.
 
     Args:
-        sources: calls that give the documents of each part, by name; the tokenizer is trained on the first.
-        vocabulary: how many tokens the tokenizer has.
+        sources: functions that return the documents of each part, by name; the tokenizer is trained on the first.
+        vocabulary: vocabulary size of the tokenizer.
         one_in: train the tokenizer on one document in so many.
-        about: what decides the tokens, as JSON has it, kept beside them.
+        about: everything else that determines the tokens, as JSON values, saved with them.
 
     Raises:
-        ValueError: if there are tokens of something else in the folder.
+        ValueError: if the folder has tokens made with other settings.
     """
     kept, about = folder / ABOUT_FILE, {"vocabulary": vocabulary, "one_in": one_in, **(about or {})}
     before = json.loads(kept.read_text()) if kept.exists() else {}
@@ -184,7 +184,7 @@ def make_corpora(
 
 
 def open_corpus(folder: str | Path, name: str) -> Corpus:
-    """One of the corpora that :func:`save_corpora` has written."""
+    """Loads one of the corpora written by :func:`save_corpora` or :func:`make_corpora`."""
     return Corpus(load_ids(Path(folder) / f"{name}.npy"), load_tokenizer(Path(folder) / TOKENIZER_FILE))
 
 
@@ -193,8 +193,8 @@ class Language:
     """The task.
 
     Args:
-        corpus: where rows are from.
-        packed: whether documents are kept from seeing each other.
+        corpus: that rows are drawn from.
+        packed: whether attention is masked at document boundaries.
     """
 
     corpus: Corpus
@@ -206,16 +206,16 @@ class Language:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Two tokens, of which one is to be said, up to the corpus."""
+        """From two tokens, one of them a target, to the whole corpus."""
         return range(2, len(self.corpus.ids) + 1)
 
     @property
     def document_end(self) -> int | None:
-        """What `task.draw` packs at."""
+        """The token after which `task.draw` starts a new document, if packed."""
         return self.corpus.end if self.packed else None
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Windows that begin anywhere, each place alike."""
+        """Windows with uniformly drawn starts."""
         lengths = task.draw_lengths(count, length, self.lengths, generator)
         width = int(lengths.max())
         starts = torch.randint(0, len(self.corpus.ids) - width + 1, (count,), generator=generator)
@@ -226,5 +226,5 @@ class Language:
         return torch.where(there, tokens, self.corpus.end), labels
 
     def spell(self, tokens: Tensor) -> str:
-        """The text, ends of documents included."""
+        """The text, including end-of-document tokens."""
         return str(self.corpus.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))

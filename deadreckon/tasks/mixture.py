@@ -1,12 +1,12 @@
-"""Text, and in a share of its rows questions with their answers.
+"""A mixture of text and questions: a share of the rows is filled with questions and their answers.
 
     A special magic number … is 7182818.<|end|>Nora Becker: 7351942680 … Ivan Shah: 9120457713<|end|>Call me Ish…
     └── a question: its answer is scored ─────┘└── another, and so on ──────────────────────────────┘└── text ───
 
-Such a model is trained on text, and learns what questions look like: without that a small model cannot be asked any.
-Any two tasks of the same tokens do, if the length of a question is its number of tokens. Behind one another begins, of
-any length that fits, so that half of the first are longer than half a row and most are short. Where none fits any more
-the text goes on. Packed, none sees another.
+The model is trained on text, and learns the format of questions: without that a small model cannot answer any. Any two
+tasks with the same vocabulary can be mixed, if the length of a question is its number of tokens. After a question the
+next one follows, of any length that fits, so that half of the first are longer than half a row and most are short. The
+rest of the row, where none fits, is text. Packed, questions do not see each other.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Mixture:
     """The task.
 
     Args:
-        text: what every row has.
-        questions: what a share of rows is filled with.
-        share: of rows, from 0 to 1.
+        text: the task that all rows are drawn from first.
+        questions: the task that a share of rows is filled with.
+        share: of rows that are filled with questions, from 0 to 1.
     """
 
     text: Task
@@ -55,7 +55,7 @@ class Mixture:
 
     @property
     def document_end(self) -> int | None:
-        """What `task.draw` packs at, if the text is packed."""
+        """The token after which `task.draw` starts a new document, if the text is packed."""
         return getattr(self.text, "document_end", None)
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:

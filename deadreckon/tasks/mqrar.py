@@ -1,17 +1,17 @@
 """Multi-query repeated associative recall, N back (MQRAR-N): what was a key's N-th last value?
 
-Pairs of a key and a value assign it; a key followed by ? asks. Keys are assigned again and again among the questions.
+A key followed by a value is an assignment; a key followed by ? is a query. Keys are reassigned between queries.
 With N = 2:
 
     k1 v4 k2 v7 k1 v9 k1 ? k2 v3 k1 v5 k1 ? k2 ?
                          ^                ^    ^
                          v4               v9   v7
 
-What is to be said stands in the labels alone, so that it is not taken for an assignment. Its length is the number of
-tokens, twice that of pairs. (Yang et al. 2025, after Tan et al. 2024: N = 1 to 4, 32 keys, length 768. The rest is not
-said; here, a row's keys are drawn from the same 32, each alike, so that all have had N values before long; the first N
-pairs of a key assign, and any later one asks with probability `asking`; values are drawn from 64, each alike; the last
-pair always asks.)
+Answers are in the labels only, not in the tokens, where they would be assignments. The length is the number of tokens,
+twice that of pairs. (Yang et al. 2025, after Tan et al. 2024: N = 1 to 4, 32 keys, length 768. They specify no more.
+Here keys are drawn uniformly from the same 32 in every row, so that all soon have N values; the first N pairs of a key
+are assignments, and any later one is a query with probability `asking`; values are drawn uniformly from 64; the last
+pair is always a query.)
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class MQRAR:
 
     Args:
         back: N; 1 asks for the last value.
-        keys: how many keys there are.
-        values: how many values there are.
-        asking: probability that a pair asks, once its key has had N values.
+        keys: number of keys.
+        values: number of values.
+        asking: probability that a pair is a query, once its key has had N values.
     """
 
     back: int = 1
@@ -63,13 +63,13 @@ class MQRAR:
         return range(2 * ((self.back - 1) * self.keys + 2), task.ENDLESS, 2)
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows and what is to be said at each ?."""
+        """Rows, and the target at each ?."""
         pairs = task.draw_lengths(count, length, self.lengths, generator)[:, None] // 2
         place = torch.arange(int(pairs.max())).expand(count, -1)
         keys = torch.randint(0, self.keys, place.shape, generator=generator)
         values = torch.randint(0, self.values, place.shape, generator=generator)
         asks = torch.rand(place.shape, generator=generator) < self.asking
-        # The last pair asks for a key that has occurred N times before it: one has, by the least length.
+        # The last pair queries a key that has occurred N times before it: the minimum length guarantees one.
         before = (place < pairs - 1).long()
         occurred = torch.zeros(count, self.keys, dtype=torch.long).scatter_add(1, keys, before)
         askable = torch.multinomial((occurred >= self.back).float(), 1, generator=generator)
@@ -93,10 +93,9 @@ class MQRAR:
 
 
 def recall(keys: Tensor, values: Tensor, asks: Tensor, back: int) -> tuple[Tensor, Tensor]:
-    """Which pairs (count, pairs) ask after all, as the first N of a key assign; and the N-th last values there.
+    """Which pairs (count, pairs) are queries, given that the first N of a key are assignments; and their answers.
 
-    Pairs are put in order of their keys, in each key in order of time. What is N assignments back is then of the same
-    key, for a pair that asks.
+    Pairs are sorted by key, stably in time. The assignment N back from a query is then of the same key.
     """
     order = stable_order(keys)
     keys, values, asks = (x.gather(1, order) for x in (keys, values, asks))
@@ -104,12 +103,12 @@ def recall(keys: Tensor, values: Tensor, asks: Tensor, back: int) -> tuple[Tenso
     starts = torch.cat([torch.ones_like(asks[:, :1]), keys[:, 1:] != keys[:, :-1]], dim=1)
     occurred = place - torch.where(starts, place, 0).cummax(1).values
     asks = asks & (occurred >= back)
-    assigned = (~asks).cumsum(1)  # for a pair that asks: how many assignments stand before it
-    assignments = stable_order(asks)  # places of assignments, in order, then those of questions
+    assigned = (~asks).cumsum(1)  # for a query: the number of assignments before it
+    assignments = stable_order(asks)  # indices of assignments, in order, then those of queries
     said = values.gather(1, assignments.gather(1, (assigned - back).clamp(min=0)))
     return torch.empty_like(asks).scatter(1, order, asks), torch.empty_like(said).scatter(1, order, said)
 
 
 def stable_order(keys: Tensor) -> Tensor:
-    """Places (count, pairs) in order of their keys, below 2^15: NumPy sorts these ten times as fast as torch."""
+    """A stable argsort (count, pairs) of keys below 2^15: NumPy sorts int16 ten times as fast as torch."""
     return torch.from_numpy(keys.to(torch.int16).numpy().argsort(axis=1, kind="stable"))

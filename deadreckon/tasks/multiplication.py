@@ -1,12 +1,12 @@
-"""Multiplication with a chain of thought: the second number is taken apart, the product is not required.
+"""Multiplication with a chain of thought: the second number is decomposed, the product is not required.
 
     675x1259=675x[1*(1→1)(2→0)(5→0)(9→0)+2*(2→1)(5→0)(9→0)+5*(5→1)(9→0)+9*(9→1)].
 
 Each term is a digit times its place value: the digit itself is mapped to 1, those right of it to 0, which is
-1·1000 + 2·100 + 5·10 + 9·1. Only what is right of = is scored, the end included. Its length is the number of digits of
-the longer number. (The PRISM paper, table 4: trained up to length 9, tested with numbers of equal length, n×n. What it
-does not say is chosen so: no number of more than one digit begins with 0; a digit 0 has its term like any other; one
-number, either, is the longer, the other has 1 to as many digits, each alike, or as many if `equal`.)
+1·1000 + 2·100 + 5·10 + 9·1. Only tokens after = are scored, including the end token. The length is the number of digits
+of the longer number. (The PRISM paper, table 4: trained up to length 9, tested with numbers of equal length, n×n. What
+it does not say is chosen so: no number of more than one digit has a leading zero; a digit 0 has its term like any
+other; either number, at random, is the longer, the other has 1 to as many digits, uniformly, or as many if `equal`.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Multiplication:
     """The task; see above.
 
     Args:
-        equal: whether both numbers have as many digits.
+        equal: whether both numbers have the same number of digits.
     """
 
     equal: bool = False
@@ -33,7 +33,7 @@ class Multiplication:
     lengths: Sequence[int] = range(1, task.ENDLESS)
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows and what is scored in them."""
+        """Rows and their labels."""
         lengths = task.draw_lengths(count, length, self.lengths, generator)
         one, other = (number.flip(1) for number in task.draw_operands(lengths, self.equal, generator))
         question = torch.cat([one, task.column(one, task.TOKEN["x"]), other], dim=1)
@@ -45,7 +45,7 @@ class Multiplication:
 
 
 def answer(one: Tensor, other: Tensor) -> Tensor:
-    """What is to be said to two numbers a row (count, digits), the most significant digit first, holes before it."""
+    """The answers to two numbers per row (count, digits), most significant digit first, after holes."""
     count, width = other.shape
     there = other != task.HOLE
     maps = torch.empty(count, width, width, 5, dtype=torch.long)  # (count, term, digit mapped, its five tokens)

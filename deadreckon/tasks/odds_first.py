@@ -1,10 +1,10 @@
-"""Odds first: say every other digit, beginning with the second, then those that were left out.
+"""Odds first: output every other digit, starting with the second, then the remaining ones.
 
     012345=135024.
 
-Only what is right of = is scored, the end included. Its length is the number of digits, each drawn from 0..V−1 alike.
-(The PRISM paper, table 3: trained up to length 40. It calls the places odd counting from 1, but its example, which is
-followed here, begins with those that are odd counting from 0. V is not said: ten, as for the other rows of digits.)
+Only tokens after = are scored, including the end token. The length is the number of digits, drawn uniformly from
+0..V−1. (The PRISM paper, table 3: trained up to length 40. It calls positions odd counting from 1, but its example,
+which is followed here, starts with those that are odd counting from 0. V is not given: ten, as in the other tasks.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OddsFirst:
     """The task over any number of digits.
 
     Args:
-        digits: how many digits there are, V, 2 to 10.
+        digits: V, the number of different digits, 2 to 10.
     """
 
     digits: int = 10
@@ -35,7 +35,7 @@ class OddsFirst:
             raise ValueError(f"digits: expected 2 to 10, got {self.digits}")
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows and what is scored in them."""
+        """Rows and their labels."""
         lengths = task.draw_lengths(count, length, self.lengths, generator)
         digits = task.draw_digits(lengths, generator, base=self.digits)
         return task.complete(digits, answer(digits))
@@ -46,5 +46,5 @@ class OddsFirst:
 
 
 def answer(digits: Tensor) -> Tensor:
-    """What is to be said to rows of digits (count, longest), which may have holes at their ends."""
+    """The answers to rows of digits (count, longest), which may have holes at their ends."""
     return torch.cat([digits[:, 1::2], digits[:, ::2]], dim=1)

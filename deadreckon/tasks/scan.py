@@ -1,4 +1,4 @@
-"""SCAN with a chain of thought: commands into actions, split by how many actions there are.
+"""SCAN with a chain of thought: translate commands to action sequences, split by the number of actions.
 
     walk around left thrice and look opposite right = walk around left + walk around left + walk around left
     and look opposite right → walk around left : I_TURN_LEFT I_WALK I_TURN_LEFT I_WALK I_TURN_LEFT I_WALK I_TURN_LEFT
@@ -12,10 +12,10 @@ SCAN (Lake and Baroni 2018) is the language of this grammar, 20 910 commands in 
 
 Its length split trains on commands of up to 22 actions (16 990) and tests on those of 24 to 48 (3 920); none has 23.
 
-First repetitions are written out, then each clause with its actions. Only what is right of = is scored, the end
-included. Its length is the number of actions. (The PRISM paper, table 4, whose example this is; it tests on the whole
-test set. It shows no command with "after": here, the first part keeps the command's order and its word, the second
-lists clauses as they are carried out, so that the actions, read from left to right, are always SCAN's own.)
+First repetitions are written out, then each clause with its actions. Only tokens after = are scored, including the end
+token. The length is the number of actions. (The PRISM paper, table 4, whose example this is; it tests on the whole test
+set. It shows no command with "after": here, the first part keeps the command's order and its word, the second lists
+clauses in order of execution, so that the actions, read from left to right, are always SCAN's own.)
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class Scan:
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Numbers of actions that occur."""
+        """The numbers of actions that occur."""
         return _corpus(self.split)[2]
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Commands of a number of actions, or of a range of them, each command alike, and what is scored in them."""
+        """Commands with so many actions, or a range of them, drawn uniformly over commands, and their labels."""
         tokens, actions, lengths = _corpus(self.split)
         drawn = task.draw_lengths(count, length, lengths, generator, actions.bincount())
-        # Commands are in order of their actions, so those of one number of actions lie side by side.
+        # Commands are sorted by their number of actions, so those of one number are contiguous.
         first, beyond = torch.searchsorted(actions, drawn), torch.searchsorted(actions, drawn, right=True)
         chosen = first + (torch.rand(count, generator=generator) * (beyond - first)).long()
         return _label(tokens[chosen])
 
     def everything(self) -> tuple[Tensor, Tensor]:
-        """All commands, those of fewer actions first, and what is scored in them."""
+        """All commands, those with fewer actions first, and their labels."""
         return _label(_corpus(self.split)[0])
 
     def spell(self, tokens: Tensor) -> str:
@@ -75,7 +75,7 @@ class Scan:
 
 @cache
 def length_split() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Commands and their actions, those to train on and those to test on, in SCAN's own words."""
+    """Pairs of a command and its actions, for training and for testing, in SCAN's own words."""
     pairs = [(command, " ".join(act(command))) for command in commands()]
     short = [pair for pair in pairs if len(pair[1].split()) <= LONGEST_TRAINED]
     long = [pair for pair in pairs if len(pair[1].split()) > LONGEST_TRAINED]
@@ -98,7 +98,7 @@ def act(command: str) -> list[str]:
 
 
 def in_order(command: str) -> list[str]:
-    """The clauses of a command as they are carried out, each as often as it is."""
+    """The clauses of a command in order of execution, with repetitions."""
     if " after " in command:
         later, earlier = command.split(" after ")
         return repeat(earlier) + repeat(later)
@@ -106,13 +106,13 @@ def in_order(command: str) -> list[str]:
 
 
 def repeat(sentence: str) -> list[str]:
-    """The clause of a sentence, as often as it says."""
+    """The clause of a sentence, repeated as "twice" or "thrice" says."""
     *words, last = sentence.split()
     return [" ".join(words)] * TIMES[last] if last in TIMES else [sentence]
 
 
 def act_clause(clause: str) -> list[str]:
-    """The actions of a clause: a verb, possibly somewhere, opposite or around."""
+    """The actions of a clause: a verb, optionally with a direction, opposite or around."""
     verb, *how = clause.split()
     move = [] if verb == "turn" else [f"I_{verb.upper()}"]
     if not how:
@@ -122,7 +122,7 @@ def act_clause(clause: str) -> list[str]:
 
 
 def answer(command: str) -> str:
-    """What is to be said to a command, without the end."""
+    """The answer to a command, without the end token."""
     words = command.split()
     joint = next((word for word in words if word in ("and", "after")), None)
     sentences = command.split(f" {joint} ") if joint else [command]
@@ -133,7 +133,7 @@ def answer(command: str) -> str:
 
 @cache
 def _corpus(split: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Tokens of a split (commands, longest), how many actions each has, in order of that, and which numbers occur."""
+    """A split's tokens (commands, longest), sorted by number of actions; these numbers; and which of them occur."""
     pairs = sorted(length_split()[split == "test"], key=lambda pair: pair[1].count("I_"))
     rows = [f"{command} = {answer(command)} .".split() for command, _ in pairs]
     tokens = torch.full((len(rows), max(map(len, rows))), task.PAD, dtype=torch.int16)

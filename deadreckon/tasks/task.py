@@ -1,9 +1,9 @@
-"""What a task is, and what tasks share: lengths, numbers, one alphabet, rows of question and answer.
+"""The interface of tasks, and what they share: lengths, numbers, one vocabulary, rows of question and answer.
 
-A row is scored where its labels are; elsewhere they are NOT_SCORED. `labels[:, t]` is what a model should say at place
-t having read the tokens before it. In most tasks that is the token that stands there, and then a row is answered
-exactly if every scored token is the most likely one *given the right tokens before it*: greedy decoding from the end
-of the question goes wrong first where this goes wrong first, so both accept the same rows, end token included.
+A row is scored where it has labels; elsewhere they are NOT_SCORED. `labels[:, t]` is the target at position t given the
+preceding tokens. In most tasks it is the token at that position, and then a row counts as correct if every scored token
+is the argmax *given the correct tokens before it* (teacher forcing): greedy decoding from the end of the question makes
+its first error at the same token, so both accept the same rows, end token included.
 
 Rows differ in length and are padded on the right, which a causal model does not see.
 """
@@ -19,11 +19,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-NOT_SCORED = -100  # what Hugging Face's loss leaves out
-HOLE = -1  # no token: what `compact` takes out
+NOT_SCORED = -100  # ignored by Hugging Face's loss
+HOLE = -1  # no token: removed by `compact`
 ENDLESS = sys.maxsize
 
-# One alphabet for all tasks of questions and answers. A digit's token is the digit.
+# One vocabulary for all tasks of questions and answers. A digit's token is the digit.
 ALPHABET = (
     *"0123456789", "_", "=", ".", "+", ",", "→", "x", "[", "]", "*", "(", ")", ":",
     "walk", "look", "run", "jump", "turn", "left", "right", "opposite", "around", "twice", "thrice", "and", "after",
@@ -31,13 +31,13 @@ ALPHABET = (
 )  # fmt: skip
 TOKEN = {word: token for token, word in enumerate(ALPHABET)}
 PAD, EQUALS, END = TOKEN["_"], TOKEN["="], TOKEN["."]
-VOCAB_SIZE = 64  # the paper's, for every task; the alphabet does not fill it
+VOCAB_SIZE = 64  # as in the paper, for every task; ALPHABET is smaller
 
 
 class Task(Protocol):
-    """What a task must offer to be trained on and scored.
+    """The interface for training and scoring.
 
-    A task of documents that are to be packed also has `document_end`, the token behind each: see `draw`.
+    A task whose documents are to be packed also has `document_end`, the token at the end of each: see `draw`.
     """
 
     @property
@@ -45,36 +45,36 @@ class Task(Protocol):
 
     @property
     def lengths(self) -> Sequence[int]:
-        """The lengths there are, in the task's own measure: digits, actions, tokens."""
+        """The possible lengths, in the task's own unit: digits, actions, tokens."""
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows of one length, or each of its own out of a range: every length there is alike, or, where the examples
-        are a fixed set, every example.
+        """Rows of one length, or of lengths drawn from a range: uniform over possible lengths, or, if the examples are
+        a fixed set, over examples.
 
         Returns:
-            tokens (count, width), padded on the right to the longest row, and labels alike.
+            tokens (count, width), padded on the right to the longest row, and labels of the same shape.
         """
 
     def spell(self, tokens: Tensor) -> str:
-        """One row for people, without its padding."""
+        """One row as readable text, without padding."""
 
 
 class Batch(NamedTuple):
-    """What a model is trained on at once: `model(tokens, labels=labels, cu_seqlens=cu_seqlens)`."""
+    """A batch for training: `model(tokens, labels=labels, cu_seqlens=cu_seqlens)`."""
 
     tokens: Tensor  # (rows, width)
     labels: Tensor
-    cu_seqlens: Tensor | None = None  # (documents + 1,), where one row holds several that do not see each other
+    cu_seqlens: Tensor | None = None  # (documents + 1,), if packed: documents of one row that do not see each other
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on another device. A GPU copies from pinned memory, so that the host does not wait for it."""
+        """The batch on another device; to a GPU asynchronously, from pinned memory."""
         pinned = torch.device(device).type == "cuda"
         moved = (x if x is None else (x.pin_memory() if pinned else x).to(device, non_blocking=pinned) for x in self)
         return Batch(*moved)  # type: ignore[arg-type]
 
 
 def draw(task: Task, count: int, length: int | range, generator: torch.Generator, parts: int = 1) -> list[Batch]:
-    """Sequences as a model takes them, in so many equal parts: packed, if that is how the task has them."""
+    """Draws `count` sequences, split into so many equal batches (gradient accumulation); packed if the task is."""
     tokens, labels = task.sample(count, length, generator)
     end = getattr(task, "document_end", None)
     pairs = zip(tokens.chunk(parts), labels.chunk(parts), strict=True)
@@ -82,9 +82,9 @@ def draw(task: Task, count: int, length: int | range, generator: torch.Generator
 
 
 def pack(tokens: Tensor, labels: Tensor, end: int) -> Batch:
-    """Rows (count, width) as one (1, count · width), a document beginning with every row and behind every `end`.
+    """Packs rows (count, width) into one (1, count · width); a document starts with every row and after every `end`.
 
-    What a document begins with is not scored: nothing before it tells.
+    The first token of a document is not scored: it has no context.
     """
     begins = torch.ones_like(tokens, dtype=torch.bool)
     begins[:, 1:] = tokens[:, :-1] == end
@@ -96,10 +96,10 @@ def pack(tokens: Tensor, labels: Tensor, end: int) -> Batch:
 def draw_lengths(
     count: int, length: int | range, offered: Sequence[int], generator: torch.Generator, weights: Tensor | None = None
 ) -> Tensor:
-    """The length of each row (count,): `length` itself, or drawn from those that are in the range and on offer.
+    """The length of each row (count,): `length` itself, or drawn from those in both the range and `offered`.
 
     Args:
-        weights: how often each possible length is drawn, (longest + 1,); alike by default.
+        weights: relative frequency of each possible length, (longest + 1,); uniform by default.
     """
     if count < 1:
         raise ValueError(f"count: expected 1 or more, got {count}")
@@ -123,17 +123,17 @@ def _spell_lengths(offered: Sequence[int]) -> str:
 
 
 def draw_digits(lengths: Tensor, generator: torch.Generator, *, base: int = 10) -> Tensor:
-    """A row of digits of each length (count, longest), all alike, 0 also in front; holes beyond a row's end."""
+    """Rows of digits of the given lengths (count, longest), uniform, leading zeros allowed; holes after a row's end."""
     width = int(lengths.max())
     digits = torch.randint(0, base, (len(lengths), width), generator=generator)
     return torch.where(torch.arange(width) < lengths[:, None], digits, HOLE)
 
 
 def draw_operands(lengths: Tensor, equal: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Two numbers a row, digits (count, longest), the least significant first, holes beyond the most significant.
+    """Two numbers per row, digits (count, longest), least significant first, holes after the most significant.
 
-    One of them, either, has `lengths` digits; the other 1 to as many, each equally likely, or as many if `equal`.
-    A number of more than one digit does not begin with 0.
+    One of them, at random, has `lengths` digits; the other 1 to as many, uniformly, or as many if `equal`.
+    A number of more than one digit has no leading zero.
     """
     others = lengths
     if not equal:
@@ -151,16 +151,16 @@ def _draw_number(lengths: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def compact(tokens: Tensor, fill: int = PAD) -> Tensor:
-    """Rows without their holes, moved to the left and filled up on the right: (count, width) to (count, longest)."""
+    """Removes holes from rows, and pads on the right: (count, width) to (count, longest)."""
     kept = tokens != HOLE
     longest = int(kept.sum(1).max())
-    places = torch.where(kept, kept.cumsum(1) - 1, longest)  # holes go to one column more, which is cut off
+    places = torch.where(kept, kept.cumsum(1) - 1, longest)  # holes go to an extra column, which is cut off
     rows = tokens.new_full((len(tokens), longest + 1), fill)
     return rows.scatter_(1, places, tokens)[:, :longest]
 
 
 def complete(question: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens ``question = answer .`` and their labels: the answer and the end. Both may have holes."""
+    """Tokens ``question = answer .`` and their labels: the answer and the end token. Both may have holes."""
     question_tokens = (question != HOLE).sum(1, keepdim=True) + 1
     tokens = compact(torch.cat([question, column(question, EQUALS), answer, column(question, END)], dim=1))
     scored = (torch.arange(tokens.shape[1]) >= question_tokens) & (tokens != PAD)
@@ -168,12 +168,12 @@ def complete(question: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def column(like: Tensor, token: int) -> Tensor:
-    """One token for each row (count, 1)."""
+    """The same token for each row (count, 1)."""
     return like.new_full((len(like), 1), token)
 
 
 def encode(text: str) -> Tensor:
-    """Tokens (1, length) of a text in the alphabet: words, or single characters; blanks only separate."""
+    """Tokens (1, length) of a text over ALPHABET: words, or single characters; blanks only separate them."""
     words = re.findall(r"[A-Za-z_]+|\S", text)
     if strange := [word for word in words if word not in TOKEN]:
         raise ValueError(f"text: expected words of the alphabet, got {strange[0]!r} in {text!r}")
@@ -181,7 +181,7 @@ def encode(text: str) -> Tensor:
 
 
 def spell(tokens: Tensor) -> str:
-    """The text of one row in the alphabet (length,): characters side by side, words with blanks around them."""
+    """The text of one row (length,) over ALPHABET: characters side by side, words with blanks around them."""
     words = [ALPHABET[token] for token in tokens.tolist() if token != PAD]
     apart = [len(left) > 1 or len(right) > 1 for left, right in pairwise(words)]
     return "".join(word + " " * space for word, space in zip(words, [*apart, False], strict=False))

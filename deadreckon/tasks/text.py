@@ -1,4 +1,4 @@
-"""Documents out of files: JSON lines and plain text, compressed or not, folders of them, Hugging Face datasets."""
+"""Reads documents: JSON lines and plain text, compressed or not, folders of such files, Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import IO, Any
 
 
 def _find_zstd() -> Any:
-    """Python's own module, from 3.14 on, or its backport, or None."""
+    """The zstd module of Python 3.14 or later, or its backport, or None."""
     for name in ("compression.zstd", "backports.zstd"):
         if find_spec(name.split(".")[0]) and find_spec(name):
             return import_module(name)
@@ -42,15 +42,15 @@ HUGGING_FACE = "hf:"
 
 
 def read_documents(data: str | Path, field: str = "text") -> Iterator[str]:
-    """The texts of a file, of a folder's files in order of their paths, or of a dataset; empty ones are left out.
+    """The documents of a file, of a folder's files in order of their paths, or of a dataset; empty ones are skipped.
 
     Args:
-        data: a file (.jsonl, a document a line; .txt, one document; either with .xz, .gz, .bz2 or .zst after it), a
-            folder of such files, or hf:NAME[:CONFIGURATION[:SPLIT]], the train split by default, which is streamed.
-        field: where a line's or a dataset's text is.
+        data: a file (.jsonl, one document per line; .txt, one document; either with .xz, .gz, .bz2 or .zst appended), a
+            folder of such files, or hf:NAME[:CONFIGURATION[:SPLIT]], which is streamed, by default the train split.
+        field: name of the text field in JSON lines and datasets.
 
     Raises:
-        ValueError: for what cannot be read, or has no text in it, with file and line.
+        ValueError: for data that cannot be read, or has no text, with file and line.
     """
     if str(data).startswith(HUGGING_FACE):
         yield from _read_dataset(str(data), field)
@@ -65,7 +65,7 @@ def read_documents(data: str | Path, field: str = "text") -> Iterator[str]:
 
 
 def find_files(data: str | Path) -> list[Path]:
-    """The file, or those in the folder that can be read, at any depth."""
+    """The file, or all readable files in the folder, recursively."""
     path = Path(data)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.name.endswith(KINDS) and file.is_file())
@@ -80,8 +80,8 @@ def find_files(data: str | Path) -> list[Path]:
 
 
 def fingerprint(data: str | Path, field: str = "text") -> str:
-    """Changes with what `read_documents` would give: a hash of the files as they are stored, or of a dataset's name,
-    version and size: what is streamed is not read for this."""
+    """A hash that changes with the documents: of the files' bytes, or of a dataset's name, version and size, since
+    streamed data is not read for this."""
     digest = hashlib.sha256(field.encode())
     if str(data).startswith(HUGGING_FACE):
         info = _load_dataset(str(data)).info
@@ -116,7 +116,7 @@ def _read_file(path: Path, field: str) -> Iterator[str]:
 
 
 class _MalformedError(Exception):
-    """What was expected in a line and what came; which line, its reader knows."""
+    """What was expected in a line, and what came; the caller adds the file and line number."""
 
 
 def _parse(line: str, field: str) -> str:
@@ -138,7 +138,7 @@ def _parse(line: str, field: str) -> str:
 
 
 def _open(path: Path) -> IO[str]:
-    # Line ends stay as they are: tokens are those of the bytes.
+    # Line endings are not translated: tokens are those of the file's bytes.
     return PACKED.get(path.suffix, open)(path, "rt", encoding="utf-8-sig", newline="\n")
 
 

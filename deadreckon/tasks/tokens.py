@@ -1,7 +1,7 @@
-"""Text as tokens: a byte-level BPE trained once, and the ids of a corpus in a file that is mapped, not read.
+"""Tokenization: trains a byte-level BPE, and writes the ids of a corpus to a memory-mapped file. Both are cached.
 
-Both are cached under names that change with what they were made of. A file appears under its name when it is whole; if
-writing ids is killed, the same call resumes behind the last document that was written.
+Cache names contain a hash of the inputs. Files are renamed into place when complete; if writing ids is killed, the same
+call resumes after the last batch of documents that was written.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from deadreckon.tasks.text import fingerprint, read_documents
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-END = "<|end|>"  # stands behind every document
-ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what it is called in tokenizers of others
+END = "<|end|>"  # the token at the end of every document
+ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # its names in other tokenizers
 BYTES = 256
-VERSION = 1  # of what is cached: raise it where the same data would give other files
+VERSION = 1  # of the cache: increment it when the same data would give other files
 PIECE = 1 << 20  # characters that a thread encodes at once
-BATCH = 1 << 23  # characters that are encoded in parallel, then written; a killed process loses no more
+BATCH = 1 << 23  # characters encoded in parallel, then written: the most that a killed process loses
 
 
 def cache_folder() -> Path:
-    """$DEADRECKON_CACHE, or deadreckon in the user's cache folder."""
+    """$DEADRECKON_CACHE, or the folder deadreckon in the user's cache folder."""
     if chosen := os.environ.get("DEADRECKON_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deadreckon"
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
 def train_tokenizer(
     data: str | Path, vocabulary: int = 8192, *, field: str = "text", cache: Path | None = None
 ) -> Tokenizer:
-    """A byte-level BPE of that many tokens (fewer if the text gives no more), from the cache if it is there."""
+    """Trains a byte-level BPE of that many tokens (fewer if the text is too small), or loads it from the cache."""
     _check_vocabulary(vocabulary)
     key = _key(fingerprint(data, field), str(vocabulary))
     path = (cache or cache_folder()) / f"tokenizer-{vocabulary}-{key}.json"
@@ -57,7 +57,7 @@ def train_tokenizer(
         try:
             return load_tokenizer(path)
         except ValueError:
-            pass  # damaged: made again
+            pass  # damaged: train again
     tokenizer = fit_tokenizer(read_documents(data, field), vocabulary, str(data))
     with writing(path) as unfinished:
         tokenizer.save(str(unfinished))
@@ -70,7 +70,7 @@ def _check_vocabulary(vocabulary: int) -> None:
 
 
 def fit_tokenizer(documents: Iterable[str], vocabulary: int, name: str) -> Tokenizer:
-    """A byte-level BPE of that many tokens, END among them."""
+    """Trains a byte-level BPE of that many tokens, including END."""
     _check_vocabulary(vocabulary)
     print(f"training a tokenizer on {name}", file=sys.stderr)
     tokenizer = Tokenizer(BPE())
@@ -85,7 +85,7 @@ def fit_tokenizer(documents: Iterable[str], vocabulary: int, name: str) -> Token
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json with our end of documents in it."""
+    """Loads a tokenizer.json; its vocabulary must have one of the end tokens ENDS."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
@@ -95,7 +95,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def end_of(tokenizer: Tokenizer) -> int:
-    """The token behind every document."""
+    """The id of the tokenizer's end-of-document token."""
     for name in ENDS:
         if (end := tokenizer.token_to_id(name)) is not None:
             return int(end)
@@ -103,7 +103,7 @@ def end_of(tokenizer: Tokenizer) -> int:
 
 
 def for_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The same for Hugging Face's tools; `save_pretrained` puts it beside a model."""
+    """The tokenizer for transformers; its `save_pretrained` saves it next to a model."""
     from transformers import PreTrainedTokenizerFast
 
     end = tokenizer.id_to_token(end_of(tokenizer))
@@ -111,20 +111,20 @@ def for_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def tokenize(data: str | Path, tokenizer: Tokenizer, *, field: str = "text", cache: Path | None = None) -> NDArray[Any]:
-    """The ids of all documents, each with END behind it, (tokens,), mapped from the cache; made if not there."""
+    """The ids of all documents, each followed by END, (tokens,), memory-mapped from the cache; written if missing."""
     key = _key(fingerprint(data, field), tokenizer.to_str())
     path = (cache or cache_folder()) / f"tokens-{key}.npy"
     if path.exists():
         try:
             return load_ids(path)
         except ValueError:
-            path.unlink()  # damaged: made again
+            path.unlink()  # damaged: write it again
     write_ids(path, read_documents(data, field), tokenizer, str(data))
     return load_ids(path)
 
 
 def load_ids(path: str | Path) -> NDArray[Any]:
-    """Ids (tokens,), mapped from a .npy file."""
+    """Ids (tokens,), memory-mapped from a .npy file."""
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -135,13 +135,13 @@ def load_ids(path: str | Path) -> NDArray[Any]:
 
 
 def write_ids(path: Path, documents: Iterable[str], tokenizer: Tokenizer, name: str) -> None:
-    """Writes a .npy file of ids with progress, or resumes: documents that were written before are skipped.
+    """Writes a .npy file of ids, with a progress bar, or resumes: documents already written are skipped.
 
     Until it is complete the file is called .NAME.unfinished, and .NAME.state says how much of it is valid. Processes
-    that want the same file wait for the one that writes it.
+    that need the same file wait for the one that writes it.
     """
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
-    tokenizer.encode_special_tokens = True  # END in a text is text, not the end
+    tokenizer.encode_special_tokens = True  # END in a document's text is ordinary text
     end = end_of(tokenizer)
     kind = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
     unfinished, state = (path.with_name(f".{path.name}.{word}") for word in ("unfinished", "state"))
@@ -176,9 +176,9 @@ def write_ids(path: Path, documents: Iterable[str], tokenizer: Tokenizer, name: 
 
 
 def _read_state(path: Path, key: str, room: int) -> dict[str, int]:
-    """How many documents and tokens of an unfinished file are valid: none if it was made of something else.
+    """How many documents and tokens of an unfinished file are valid: 0 if it was made from other inputs.
 
-    Nor if it has not room for so many: then the state was left behind by a file that is complete, or gone.
+    Also 0 if the file is shorter than that: then the state is left over from a file that is complete, or deleted.
     """
     try:
         state = json.loads(path.read_text())
@@ -189,7 +189,7 @@ def _read_state(path: Path, key: str, room: int) -> dict[str, int]:
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in lists of about BATCH characters, one at least."""
+    """Batches of documents of about BATCH characters, at least one document each."""
     batch: list[str] = []
     size = 0
     for document in documents:
@@ -203,7 +203,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _encode(documents: list[str], tokenizer: Tokenizer, end: int, kind: np.dtype[Any]) -> NDArray[Any]:
-    """The ids of documents, each with `end` behind it, (tokens,)."""
+    """The ids of documents, each followed by `end`, (tokens,)."""
     pieces = [list(cut(document)) for document in documents]
     encoded = iter(tokenizer.encode_batch_fast([piece for one in pieces for piece in one], add_special_tokens=False))
     parts = []
@@ -219,7 +219,7 @@ def _write_header(file: IO[bytes], kind: np.dtype[Any], count: int) -> None:
 
 
 def cut(text: str, size: int = PIECE) -> Iterator[str]:
-    """Pieces of a text whose tokens, one after another, are the text's: no token crosses from a letter to a blank."""
+    """Cuts a text before a blank, where no token of the BPE crosses: pieces' tokens concatenate to the text's."""
     start = 0
     while border := re.compile(r"(?<=\S)(?=\s)").search(text, start + size):
         yield text[start : border.start()]

@@ -1,13 +1,13 @@
-"""Folders of tokens to train on: memory-mapped ids of a train, valid and test part, and their tokenizer.
+"""Makes folders of tokens to train on: memory-mapped ids of a train, valid and test part, and their tokenizer.
 
     apt-get download linux-source-6.12 && dpkg-deb -x linux-source-6.12_*.deb .
     python examples/data/make_tokens.py linux usr/src/linux-source-6.12.tar.xz tokens/code
     python examples/data/make_tokens.py text tokens/books train=train.jsonl.xz valid=valid.jsonl.xz test=test.jsonl.xz
     python examples/data/make_tokens.py mix tokens/mixture code=tokens/code:56000000 books=tokens/books
 
-A part of `text` is whatever `deadreckon.tasks.text.read_documents` reads: a file or a folder of .jsonl and .txt,
-compressed or not, or hf:NAME, a Hugging Face dataset, which is streamed. Everything is streamed: memory does not grow
-with the data. If killed, run the same command again: it resumes.
+A part of `text` is anything that `deadreckon.tasks.text.read_documents` reads: a file or a folder of .jsonl and .txt,
+compressed or not, or hf:NAME, a Hugging Face dataset. Everything is streamed: memory does not grow with the data. If
+killed, run the same command again: it resumes.
 
 Then: deadreckon train code --change options.data=tokens/code …
 """
@@ -32,7 +32,7 @@ from deadreckon.tasks.text import read_documents
 VOCABULARY = 16_384
 LONG = 65_536  # tokens: documents that are longer are counted
 
-# Subsystems of the kernel that are held out, with everything below them. All others are trained on.
+# Held-out subsystems of the kernel, with everything below them. All others are trained on.
 HELD_OUT = {
     "valid": ("block", "fs/ext4", "fs/nfs", "fs/ocfs2", "net/ipv6", "net/sctp"),
     "test": ("crypto", "drivers/md", "fs/btrfs", "kernel/bpf", "net/mac80211"),
@@ -51,7 +51,7 @@ class Linux:
     share: float = 1.0  # of the training documents, chosen by a hash of their paths
 
     def run(self) -> None:
-        """Makes the folder."""
+        """Writes the folder."""
         sources = {part: partial(self._documents, part) for part in ("train", *HELD_OUT)}
         about = {"source": self.source.name, "share": self.share}
         make_corpora(self.out, sources, self.vocabulary, one_in=8, about=about)
@@ -66,7 +66,7 @@ class Linux:
 
 @dataclass(frozen=True)
 class Text:
-    """Any documents, in files, folders or datasets."""
+    """Documents from files, folders or datasets."""
 
     out: Positional[Path]  # the folder to write
     parts: Positional[tuple[str, ...]]  # such as train=train.jsonl.xz valid=valid.jsonl.xz test=hf:NAME::test
@@ -75,7 +75,7 @@ class Text:
     one_in: int = 1  # train the tokenizer on one document in so many
 
     def run(self) -> None:
-        """Makes the folder."""
+        """Writes the folder."""
         named = [part.partition("=") for part in self.parts]
         if not named or not all(name and data for name, _, data in named):
             raise ValueError(f"parts: expected names and data, such as train=train.jsonl.xz, got {self.parts}")
@@ -87,18 +87,18 @@ class Text:
 
 @dataclass(frozen=True)
 class Mix:
-    """Documents of several folders of tokens, with one tokenizer for all: train and valid have them in a drawn order,
-    and each test part is there under its kind's name."""
+    """Mixes documents of several folders of tokens, with one tokenizer for all: train and valid in random order, and
+    each test part separately, under its kind's name."""
 
     out: Positional[Path]  # the folder to write
-    # Such as code=tokens/code:56000000 books=tokens/books: of code about so many tokens of its own, of books all.
+    # Such as code=tokens/code:56000000 books=tokens/books: about so many tokens (its own) of code, all of books.
     kinds: Positional[tuple[str, ...]]
     vocabulary: int = VOCABULARY  # tokens of the tokenizer, which is trained on what is mixed
     one_in: int = 1  # train the tokenizer on one document in so many
     seed: int = 0  # of which documents are taken, and of their order
 
     def run(self) -> None:
-        """Makes the folder."""
+        """Writes the folder."""
         folders, tokens = dict[str, Path](), dict[str, int]()
         for kind in self.kinds:
             name, _, place = kind.partition("=")
@@ -131,17 +131,17 @@ class Mix:
         for number in generator.permutation(len(chosen)):
             corpus, (start, stop) = chosen[number]
             ids = corpus.ids[start:stop]
-            # Tokens are bytes, so that a whole document is the very text that they were made of.
+            # Tokens are bytes, so that a whole document decodes to the very text that it was made of.
             yield corpus.tokenizer.decode(ids[ids != corpus.end].tolist())
 
 
 def size_of(data: str) -> int | None:
-    """Bytes of a file, so that one which has grown is not taken for the same."""
+    """Bytes of a file, so that one that has grown is told apart."""
     return Path(data).stat().st_size if Path(data).is_file() else None
 
 
 def part_of(path: str) -> str:
-    """Which part a directory of the kernel belongs to."""
+    """The part (train, valid or test) of a directory of the kernel."""
     for part, subsystems in HELD_OUT.items():
         if any(path == one or path.startswith(one + "/") for one in subsystems):
             return part
@@ -149,7 +149,7 @@ def part_of(path: str) -> str:
 
 
 def read_directories(archive: Path) -> Iterator[tuple[str, str]]:
-    """Directories of an archive with sources in them: path and text. A directory comes behind those inside it."""
+    """Yields directories of an archive that have sources: path and text. A directory follows those inside it."""
     inside: list[tuple[str, list[str]]] = []  # the directories that the archive is in the midst of, and their files
     with tarfile.open(archive, "r|*") as members:
         while (member := members.next()) is not None:
@@ -170,7 +170,7 @@ def read_directories(archive: Path) -> Iterator[tuple[str, str]]:
 
 
 def is_source(path: str, size: int) -> bool:
-    """Whether a file is C that people have written."""
+    """Whether a file is hand-written C."""
     return path.endswith((".c", ".h")) and 0 < size <= LARGEST and not path.startswith(GENERATED)
 
 

@@ -1,4 +1,4 @@
-"""What the tasks of this folder call: questions of the long-context suite as documents, and their scores."""
+"""Functions of the lm-evaluation-harness tasks in this folder: long-context questions as documents, and scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_ASKED = -1.0
 
 @lru_cache
 def make_task(name: str, babi: str = "", books: str = "") -> LongTask:
-    """One task of the suite; data is read once."""
+    """One task of the long-context suite; data is read once."""
     return make_long_tasks([name], babi=babi, books=books)[name]
 
 
@@ -53,7 +53,7 @@ def load(
 
 
 def process_results(document: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The score of what was generated, under the name of its length."""
+    """The score of a generated answer, under the name of its length."""
     task = make_task(document["name"], document["babi"], document["books"])
     question = Question(document["prompt"], document["answer"], tuple(document["references"]), document["asked"])
     scores = {str(length): NOT_ASKED for length in LENGTHS}
@@ -61,6 +61,6 @@ def process_results(document: dict[str, Any], results: list[str]) -> dict[str, f
 
 
 def mean(scores: list[float]) -> float:
-    """Of all that were asked."""
+    """The mean over all questions."""
     asked = [score for score in scores if score != NOT_ASKED]
     return sum(asked) / len(asked) if asked else NOT_ASKED

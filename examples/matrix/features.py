@@ -1,10 +1,10 @@
-"""What other libraries offer of what is here, found out by calling them: `python examples/matrix/features.py [PAGE]`.
+"""Makes the feature table of other libraries by calling them: `python examples/matrix/features.py [PAGE]`.
 
 A cell is the result of a check, run when the table is made:
     yes             it ran on this machine and, where deadreckon computes the same, agreed with its definition to 1e-4
-    needs CUDA      the function and its argument are there; it refuses CPU tensors, and was not run
-    no              there is no such function or argument (which was looked for is in the checks below), or it refused
-    not installed   the library is not here
+    needs CUDA      the function and its argument exist, but refuse CPU tensors, and were not run
+    no              there is no such function or argument (the checks below say which was looked for), or it refused
+    not installed   the library is not installed here
 
     pip install flash-linear-attention x-transformers retention
     git clone https://github.com/zhixuan-lin/forgetting-transformer; export PYTHONPATH=forgetting-transformer/src
@@ -59,7 +59,7 @@ T, D = 40, 16
 
 
 def inputs(heads: int = 2, width: int = D, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """q (1, T, 2, D), k and v of so many heads, w, β and log f."""
+    """q (1, T, 2, D), k and v with so many heads, w, β and log f."""
     torch.manual_seed(0)
     q, k, w = (torch.randn(1, T, h, D, dtype=dtype) for h in (2, heads, heads))
     v = torch.randn(1, T, heads, width, dtype=dtype)
@@ -68,23 +68,23 @@ def inputs(heads: int = 2, width: int = D, dtype: torch.dtype = torch.float32) -
 
 
 def agrees(found: Tensor, *arguments: Tensor, **factors: Any) -> str:
-    """Whether something is what the definition gives."""
+    """Whether a result agrees with the definition."""
     error = float((found - dr.attend(*arguments, impl="reference", **factors)).abs().max())
     return YES if error < 1e-4 else f"{NO}: differs by {error:.1e}"
 
 
 def by_definition(cell: str) -> str:
-    """The cell of something whose kernels need CUDA, where its definition was run in their place."""
+    """The cell of a kernel that needs CUDA, with the library's own reference run in its place."""
     return BY_DEFINITION if cell == YES else cell
 
 
 def offers(function: Callable[..., Any], *arguments: str) -> str:
-    """A function whose kernels need CUDA: whether it has such arguments."""
+    """The cell of a kernel that needs CUDA, if it has these arguments."""
     return CUDA if set(arguments) <= set(inspect.signature(function).parameters) else NO
 
 
 def has_none(module: Any, *parts: str) -> str:
-    """No public name of a module has these parts; a check that expected none fails if one turns up."""
+    """Checks that no public name of a module contains these parts; fails if one turns up."""
     found = [name for name in dir(module) if any(part in name.lower() for part in parts)]
     return f"{CUDA}: {', '.join(found)}" if found else NO
 
@@ -399,7 +399,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[], Checks]]] = {  # heading: package, 
 
 
 def look(name: str) -> dict[str, str]:
-    """The cells of a column; what a refused check said is printed."""
+    """The cells of a column; prints the message of a check that was refused."""
     try:
         checks = LIBRARIES[name][1]()
     except ImportError as error:
@@ -416,7 +416,7 @@ def look(name: str) -> dict[str, str]:
 
 
 def version_of(package: str) -> str:
-    """Of a distribution, or the commit of a checkout."""
+    """The version of a distribution, or the commit of a checkout."""
     try:
         return version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -429,7 +429,7 @@ def version_of(package: str) -> str:
 
 
 def table() -> str:
-    """The page."""
+    """The table as a Markdown page."""
     columns = {name: look(name) for name in LIBRARIES}
     versions = ", ".join(f"{name} {version_of(package)}" for name, (package, _) in LIBRARIES.items())
     lines = [f"{date.today()}: {versions}.", "", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]

@@ -1,5 +1,5 @@
 """Benchmarks: `deadreckon bench attention | decode | filters | powers | drift | text | ranks`.
 
-`flags` has what each takes, `timing` is the one way to time, `page` the one way to print and save. Ours is checked
-against float64 first: there is no figure for it while it is wrong.
+`flags` has the options of each benchmark, `timing` all timing code, `page` printing and saving. Attention, filters and
+powers check our results against float64 before they time them, and report no time for a wrong one.
 """

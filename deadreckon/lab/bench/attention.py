@@ -1,4 +1,4 @@
-"""`deadreckon bench attention`: ours beside other people's, and never a figure for ours while it is wrong."""
+"""`deadreckon bench attention`: our attention against other libraries' kernels; ours is checked before it is timed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GATED |= {"PaTH-FoX": "log_gate", "forgetful PaTH-FoX": "strong_gate"}
 
 
 class Figures(NamedTuple):
-    """What one method took: seconds and bytes."""
+    """Seconds and peak memory in bytes of one method."""
 
     forward: float
     both: float
@@ -39,7 +39,7 @@ Errors = dict[str, float | str]
 
 
 class Trial:
-    """One method on one shape."""
+    """Timings of one method on one shape."""
 
     def __init__(self, method: Method, inputs: Inputs, device: str) -> None:
         self.method, self.inputs, self.device = method, method.prepare(inputs), device
@@ -47,12 +47,12 @@ class Trial:
         self.memory, self.failure = 0, ""
 
     def forward(self) -> None:
-        """Without gradients."""
+        """Runs the forward pass without gradients."""
         with torch.no_grad():
             self.method.run(self.inputs)
 
     def both(self) -> None:
-        """Forward and backward."""
+        """Runs forward and backward."""
         try:
             self.method.run(self.inputs).backward(self.inputs["grad"])
         finally:
@@ -60,19 +60,19 @@ class Trial:
                 x.grad = None
 
     def warm_up(self) -> None:
-        """Twice, since the first time may compile; the second shows the memory."""
+        """Runs everything twice: the first run may compile, the second backward pass measures peak memory."""
         self.forward()
         self.both()
         self.forward()
         self.memory = peak_bytes(self.both, self.device)
 
     def time(self) -> None:
-        """Once more."""
+        """Times the forward pass, and forward and backward, once each."""
         for times, run in zip(self.times, (self.forward, self.both), strict=True):
             times.append(seconds(run, self.device, before=run))
 
     def result(self) -> Figures | str:
-        """Figures, or why there are none."""
+        """Summarised timings, or the error that prevented them."""
         if self.failure:
             return self.failure
         forward, both = (summary(times, self.device) for times in self.times)
@@ -80,9 +80,9 @@ class Trial:
 
 
 def measure(methods: dict[str, Method], shape: Shape, rounds: int, device: str) -> Results:
-    """Times all methods in turn, `rounds` times over, so that a slow moment of the machine falls on all alike.
+    """Times all methods round-robin, `rounds` times, so that a slowdown of the machine affects all of them alike.
 
-    One that raises, for lack of memory say, is out, and the error stands in the place of its figures.
+    A method that raises (out of memory, say) is dropped, and its error message takes the place of its timings.
     """
     empty_cache(device)
     inputs = make_inputs(shape, device)
@@ -101,14 +101,14 @@ def measure(methods: dict[str, Method], shape: Shape, rounds: int, device: str) 
 
 
 def parts(method: Method, shape: Shape, device: str) -> list[Row]:
-    """Where the time of a forward and backward pass goes, the longest first."""
+    """Profiles forward and backward: where the time goes, the most expensive first."""
     trial = Trial(method, make_inputs(shape, device), device)
     trial.warm_up()
     return parts_of(trial.both, device)
 
 
 def everyone(device: str, packed: bool) -> dict[str, Method]:
-    """Ours and the rivals that are installed, by kind."""
+    """Our methods and the installed ones of other libraries, grouped by kind."""
     kinds = cases.PACKED if packed else {name: name for name in cases.CASES}
     ours = {name: Method(partial(cases.attend, kind, "auto"), kind, "deadreckon") for name, kind in kinds.items()}
     methods, order = {**installed(rivals_on(device, packed)), **ours}, list(cases.KINDS)
@@ -116,7 +116,7 @@ def everyone(device: str, packed: bool) -> dict[str, Method]:
 
 
 def line_up(device: str, packed: bool, only: str = "") -> dict[str, Method]:
-    """All, or those that `only` names, and always the baseline."""
+    """All methods, or those named in `only`, always with the baseline."""
     wanted = {name.lower() for name in names_in([only])}
     known = everyone(device, False) | everyone(device, True)
     if strangers := wanted - {name.lower() for name in known}:
@@ -126,7 +126,7 @@ def line_up(device: str, packed: bool, only: str = "") -> dict[str, Method]:
 
 
 def _checked(method: Method, what: Checked, device: str) -> dict[str, float] | str:
-    """Its errors over what is allowed, or why there are none."""
+    """Errors of a method as multiples of the tolerance, or the exception's message."""
     try:
         return cases.check(method, *what, device)
     except Exception as error:
@@ -136,9 +136,9 @@ def _checked(method: Method, what: Checked, device: str) -> dict[str, float] | s
 def check_all(
     line_ups: dict[bool, dict[str, Method]], wanted: Iterable[Checked], device: str, workers: int
 ) -> dict[Checked, Errors]:
-    """The worst error of each method over what is allowed, or why there is none. Raises where ours is amiss.
+    """The worst error of each method as a multiple of the tolerance, or an error message. Raises if one of ours fails.
 
-    Several processes at a time, since kernels take long to compile; what they have compiled stays on the disk.
+    Runs in several processes, since kernels take long to compile; compiled kernels are cached on disk.
     """
     tasks = [(name, method, what) for what in wanted for name, method in line_ups[what[1]].items()]
     _, methods, checked = zip(*tasks, strict=True)
@@ -166,7 +166,7 @@ def check_all(
 
 
 def shapes_of(flags: Attention) -> list[Shape]:
-    """What is to be timed: packed rows after others, which are the default ones if nothing else is asked for."""
+    """The shapes to time, packed rows last; the default lengths unless only other shapes or documents are given."""
     means = numbers_in([flags.documents], "documents", "mean lengths")
     shapes = [Shape.parse(shape) for shape in flags.shapes]
     if not shapes and (not means or flags.lengths != Attention.lengths):
@@ -181,7 +181,7 @@ def shapes_of(flags: Attention) -> list[Shape]:
 
 
 def run(flags: Attention) -> dict[Shape, Results]:
-    """Checks, then measures, prints and saves shape by shape."""
+    """Checks all methods, then times, prints and saves shape by shape."""
     device, shapes = flags.device, shapes_of(flags)
     page = Page(flags, "Attention", ("triton", "fla-core"))
     kinds = dict.fromkeys((shape.width, bool(shape.documents)) for shape in shapes)
@@ -217,7 +217,7 @@ def run(flags: Attention) -> dict[Shape, Results]:
 
 
 def row(name: str, figures: Figures | str, error: float | str, rivals: list[Figures | str | None]) -> Row:
-    """One method on one shape: its figures, each over those of rivals, where there are any."""
+    """The table row of one method on one shape: its figures, and their ratios to those of `rivals`, if available."""
     if isinstance(figures, str) or isinstance(error, str):
         return [f"{name} ({figures})"]
     cells = [name, f"{error:.2f}" + " ✗" * (error > 1)]
@@ -228,7 +228,7 @@ def row(name: str, figures: Figures | str, error: float | str, rivals: list[Figu
 
 
 def reach(shape: Shape, methods: dict[str, Method], device: str) -> dict[str, str]:
-    """On CUDA, what gates and used-up sticks leave to our kernels; along routes, of what is farther than a block."""
+    """On CUDA, the share of attention that gates or used-up sticks leave to our kernels; on routes, beyond a block."""
     if device == "cpu" or shape.documents:
         return {}
     inputs = make_inputs(shape, device)
@@ -240,7 +240,7 @@ def reach(shape: Shape, methods: dict[str, Method], device: str) -> dict[str, st
 
 
 def notes(device: str, packed: list[bool]) -> list[str]:
-    """What the columns mean."""
+    """Notes for the page header: what the columns mean."""
     dtype = cases.DTYPES[device]
     output, gradient = cases.LIMITS[dtype]
     allowed = f"{output} of the output and {gradient} of a gradient"

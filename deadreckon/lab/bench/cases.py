@@ -1,4 +1,4 @@
-"""What is benchmarked: our cases, inputs for them, and whether a method computes what it should."""
+"""Benchmark cases: our methods, random inputs for them, and the check against the definition in float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHECKS = {"cpu": ((200, 1.0), (256, 50.0)), "cuda": ((577, 1.0), (130, 50.0))}
 
 
 class Shape(NamedTuple):
-    """Sizes of q, k and v, and the mean length of documents where rows are packed."""
+    """Sizes of q, k and v, and the mean document length if rows are packed (0 if not)."""
 
     batch: int
     length: int
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """From "BxTxHxD"."""
+        """Parses "BxTxHxD"."""
         return cls(*sizes_in(text, "shapes", "BxTxHxD, such as 32x4096x32x64"))
 
     def __str__(self) -> str:
@@ -61,14 +61,14 @@ class Shape(NamedTuple):
 
 
 def boundaries(length: int, mean: int) -> Tensor:
-    """cu_seqlens of a row of documents whose lengths are exponential."""
+    """cu_seqlens of a packed row whose document lengths are exponentially distributed."""
     drawn = torch.empty(length).exponential_(1 / mean, generator=torch.Generator().manual_seed(0)).ceil().long()
     ends = drawn.cumsum(0)  # of as many as there could be
     return torch.cat([torch.tensor([0]), ends[ends < length], torch.tensor([length])]).int()
 
 
 def make_inputs(shape: Shape, device: str, strength: float = 1.0) -> Inputs:
-    """Random leaves, q, k, v and the factors of every case, and constants. Gates forget half in about 70 tokens."""
+    """Random q, k, v and factors of every case, with gradients; constants. Gates have a half-life of some 70 tokens."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*sizes: int) -> Tensor:
@@ -98,18 +98,18 @@ def make_inputs(shape: Shape, device: str, strength: float = 1.0) -> Inputs:
 
 
 def attend(kind: str, impl: Any, inputs: Inputs) -> Tensor:
-    """Ours."""
+    """Our attention with the factors of a case."""
     factors, documents = KINDS[kind](inputs), inputs.get("cu_seqlens")
     return dr.attend(inputs["q"], inputs["k"], inputs["v"], **factors, cu_seqlens=documents, impl=impl)
 
 
 def bytes_of(past: dr.Past) -> int:
-    """What a cache takes."""
+    """Size of a cache in bytes."""
     return sum(x.nbytes for x in past.tensors())
 
 
 def output_and_gradients(run: Callable[[Inputs], Tensor], inputs: Inputs) -> Inputs:
-    """By name."""
+    """The output, and the gradient of every leaf, by name."""
     leaves = {name: x for name, x in inputs.items() if x.requires_grad}
     output = run(inputs)
     gradients = torch.autograd.grad(output, list(leaves.values()), inputs["grad"].to(output.dtype), allow_unused=True)
@@ -123,14 +123,14 @@ def relative_error(computed: Tensor, exact: Tensor) -> float:
 
 
 def relative_errors(computed: Inputs, truth: Inputs) -> dict[str, float]:
-    """By name; infinite where something is missing or not a number."""
+    """Relative errors by name; infinite where a tensor is missing or NaN."""
     errors = {name: relative_error(computed[name], x) for name, x in truth.items() if name in computed}
     return {name: errors[name] if errors.get(name, torch.nan) >= 0 else torch.inf for name in truth}
 
 
 @cache
 def definition(kind: str, shape: Shape, strength: float, device: str) -> tuple[Inputs, dict[str, float]]:
-    """What the definition gives in float64, and the relative error that is allowed of each part of it."""
+    """Output and gradients of the definition in float64, and the relative tolerance of each."""
     inputs, run = make_inputs(shape, device, strength), partial(attend, kind, "reference")
     exact = {
         name: x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
@@ -146,7 +146,7 @@ def definition(kind: str, shape: Shape, strength: float, device: str) -> tuple[I
 
 
 def check(method: Method, width: int, packed: bool, device: str) -> dict[str, float]:
-    """Errors of output and gradients against the definition in float64, each over what is allowed: right up to 1."""
+    """Worst errors of output and gradients against float64, as multiples of the tolerance: up to 1 is correct."""
     worst: dict[str, float] = {}
     for length, strength in CHECKS[device]:
         shape = Shape(1, length, 2, width, documents=length // 4 if packed else 0)
@@ -159,9 +159,9 @@ def check(method: Method, width: int, packed: bool, device: str) -> dict[str, fl
 
 @torch.no_grad()
 def sticks_in_reach(q: Tensor, k: Tensor) -> float:
-    """The share of the causal triangle, in tiles of 64, whose rows have any of their stick left; of one sequence.
+    """The share of 64 × 64 tiles of the causal triangle in which some row has stick left; first sequence of the batch.
 
-    The kernel takes a stick for used up below 2⁻²⁹ of it.
+    The kernel treats a stick as used up when less than 2⁻²⁹ of it is left.
     """
     length, reached, tiles = q.shape[1], 0.0, 0
     q, k = (x[0].float().transpose(0, 1) for x in (q, k))  # (H, T, D)

@@ -1,4 +1,4 @@
-"""`deadreckon bench decode`: how long one more token takes, PaTH beside RoPE through PyTorch's attention."""
+"""`deadreckon bench decode`: time to decode one token, PaTH against RoPE with PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BACKEND = SDPBackend.FLASH_ATTENTION  # cuDNN, PyTorch's choice on an H200, plan
 
 
 class Rope:
-    """RoPE as models on Hugging Face have it, with a cache that has room for all tokens of the inputs."""
+    """RoPE as Hugging Face models apply it, with a KV cache preallocated for all tokens of the inputs."""
 
     def __init__(self, batch: int, inputs: Inputs) -> None:
         self.cos, self.sin = inputs["cos"], inputs["sin"]  # (T, 1, D)
@@ -38,7 +38,7 @@ class Rope:
         self.keys, self.values = (self.cos.new_empty(shape).normal_() for _ in range(2))
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, place: int) -> Tensor:
-        """The next token: q (B, 1, Hq, D), k and v (B, 1, H, D)."""
+        """Decodes the next token: q (B, 1, Hq, D), k and v (B, 1, H, D)."""
         q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), self.cos[place], self.sin[place])
         self.keys[:, :, place : place + 1] = k
         self.values[:, :, place : place + 1] = v.transpose(1, 2)
@@ -51,7 +51,7 @@ Piece = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]  # q, k and v, and 
 
 
 def piece_of(x: Inputs, gated: bool, tokens: slice, batch: int = 1) -> Piece:
-    """Some tokens of a sequence, the same in all of a batch."""
+    """q, k, v and factors of some tokens, repeated for every sequence of a batch."""
 
     def part_of(name: str, heads: int) -> Tensor:
         part = x[name].detach()[:, tokens, :heads]
@@ -64,7 +64,7 @@ def piece_of(x: Inputs, gated: bool, tokens: slice, batch: int = 1) -> Piece:
 
 @torch.no_grad()
 def measure(batch: int, length: int, gated: bool, device: str) -> tuple[float, float, float, float]:
-    """Seconds of a token with RoPE and with PaTH, PaTH's bytes over RoPE's, the error of the last against one pass."""
+    """Seconds per token of RoPE and of PaTH, PaTH's cache size over RoPE's, and PaTH's error against a single pass."""
     end = length + 2 * STEPS
     past, inputs = dr.Past(), make_inputs(Shape(1, end, HEADS, WIDTH), device, WEAK)
     piece = partial(piece_of, inputs, gated)
@@ -92,14 +92,14 @@ def measure(batch: int, length: int, gated: bool, device: str) -> tuple[float, f
 
 @torch.no_grad()
 def prefill(length: int, gated: bool, device: str) -> tuple[float, float]:
-    """Seconds of attention as in training, forward only, and of the same that leaves a cache."""
+    """Seconds of a forward pass without a cache, and of the same pass filling a cache."""
     (q, k, v), factors = piece_of(make_inputs(Shape(1, length, HEADS, WIDTH), device, WEAK), gated, slice(None))
     alone = repeated(lambda: dr.attend(q, k, v, **factors), 11, device)
     return alone, repeated(lambda: dr.attend_next(q, k, v, **factors, past=dr.Past()), 11, device)
 
 
 def run(flags: Decode) -> None:
-    """Caches of all lengths, and prefill on a GPU; or whole models."""
+    """Times decoding at every cache length, and prefill on a GPU; with --encodings `generate()` of whole models."""
     if flags.encodings:
         return run_models(flags)
     page = Page(flags, "One more token")

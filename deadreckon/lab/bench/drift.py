@@ -1,4 +1,4 @@
-"""`deadreckon bench drift`: how far decoding drifts from the truth, and keys that are rewritten in place."""
+"""`deadreckon bench drift`: numerical drift of decoding in bfloat16, and of keys that are rewritten in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deadreckon.lab.bench.page import Page, Row, ratio
 
 @torch.no_grad()
 def model_drift(length: int, last: int, device: str) -> tuple[float, float]:
-    """Errors of the last logits: of one forward pass in bfloat16, and decoded token by token."""
+    """Errors of the last logits against float64: of one forward pass in bfloat16, and of token-by-token decoding."""
     torch.manual_seed(0)
     config = dr.DeadReckonConfig(
         encoding="path", vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=2
@@ -37,7 +37,7 @@ def model_drift(length: int, last: int, device: str) -> tuple[float, float]:
 
 @torch.no_grad()
 def in_place_drift(length: int, last: int, device: str) -> tuple[float, float]:
-    """Errors of attention's logits: of keys that are rounded to bfloat16 once, and at every step, in place."""
+    """Errors of attention logits: with keys rounded to bfloat16 once, and with keys rounded at every step, in place."""
     generator = torch.Generator().manual_seed(2)
     heads, width = 2, 64
 
@@ -62,7 +62,7 @@ def in_place_drift(length: int, last: int, device: str) -> tuple[float, float]:
 
 
 def run(flags: Drift) -> list[Row]:
-    """Errors, and the second of each kind over the first."""
+    """Measures both kinds of drift; a ratio compares with the row above."""
     if flags.last > flags.length:
         raise ValueError(f"last: expected at most length = {flags.length}, got {flags.last}")
     page, began = Page(flags, "Drift of decoding"), time.perf_counter()

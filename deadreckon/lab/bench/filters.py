@@ -1,4 +1,4 @@
-"""`deadreckon bench filters`: ours beside the loop of scatter_add that Algorithm 1 is when written down."""
+"""`deadreckon bench filters`: histogram filters against Algorithm 1 as a plain loop of scatter_add."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Size(NamedTuple):
 
 
 def draw(size: Size, dtype: torch.dtype | None, device: str) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """Gates and exponents, a table of that dtype, if any, and a gradient of the result."""
+    """Gates and exponents, a table of this dtype (None if dtype is None), and a gradient of the result."""
     random = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
     gates = [(random(*size[:3]) - 3).sigmoid(), random(*size[:3], 3).softmax(-1), 2 + 0.1 * random(size.cursors)]
     if dtype is None:
@@ -44,7 +44,7 @@ def draw(size: Size, dtype: torch.dtype | None, device: str) -> tuple[list[Tenso
 
 
 def run_once(gates: list[Tensor], table: Tensor | None, grad: Tensor, impl: Any) -> list[Tensor]:
-    """The result and gradients: of superpositions, or of the histograms themselves."""
+    """The result and its gradients: of superpositions, or of the histograms if there is no table."""
     leaves = reset, move, gamma = [x.detach().requires_grad_() for x in gates]
     if table is None:
         out = dr.histogram_filter(reset, move, gamma, positions=grad.shape[-1], impl=impl)
@@ -54,7 +54,7 @@ def run_once(gates: list[Tensor], table: Tensor | None, grad: Tensor, impl: Any)
 
 
 def check(size: Size, dtype: torch.dtype | None, impl: str, device: str) -> float:
-    """The worst error against the definition in float64, over what is allowed; raises if that is above 1."""
+    """The worst error against the definition in float64, as a multiple of the tolerance; raises if that is above 1."""
     gates, table, grad = draw(size._replace(batch=2, length=37, cursors=3), dtype, device)
     exact = run_once([x.double() for x in gates], None if table is None else table.double(), grad.double(), "reference")
     limits = [2.0**-8] + [2.0**-7] * 3 if dtype == torch.bfloat16 else [1e-5] + [1e-4] * 3
@@ -66,7 +66,7 @@ def check(size: Size, dtype: torch.dtype | None, impl: str, device: str) -> floa
 
 
 def serves(impl: str, device: str) -> bool:
-    """Whether it is there: C needs a compiler."""
+    """Whether an implementation is available: C needs a compiler."""
     gates, _, grad = draw(Size(1, 1, 1, 2, 1), None, device)
     try:
         run_once(gates, None, grad, impl)
@@ -77,7 +77,7 @@ def serves(impl: str, device: str) -> bool:
 
 
 def measure(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, device: str) -> tuple[float, float, str]:
-    """Seconds and bytes from as many sequences as fit, scaled up, and a remark where these are not all."""
+    """Seconds and bytes. If a batch does not fit into memory, part of it is measured and scaled up, with a remark."""
     for part in (size.batch >> halved for halved in range(size.batch.bit_length())):
         try:
             inputs = draw(size._replace(batch=part), dtype, device)
@@ -93,7 +93,7 @@ def measure(size: Size, dtype: torch.dtype | None, impl: str, rounds: int, devic
 
 
 def run(flags: Filters) -> None:
-    """Checks each, then measures it."""
+    """Checks each implementation, then measures it."""
     device, size, page = flags.device, flags.size or SIZES[flags.device], Page(flags, "Histogram filters")
     task = Size(*sizes_in(size, "size", "BxTxCxPxW, such as 100x512x140x512x340"))
     page.note(f"size {size}", "× is the loop's over ours", "error is over what is allowed")

@@ -1,4 +1,4 @@
-"""What a benchmark shows: tables, row by row, and the same as Markdown with machine, versions and command."""
+"""Benchmark output: tables printed row by row, and the same as Markdown with hardware, versions and command."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MOST = 24  # parts that are shown
 
 
 class Page:
-    """A page of results, saved anew with every row: a run that is cut short leaves what it has.
+    """A page of results, saved after every row, so that an interrupted benchmark keeps what it has.
 
     Args:
         flags: of the benchmark.
         title: of the page.
-        packages: whose versions it names, besides torch's.
-        summary: what is shown of several timings, if not what counts on the device.
+        packages: whose versions are listed, besides torch's.
+        summary: name of the statistic over several timings, if not the device's usual one.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Page:
         self.title, self.parts = f"# {title} on {machine}", list[str]()
 
     def note(self, *notes: str) -> None:
-        """Says what else there is to know, before the tables."""
+        """Adds notes to the header and prints it, before the tables."""
         self.about += notes
         self._print("; ".join(self.about))
 
     def table(self, headings: Row, rows: Iterable[Row], title: str = "", left: int = 1) -> None:
-        """Shows rows as they come; all columns but the first `left` are of numbers."""
+        """Prints rows as they come; all columns but the first `left` are numeric."""
         kept = list[Row]()
         self.parts.append("")
         self._print(title)
@@ -61,7 +61,7 @@ class Page:
             self._write()
 
     def say(self, text: str) -> None:
-        """A paragraph below."""
+        """Adds a paragraph."""
         self._print(text)
         self.parts.append(text)
         self._write()
@@ -77,7 +77,7 @@ class Page:
 
 
 def _aligned(row: Row, headings: Row, left: int) -> str:
-    """A line for the terminal: 24 characters a name, 10 a number or as many as its heading has, 6 a ratio."""
+    """A line for the terminal: names are 24 characters wide, numbers at least 10, ratios at least 6."""
     widths = [max(len(heading), 6 if heading.startswith("×") else 10) for heading in headings[left:]]
     numbers = [f"{cell:>{width}}" for cell, width in zip(row[left:], widths, strict=True)]
     return " ".join([*(f"{cell:24}" for cell in row[:left]), *numbers])
@@ -96,12 +96,12 @@ def mebibytes(count: float) -> str:
 
 
 def ratio(value: float, base: float) -> str:
-    """Empty where there is nothing to compare with."""
+    """value / base, or nothing if there is no base."""
     return f"{value / base:.2f}" if base else ""
 
 
 def parts_of(work: Work, device: str) -> list[Row]:
-    """Where its time goes, the longest first: rows for a table with the headings PARTS."""
+    """Profiles `work`: rows for a table with the headings PARTS, the most expensive first."""
     taken = shares(work, device)
     whole = sum(time for time, _, _ in taken)
     rows = [[name[:70], milliseconds(time), ratio(time, whole), str(count)] for time, count, name in taken[:MOST]]
@@ -109,6 +109,6 @@ def parts_of(work: Work, device: str) -> list[Row]:
 
 
 def explain(error: Exception) -> str:
-    """In a line that fits into a table."""
+    """The error in one line, short enough for a table cell."""
     first, *_ = str(error).splitlines() or [""]
     return f"failed: {type(error).__name__}: {first}"[:120]

@@ -1,4 +1,4 @@
-"""`deadreckon bench powers`: symmetric power attention over long sequences, or its forms beside each other."""
+"""`deadreckon bench powers`: symmetric power attention over long sequences, or its two forms against each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEAK = 0.1  # gates forget half in some 700 tokens
 
 
 def gated(score: dr.Power, impl: str = "auto") -> Method:
-    """Power attention with gates."""
+    """Gated power attention as a benchmark method."""
 
     def attend(x: Inputs) -> Tensor:
         return dr.attend(x["q"], x["k"], x["v"], log_gate=x["log_gate"], score=score, impl=impl)  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ def gated(score: dr.Power, impl: str = "auto") -> Method:
 
 
 def check(p: int, width: int, device: str) -> float:
-    """The worst error of a short sequence against float64, over what is allowed: right up to 1."""
+    """The worst error on a short sequence against float64, as a multiple of the tolerance; raises above 1."""
     inputs = make_inputs(Shape(1, 2000, 1, width), device, WEAK)
     exact = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in inputs.items()}
     truth = output_and_gradients(gated(dr.Power(p, form="attention"), "blockwise").run, exact)
@@ -52,7 +52,7 @@ def check(p: int, width: int, device: str) -> float:
 
 @torch.no_grad()
 def decode(length: int, heads: int, width: int, p: int, device: str) -> tuple[float, int]:
-    """Seconds for one more token after so many, and the bytes of what is remembered."""
+    """Seconds to decode one token after `length` tokens, and the size of the state in bytes."""
     past, inputs = dr.Past(), make_inputs(Shape(1, length + 2 * TOKENS, heads, width), device, WEAK)
 
     def attend(start: int, stop: int) -> None:
@@ -66,7 +66,7 @@ def decode(length: int, heads: int, width: int, p: int, device: str) -> tuple[fl
 
 
 def form_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
-    """Length, time of each form, how many times as fast chunked is, length over the dimension of φ."""
+    """Rows: length, time of each form, speed-up of chunked, length over the dimension of φ."""
     device, p = flags.device, flags.power
     dimension = math.comb(flags.width + p - 1, p)
     for length in lengths:
@@ -79,7 +79,7 @@ def form_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
 
 
 def length_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
-    """Chunked over long sequences, beside softmax where that does not take too long."""
+    """Rows for the chunked form over long sequences, with softmax attention up to lengths where it is not too slow."""
     device, chunked = flags.device, gated(dr.Power(flags.power, form="chunked"))
     plain = Method(flash if device == "cuda" else sdpa, "attention")
     for length in lengths:
@@ -97,7 +97,7 @@ def length_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
 
 @torch.no_grad()
 def model_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
-    """Length, encoding, parameters, time of a forward pass and that over the first encoding's."""
+    """Rows: encoding and length, parameters, time of a forward pass and its ratio to the first encoding's."""
     device, (layers, heads) = flags.device, MODELS[flags.device]
     for length in lengths:
         base = 0.0

@@ -1,6 +1,6 @@
-"""`deadreckon bench ranks`: what it costs to divide steps among processes, in time and in bytes sent.
+"""`deadreckon bench ranks`: the cost of training steps on several processes, in time and in bytes sent.
 
-Of one process alone: what the mesh itself costs, before anything is divided.
+With one process: the overhead of the mesh itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _tokens(flags: Ranks) -> tuple[int, ...]:
 
 
 def _join(flags: Ranks, meeting: Path, rank: int = 0, size: int = 1) -> None:
-    """The processes that meet at this file."""
+    """Joins the process group that meets at this file."""
     if flags.device == "cuda":
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if flags.device == "cuda" else "gloo"
@@ -64,7 +64,7 @@ def _model(flags: Ranks, encoding: str) -> dr.DeadReckonForCausalLM:
 
 
 def _work(rank: int, size: int, folder: str, flags: Ranks, encoding: str, dimension: str) -> None:
-    """One process: the best time of a step, that of all processors, and the bytes that it sends, written to a file."""
+    """Runs one rank. Saves a step's best time, the CPU time of all ranks, the bytes sent by this one, and the loss."""
     torch.set_num_threads(1)
     name = f"{encoding}-{size}-{dimension}"
     _join(flags, Path(folder, name), rank, size)
@@ -115,13 +115,13 @@ def _rows(flags: Ranks, folder: str) -> Iterator[Row]:
 def _on(mesh: DeviceMesh, kind: str, model: dr.DeadReckonForCausalLM) -> dr.DeadReckonForCausalLM:
     if kind == PLAIN:
         return model
-    # A dtype shards a model of one rank, too, and the one that its parameters have changes no number.
+    # Given a dtype, `parallelize` shards even on one rank; float32 is what parameters have, so no number changes.
     return dr.parallelize(model, mesh, dtype=torch.float32 if kind == SHARDED else None)
 
 
 @dataclass
 class Runner:
-    """A model of one kind, which trains when it is its turn."""
+    """A model of one kind, with its step function and timings."""
 
     step: Callable[[], Tensor]
     memory: int | None = None  # bytes that it holds at most, weights and optimizer included; on a GPU
@@ -130,7 +130,7 @@ class Runner:
 
     @classmethod
     def start(cls, flags: Ranks, encoding: str, kind: str, mesh: DeviceMesh, tokens: Tensor) -> Runner:
-        """With kernels compiled and the optimizer's moments in place."""
+        """Makes the model and takes one step, so that kernels are compiled and AdamW's moments exist."""
         on_gpu = flags.device == "cuda"
         before = torch.cuda.memory_allocated() if on_gpu else 0
         model = _on(mesh, kind, _model(flags, encoding))
@@ -175,7 +175,7 @@ def _turns(flags: Ranks, mesh: DeviceMesh) -> Iterator[Row]:
 
 
 def run_alone(flags: Ranks, page: Page) -> None:
-    """Steps of one process, plain and on a mesh."""
+    """Times training steps of one process, without a mesh and with one."""
     page.note(
         f"{flags.size} model with heads of {flags.head_dim}, vocabulary of {flags.vocab}, {flags.batch} tokens; "
         "forward, backward, clipping and AdamW's step" + ", bfloat16 by autocast" * (flags.device == "cuda"),
@@ -195,12 +195,12 @@ def run_alone(flags: Ranks, page: Page) -> None:
 
 
 def run(flags: Ranks) -> None:
-    """Steps of each encoding on growing numbers of processes."""
+    """Times training steps of each encoding on each number of processes."""
     check_device(flags.device)
     check_encodings(names_in([flags.encodings]))
     devices = torch.cuda.device_count()
     defaults = SIZES[flags.device] | {"processes": (1, 2, 4) if flags.device == "cpu" else (1, devices)[:devices]}
-    # What was typed is what the page shows.
+    # The page shows the options as they were typed, without these defaults.
     sizes = replace(flags, **{name: getattr(flags, name) or value for name, value in defaults.items()})
     rows, _ = _tokens(sizes)
     _, width = _layers(sizes)

@@ -1,7 +1,7 @@
-"""Other people's attention, each called as its authors mean it, on the inputs that ours gets.
+"""Attention kernels of other libraries, called as their authors intend, on the same inputs as ours.
 
-A rival's `kind` is the case of ours that computes the same function; the benchmark shows how far from that definition
-its output and gradients are. Where a rival means something else by an argument, its function here makes up for it.
+A rival's `kind` is our case that computes the same function; the benchmark reports the error of its output and
+gradients against that definition. If a rival gives an argument another meaning, its function here compensates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """One way to compute one kind of attention."""
+    """One implementation of one kind of attention."""
 
     run: Callable[[Inputs], Tensor]
     kind: str
@@ -30,23 +30,23 @@ class Method:
     exact: tuple[str, ...] = ()  # inputs that it takes in float32 alone
 
     def prepare(self, inputs: Inputs) -> Inputs:
-        """The inputs in the precision it takes, so that casting them is not timed."""
+        """Casts the inputs to the method's precision, so that casts are not timed."""
         return {**inputs, **{name: inputs[name].detach().float().requires_grad_() for name in self.exact}}
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's attention over (B, T, H, D)."""
+    """PyTorch's causal attention over (B, T, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def sdpa(x: Inputs) -> Tensor:
-    """With the kernel that PyTorch picks."""
+    """Causal attention with the kernel that PyTorch picks."""
     return causal(x["q"], x["k"], x["v"])
 
 
 def by_kernel(backend: str, x: Inputs) -> Tensor:
-    """With this one, by name: other processes are sent it."""
+    """Causal attention with this backend, given by name: methods are sent to other processes."""
     with sdpa_kernel(getattr(SDPBackend, backend)):
         return sdpa(x)
 
@@ -56,7 +56,7 @@ cudnn = partial(by_kernel, "CUDNN_ATTENTION")  # NVIDIA's own
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """A quarter turn of the pairs (m, m + D/2)."""
+    """Rotates the pairs (m, m + D/2) by a quarter turn."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
 
@@ -68,7 +68,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 @cache
 def compiled_rotate(device: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], str]:
-    """`rotate`, compiled where that works, and a word on which it is: eager, it is slower and a softer baseline."""
+    """`rotate`, compiled if possible, and a note that says which: eager RoPE is slower, and a weaker baseline."""
     torch._dynamo.config.recompile_limit = 64  # once for every shape, with and without gradients
     compiled = torch.compile(rotate, fullgraph=True, dynamic=False)
     x = torch.ones(2, 2, device=device)
@@ -80,20 +80,20 @@ def compiled_rotate(device: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], 
 
 
 def rope_flash(x: Inputs) -> Tensor:
-    """Cosines and sines are given: a model computes them once for all its layers."""
+    """RoPE, then FlashAttention. Cosines and sines are inputs: a model computes them once for all its layers."""
     turn, _ = compiled_rotate(x["q"].device.type)
     q, k = turn(x["q"], x["k"], x["cos"], x["sin"])
     return flash({"q": q, "k": k, "v": x["v"]})
 
 
 def documents_apart(x: Inputs) -> Tensor:
-    """A packed row, one call a document."""
+    """A packed row, one call per document."""
     bounds = x["cu_seqlens"].tolist()
     return torch.cat([causal(*(x[name][:, a:b] for name in "qkv")) for a, b in pairwise(bounds)], dim=1)
 
 
 def varlen(x: Inputs) -> Tensor:
-    """FlashAttention over a packed row."""
+    """FlashAttention (varlen) over a packed row."""
     from torch.nn.attention.varlen import varlen_attn
 
     bounds, longest = x["cu_seqlens"], int(x["longest"])  # on the CPU: nothing waits
@@ -104,7 +104,7 @@ def varlen(x: Inputs) -> Tensor:
 
 
 def fla_path(x: Inputs, gated: bool = False) -> Tensor:
-    """The kernel of PaTH's authors. Their scale multiplies gates as well: it is divided out first."""
+    """The PaTH authors' kernel. It also multiplies gates by its scale, which is divided out first."""
     from fla.ops.path_attn import parallel_path_attn
 
     gate = x["log_gate"] * x["q"].shape[-1] ** 0.5 if gated else None
@@ -114,7 +114,7 @@ def fla_path(x: Inputs, gated: bool = False) -> Tensor:
 
 
 def fla_fox(x: Inputs) -> Tensor:
-    """Here the gate is added after scaling, as in ours."""
+    """fla's FoX kernel, which adds gates after scaling, as ours does."""
     from fla.ops.forgetting_attn import parallel_forgetting_attn
 
     output: Tensor = parallel_forgetting_attn(x["q"], x["k"], x["v"], x["log_gate"])
@@ -122,7 +122,7 @@ def fla_fox(x: Inputs) -> Tensor:
 
 
 def official_fox(x: Inputs) -> Tensor:
-    """The kernel of FoX's authors, which prunes nothing unless asked."""
+    """The FoX authors' kernel, which prunes nothing unless asked."""
     from forgetting_transformer import forgetting_attention
 
     output: Tensor = forgetting_attention(x["q"], x["k"], x["v"], x["log_gate"])
@@ -154,15 +154,15 @@ PACKED_RIVALS: dict[str, dict[str, Method]] = {
 
 
 def rivals_on(device: str, packed: bool) -> dict[str, Method]:
-    """The first is the baseline."""
+    """Methods of other libraries on this device; the first is the baseline."""
     return (PACKED_RIVALS if packed else RIVALS)[device]
 
 
 def baseline(device: str, packed: bool) -> str:
-    """What ratios are taken to."""
+    """The method that ratios refer to."""
     return next(iter(rivals_on(device, packed)))
 
 
 def installed(rivals: dict[str, Method]) -> dict[str, Method]:
-    """Those that can be imported here."""
+    """Methods whose package is installed."""
     return {name: rival for name, rival in rivals.items() if find_spec(rival.package) is not None}

@@ -1,6 +1,6 @@
-"""Whole language models beside Hugging Face's Llama.
+"""Benchmarks of whole language models against Hugging Face's Llama.
 
-`deadreckon bench text` times training steps, `deadreckon bench decode --encodings …` a token of `generate()`.
+`deadreckon bench text` times training steps, `deadreckon bench decode --encodings …` times `generate()`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def make_model(
     name: str, layers: int, width: int, vocab: int, longest: int, device: str, group: int = 1, head_dim: int = 64,
     qk_norm: bool = False, power: int = 2,
 ) -> PreTrainedModel:  # fmt: skip
-    """Llama, or ours with an encoding: the same sizes; `group` query heads share one of keys, if there are as many.
+    """Llama, or our model with an encoding, of the same sizes. `group` query heads share a key head (GQA).
 
-    Ours alone may have a `qk_norm`; `power` is p of encodings that have one.
+    With fewer heads there is one key head. `qk_norm` is for our models only; `power` is p of encodings that have one.
     """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -67,7 +67,7 @@ def make_model(
 
 
 def training_step(model: torch.nn.Module, tokens: Tensor, compiled: bool) -> Callable[[], Tensor]:
-    """From tokens to changed weights; the loss before. The first step must have gradients: what is timed can learn."""
+    """A function that takes a training step and returns its loss. The first call raises unless there are gradients."""
     device = tokens.device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     forward = torch.compile(model) if compiled else model
@@ -91,7 +91,7 @@ def training_step(model: torch.nn.Module, tokens: Tensor, compiled: bool) -> Cal
 
 
 class Steps(NamedTuple):
-    """What training steps of one model took."""
+    """Timings of training steps of one model."""
 
     cells: Row  # of its row, without the ratio
     speed: float  # tokens a second
@@ -99,7 +99,7 @@ class Steps(NamedTuple):
 
 
 def measure(make: Callable[[], torch.nn.Module], tokens: Tensor, compiled: bool, rounds: int) -> Steps:
-    """Times training steps."""
+    """Times training steps of one model."""
     device = tokens.device.type
     model = make()
     step = training_step(model, tokens, compiled)
@@ -113,7 +113,7 @@ def measure(make: Callable[[], torch.nn.Module], tokens: Tensor, compiled: bool,
 
 
 def profile(step: Callable[[], Tensor], device: str) -> list[Row]:
-    """Where a step's time goes; on a GPU also how long the host takes to issue it."""
+    """Profiles a training step; on a GPU also the host time to launch it."""
     try:
         parts = parts_of(step, device)
         if device == "cuda":
@@ -125,7 +125,7 @@ def profile(step: Callable[[], Tensor], device: str) -> list[Row]:
 
 
 def run(flags: Text) -> None:
-    """Llama first: what speeds are compared with is its eager one."""
+    """Times Llama, then our models; speeds are compared with Llama in eager mode."""
     device, page = flags.device, Page(flags, "Training steps", ("triton", "transformers"))
     names = names_in([flags.encodings])
     check_encodings(names)
@@ -176,7 +176,7 @@ def run(flags: Text) -> None:
 
 
 class FirstToken(LogitsProcessor):
-    """Notes when a prompt has been read, and changes nothing."""
+    """Records when prefill ends; leaves logits unchanged."""
 
     def __init__(self) -> None:
         self.time: float | None = None
@@ -189,7 +189,7 @@ class FirstToken(LogitsProcessor):
 
 
 def generate(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, float]:
-    """Seconds of one more token, greedily, and of the prompt: of one run, since a prompt's vary by those of tokens."""
+    """Seconds per greedily decoded token, and of prefill; from one run, since prefill varies by what tokens take."""
     first, began = FirstToken(), time.perf_counter()
     model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1 + tokens, min_new_tokens=1 + tokens,
@@ -201,14 +201,14 @@ def generate(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float
 
 
 def measure_generation(model: PreTrainedModel, prompt: Tensor, tokens: int) -> tuple[float, float]:
-    """Of several runs, when everything is compiled."""
+    """Summarises several runs, after one that compiles everything."""
     generate(model, prompt, 2)
     token, first = zip(*(generate(model, prompt, tokens) for _ in range(GENERATIONS)), strict=True)
     return summary(list(token), prompt.device.type), summary(list(first), prompt.device.type)
 
 
 def run_models(flags: Decode) -> None:
-    """Llama first, then ours."""
+    """Times `generate()` of Llama, then of our models."""
     device, page = flags.device, Page(flags, "Generation", ("triton", "transformers"))
     layers, width = sizes_in(flags.size or GENERATED[device], "size", "LxW, such as 16x2048")
     prompts = [sizes_in(prompt, "prompts", "BxT, such as 1x512") for prompt in flags.prompts or PROMPTS[device]]

@@ -1,4 +1,4 @@
-"""How long something takes, how much memory it holds, and where its time goes."""
+"""Timing on CPU and GPU, peak memory, and profiles."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float]]] = {"cpu": ("bes
 
 @cache
 def scratch() -> Tensor:
-    """A gigabyte to write to."""
+    """A gigabyte of GPU memory to overwrite, which flushes the cache."""
     return torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
 
 
 def empty_cache(device: str) -> None:
-    """Gives unused memory of a GPU back."""
+    """Releases cached GPU memory."""
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def seconds(work: Work, device: str, before: Work | None = None) -> float:
-    """How long it takes: by the clock on a CPU, by the GPU's own events on CUDA.
+    """Seconds that `work` takes: by the clock on a CPU, by CUDA events on a GPU.
 
     Args:
-        before: what the GPU is busy with, not timed, while the host gets ahead of it as it is in training.
+        before: untimed work that keeps the GPU busy while the host runs ahead, as in training.
     """
     if device == "cpu":
         began = time.perf_counter()
@@ -52,7 +52,7 @@ def seconds(work: Work, device: str, before: Work | None = None) -> float:
 
 
 def host_seconds(work: Work, device: str) -> float:
-    """How long the host takes to issue it all to a GPU that has nothing else to do; on a CPU, to do it."""
+    """Seconds that the host takes to launch `work` on an idle GPU; on a CPU, to run it."""
     if device == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -61,18 +61,18 @@ def host_seconds(work: Work, device: str) -> float:
 
 
 def summary(times: list[float], device: str) -> float:
-    """The figure that counts."""
+    """Summarises timings: the best on a CPU, the median on a GPU."""
     return SUMMARIES[device][1](times)
 
 
 def repeated(work: Work, rounds: int, device: str) -> float:
-    """Seconds, after a first time that may compile."""
+    """Summarised seconds over several rounds, after a warm-up that may compile."""
     work()
     return summary([seconds(work, device, before=work) for _ in range(rounds)], device)
 
 
 def seconds_per_step(step: Callable[[int], object], steps: int, device: str) -> float:
-    """Seconds of step(n), n from `steps` to twice that, after those before."""
+    """Seconds per call of step(n), timed for n from `steps` to 2 · `steps` − 1, after 0 to `steps` − 1 as warm-up."""
 
     def take(first: int) -> None:
         for number in range(first, first + steps):
@@ -83,7 +83,7 @@ def seconds_per_step(step: Callable[[int], object], steps: int, device: str) -> 
 
 
 def peak_bytes(work: Work, device: str = "cpu") -> int:
-    """The most memory that `work` held at a time, beyond what was held before."""
+    """Peak memory of `work`, beyond what was held before."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -103,7 +103,7 @@ def peak_bytes(work: Work, device: str = "cpu") -> int:
 
 
 def shares(work: Work, device: str) -> list[tuple[float, int, str]]:
-    """Seconds, calls and name of all that took any time, the longest first: kernels on CUDA, else operators."""
+    """Profiles `work`: seconds, calls and name, the most expensive first; kernels on CUDA, operators on a CPU."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if device == "cuda" else kinds.CPU], acc_events=True) as profile:
         work()

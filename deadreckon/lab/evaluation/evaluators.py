@@ -1,10 +1,10 @@
-"""Evaluators by name: what a recipe can ask of a trained model, each at any lengths.
+"""Evaluators by name: what a recipe can measure of a trained model, each at any lengths.
 
 error, exact        tokens predicted wrongly, rows answered exactly, on fresh sequences of the task
 perplexity          by context length, over the same tokens at every length
-perplexity-window   the same, reading no further back than the training length
-loss-by-position    by the number of tokens before, up to the greatest test length; and its mean within the training
-                    length and beyond
+perplexity-window   the same with a sliding window of the training length
+loss-by-position    by position in the context, up to the greatest test length; and its mean within the training length
+                    and beyond
 training-loss       the mean over the last tenth of training
 long                the long-context suite, a test for each of its tasks, answered by generation
 """
@@ -36,7 +36,7 @@ SUITE_BATCH = 1 << 18  # tokens of prompts read at a time
 
 
 class Subject(NamedTuple):
-    """What is evaluated, in which test and where."""
+    """One evaluation: the model, the test of a recipe, and where to score."""
 
     model: dr.DeadReckonForCausalLM | None  # None if no evaluator needs it
     recipe: Recipe
@@ -57,7 +57,7 @@ class Subject(NamedTuple):
 
 
 class Evaluator(NamedTuple):
-    """Where an evaluator gives scores: (recipe, condition, lengths) to places; and the scores themselves."""
+    """An evaluator: where it gives scores, (recipe, condition, lengths) to places, and how they are computed."""
 
     places: Callable[[Recipe, str, Sequence[int]], list[Place]]
     scores: Callable[[Subject], Iterator[Score]]
@@ -72,11 +72,11 @@ def evaluate(
     share: Share = alone,
     longest: int = 0,
 ) -> Iterator[Score]:
-    """Scores of all evaluators of a recipe in all its tests, at these lengths or its own, but for those known.
+    """Scores of all evaluators of a recipe in all its tests, except known ones; at `lengths`, or those of the recipe.
 
-    Perplexity at all lengths is of the same texts, of as many tokens as the greatest of them and of the recipe's, or
-    `longest`.
-    Where several processes share the rows, all must ask for the same, and each gets all scores.
+    Perplexity is over the same text at every length: its rows are as long as the greatest of these lengths, the
+    recipe's, and `longest`. If several ranks share the rows, all must call this with the same arguments, and all get
+    every score.
     """
     for name in recipe.evaluators:
         evaluator = EVALUATORS[name]
@@ -87,14 +87,14 @@ def evaluate(
 
 
 def places_to_test(recipe: Recipe, lengths: Sequence[int] = ()) -> list[Place]:
-    """The places that `evaluate` gives scores of."""
+    """The places, each a test and a length, that `evaluate` scores."""
     evaluators = [EVALUATORS[name] for name in recipe.evaluators]
     places = [p for e in evaluators for condition in recipe.conditions for p in e.places(recipe, condition, lengths)]
     return list(dict.fromkeys(places))
 
 
 def _offered(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Place]:
-    """Lengths that are asked for, or those of the recipe that the task has in this condition."""
+    """The lengths asked for, all of which the task must have in this condition; or those of the recipe that it has."""
     offered = _lengths(recipe, condition)
     places = []
     for length in sorted(set(lengths or recipe.test_lengths or (recipe.length,))):
@@ -106,7 +106,7 @@ def _offered(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Pla
 
 
 def _lengths(recipe: Recipe, condition: str) -> Sequence[int]:
-    """Those of the task; of a text, one more token must be there, which is said last."""
+    """Lengths of the task; of a text all but the last, since predicting a row takes one more token."""
     lengths = recipe.make_task(condition).lengths
     return lengths[:-1] if recipe.task == "language" else lengths
 
@@ -128,7 +128,7 @@ def _on_text(recipe: Recipe, condition: str, lengths: Sequence[int]) -> list[Pla
 
 
 def _corpus(subject: Subject, longest: int) -> tuple[Corpus, bool]:
-    """The text of a test, and whether rows go over ends of documents, as they must if none is long enough."""
+    """The text of a test, and whether its rows must cross document boundaries, because no document is long enough."""
     corpus = text_of(subject.recipe.make_task(subject.condition)).corpus
     spans = corpus.documents
     return corpus, int((spans[:, 1] - spans[:, 0]).max()) <= longest
@@ -184,7 +184,7 @@ def _positions(subject: Subject) -> Iterator[Score]:
 
 
 def mean_loss(bins: Sequence[PositionScore]) -> float:
-    """Over all positions of these bins."""
+    """Mean loss over all positions of these bins."""
     counts = [one.last - one.first + 1 for one in bins]
     return sum(count * one.loss for count, one in zip(counts, bins, strict=True)) / sum(counts)
 
@@ -199,7 +199,7 @@ def _training_loss(subject: Subject) -> Iterator[Score]:
 
 
 def _suite(recipe: Recipe) -> dict[str, LongTask]:
-    """Its tasks, with the data that the recipe names."""
+    """The tasks of the long-context suite, with the data that the recipe names."""
     return read_long_tasks(**{name: recipe.options[name] for name in SUITE_OPTIONS if name in recipe.options})
 
 

@@ -1,8 +1,8 @@
 """Long-context tasks, answered by generation: fitted prompts, batches, and a file of answers to resume from.
 
-Any causal language model of transformers with its tokenizer can be asked. A prompt and its answer stay within a length
-together, in the tokens of that tokenizer. Memory does not grow with the square of the length: models of others read
-their prompts in pieces, through the KV cache, since padding would make them hold a mask of all pairs of tokens.
+Works with any causal language model of transformers and its tokenizer. A prompt and its answer fit a length together,
+in tokens of that tokenizer. Memory is not quadratic in the length: models other than ours prefill in chunks, through
+the KV cache, since with padding they would hold a mask of all pairs of tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Key = tuple[str, int, int]  # a task, a length, and the number of a question
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said to a question."""
+    """A model's answer to one question."""
 
     task: str
     length: int  # asked for
@@ -49,12 +49,12 @@ class Answer:
 
 
 class Answers:
-    """Answers of a model in a file, a line each, from which a run that was killed resumes.
+    """Answers of a model in a JSON lines file, from which a killed run resumes.
 
     Args:
-        path: of the file; what is there is kept, but for a line that was cut off.
-        about: the model and what decides the questions, as JSON has it; the first line. What is empty or None, there
-            or here, may still be anything.
+        path: of the file; its answers are kept, except a line that was cut off.
+        about: the model and whatever determines the questions, as JSON values; the first line of the file. Values that
+            are empty or None, here or in the file, match anything.
 
     Raises:
         ValueError: if the file has answers of another model, or to other questions.
@@ -83,7 +83,7 @@ class Answers:
 
 
 def read_answers(path: Path, about: Mapping[str, Any]) -> list[Answer]:
-    """All answers of a file, whatever model they are of, to the questions that `about` decides: see `Answers`."""
+    """Reads the answers of any model, after checking that they are to the questions of `about`; see `Answers`."""
     if not path.exists():
         raise ValueError(f"beside: expected answers of `deadreckon eval --suite long`, got no {path}")
     said, *answers = read_lines(path) or [{}]
@@ -104,11 +104,11 @@ def ask(
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Iterator[list[Answer]]:
-    """Answers to the first `rows` questions of each task at each length, but for those known, a batch at a time.
+    """Yields answers to the first `rows` questions of each task at each length, except known ones, batch by batch.
 
     Args:
         seed: of the questions.
-        batch_tokens: about how many tokens of prompts are read at once.
+        batch_tokens: about how many prompt tokens make a batch.
     """
     jobs = [
         (name, length, numbers)
@@ -130,7 +130,7 @@ def ask(
         sizes[name, length] = one.size
         return one
 
-    # The next prompts are fitted while the model answers: tokenizers run in threads of their own.
+    # Fits the next prompts while the model generates: tokenizers run in threads of their own.
     pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1))
     ahead: deque[tuple[str, int, list[int], list[Future[Fitted]]]] = deque()
     try:
@@ -161,7 +161,7 @@ def _batches(numbers: list[int], size: int) -> Iterator[list[int]]:
 def generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], new_tokens: int, seed: int = 0
 ) -> list[str]:
-    """What a model says after each prompt: the likeliest token each time, up to its end or `new_tokens`."""
+    """Greedy continuations of a batch of prompts, up to an end token or `new_tokens`."""
     device = model.device
     rows = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
     ends = model.generation_config.eos_token_id

@@ -2,13 +2,13 @@
 
 All figures are means of −log p(token | tokens before it in its row), in nats. A row of L + 1 tokens gives L of them,
 the t-th from t tokens of context. Rows of L tile rows of the greatest length, the last of them shorter where L does not
-divide it, so that **the same tokens are predicted at every length**: what differs is where their context begins.
+divide it, so that **the same tokens are predicted at every length**: only the start of their context differs.
 
 - The mean over all positions of rows of L is what the rotations' paper reports ("all positions, no burn-in").
-- The mean over the last quarter of the positions shows what the far end of a row costs or gains. These are other tokens
-  at other lengths: it takes more text to compare them.
-- With a window of W, a token is predicted from its last W − stride to W tokens (from all, where there are fewer), by
-  overlapping rows of W: a model that reads no further back. (Hugging Face's guide to perplexity does the same.)
+- The mean over the last quarter of the positions shows what the far end of a row gains or loses. It is over other
+  tokens at every length, so that a comparison takes more text.
+- With a sliding window of W, a token is predicted from its last W − stride to W tokens (from all, if there are fewer),
+  by overlapping rows of W, as in Hugging Face's guide to perplexity: a model whose context is limited to W.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LengthScore:
 
 @dataclass(frozen=True)
 class PositionScore:
-    """The loss of tokens that have `first` to `last` tokens before them in their row."""
+    """Mean loss of tokens with `first` to `last` tokens of context in their row."""
 
     first: int
     last: int
@@ -58,13 +58,13 @@ class PositionScore:
 
 @dataclass(frozen=True)
 class Reader:
-    """How a model reads rows of tokens.
+    """Computes token losses of a model on rows of tokens.
 
     Attributes:
-        piece: tokens of a row that are read at once, through the model's cache; all by default.
-        batch_tokens: about how many tokens of rows are read together, one row at least.
-        seed: of encodings that draw positions.
-        share: who computes which rows.
+        piece: tokens per forward pass, through the KV cache; whole rows by default.
+        batch_tokens: about how many tokens make a batch, at least one row.
+        seed: of encodings that draw random positions.
+        share: splits rows among processes.
     """
 
     model: dr.DeadReckonForCausalLM
@@ -78,9 +78,9 @@ class Reader:
 
     @torch.no_grad()
     def losses(self, rows: Tensor) -> Tensor:
-        """−log p of every token of rows (count, L + 1) but the first, from all before it: (count, L), on the CPU.
+        """−log p of every token of rows (count, L + 1) but the first, given all before it: (count, L), on the CPU.
 
-        In float32; on a GPU in bfloat16, but for the loss. Other draws of random numbers are left as they were.
+        In float32; on a GPU with bfloat16 autocast, except for the loss. The state of global generators is restored.
         """
         training = self.model.training
         self.model.eval()
@@ -103,7 +103,7 @@ class Reader:
         return torch.cat(losses, dim=1).cpu()
 
     def windowed_losses(self, rows: Tensor, window: int, stride: int | None = None) -> Tensor:
-        """As `losses`, but from no more than the last `window` tokens, and no fewer than window − stride.
+        """As `losses`, with a sliding window: from at most the last `window` tokens and at least window − stride.
 
         Args:
             stride: half a window by default.
@@ -135,10 +135,10 @@ def perplexity_by_length(
     """Perplexity at each length, over the same text.
 
     Args:
-        tokens: about how many tokens to predict at each length; all that fit in rows of the greatest length if None.
-        window: read no further back than this, by overlapping rows; None to read a row from its beginning.
-        stride: how far these rows lie apart, half a window by default.
-        across: rows of the stream, over ends of documents; else rows of documents that are long enough.
+        tokens: about how many tokens to predict at each length; None for all that fit in rows of the greatest length.
+        window: sliding window, by overlapping rows; None for the full context of a row.
+        stride: of the sliding window, half a window by default.
+        across: rows may cross document boundaries; otherwise they are from documents that are long enough.
         longest: take the text from rows of this length; by default of the greatest of `lengths`.
     """
     if not lengths:
@@ -175,10 +175,10 @@ def loss_by_position(
     tokens: int | None = ENOUGH,
     across: bool = False,
 ) -> list[PositionScore]:
-    """The loss of tokens by how many stand before them, from 1 to `length`, in bins of equal or of growing width.
+    """Mean loss by number of tokens before a token, from 1 to `length`, in bins of equal or growing width.
 
     Args:
-        bins: how many; fewer where the first of growing bins would be empty.
+        bins: number of bins; fewer where the first of growing bins would be empty.
         logarithmic: bins grow by a constant factor.
 
     The rest is as in :func:`perplexity_by_length`.

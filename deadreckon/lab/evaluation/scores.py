@@ -1,4 +1,4 @@
-"""Scores: errors, exact answers and loss on fresh sequences of a task."""
+"""Scores: error rate, exact match and loss on fresh sequences of a task."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ HEAD_TOKENS = 2**13  # whose logits are held at a time: all of a long row would 
 SHARES = ("error", "exact", "score")  # measures that are shown in per cent
 GROWING = ("exact", "score")  # the more, the better
 Place = tuple[str, int]  # a test, and a length in it
-# What a function gives for so many rows, (rows, ...) on the CPU, where it takes any slice of them; other processes may
-# compute some of it.
+# Applies a function of row slices to `count` rows, and returns results (rows, ...) on the CPU; several processes may
+# split the rows.
 Share = Callable[[int, Callable[[slice], Tensor]], Tensor]
 
 
 def alone(count: int, compute: Callable[[slice], Tensor]) -> Tensor:
-    """All rows by this process."""
+    """Computes all rows in this process."""
     return compute(slice(0, count))
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts over rows of a task."""
+    """Counts over the rows of a test."""
 
     rows: int
     scored: int  # tokens
@@ -43,7 +43,7 @@ class Tally:
 
     @classmethod
     def of(cls, rows: Tensor) -> Tally:
-        """From those of each row, as `counts_by_row` gives them."""
+        """Sums up the counts of each row, as `counts_by_row` gives them."""
         scored, wrong, loss = rows.sum(0).tolist()
         return cls(len(rows), int(scored), int(wrong), int((rows[:, 1] == 0).sum()), loss)
 
@@ -52,8 +52,8 @@ class Tally:
 class Score:
     """The result of one test at one length.
 
-    `axis` says what the length is: of test sequences ("length"), of training sequences ("training length"), or the
-    last of a range of positions in a sequence ("position") or of training steps ("step").
+    `axis` says what `length` is: the length of test sequences ("length") or of training sequences ("training length"),
+    or the end of a range of positions in a sequence ("position") or of training steps ("step").
     """
 
     condition: str
@@ -74,7 +74,7 @@ class Score:
 
     @property
     def score(self) -> float | None:
-        """What a task's own rule gives for a row, from 0 to 1, on average."""
+        """The task's own score of a row, from 0 to 1, averaged over rows."""
         return self.exact
 
     @property
@@ -82,26 +82,26 @@ class Score:
         return math.exp(min(self.loss, 700.0))  # a double holds no more
 
     def value(self, measure: str) -> float:
-        """In one of the measures: error, exact, score, loss, perplexity."""
+        """The value of a measure: error, exact, score, loss, perplexity."""
         return float(getattr(self, measure))
 
 
 def is_better(measure: str, one: float, other: float) -> bool:
-    """Whether the first of two values is better; what is not a number is worse than any."""
+    """Whether the first of two values is better; NaN is worse than any."""
     if math.isnan(one) or math.isnan(other):
         return not math.isnan(one) and math.isnan(other)
     return one > other if measure in GROWING else one < other
 
 
 def mean_of_best(measure: str, evaluations: Sequence[float], best: int = 3) -> float:
-    """The mean of the best of several evaluations, or of all while there are fewer."""
+    """The mean of the best few of several evaluations, or of all if there are fewer."""
     sign = -1 if measure in GROWING else 1
     chosen = sorted(evaluations, key=lambda value: (math.isnan(value), sign * value))[:best]
     return sum(chosen) / len(chosen)
 
 
 def format_value(measure: str, value: float) -> str:
-    """A value for people, in three digits or so: shares in per cent, without the sign."""
+    """Formats a value with about three digits; shares in per cent, without the sign."""
     value = 100 * value if measure in SHARES else value
     if measure == "loss":
         return f"{value:.4f}"
@@ -120,10 +120,10 @@ def score(
     seed: int = TEST_SEED,
     share: Share = alone,
 ) -> Score:
-    """Scores a model in a test of a recipe, on as many fresh rows as it says, or `rows`.
+    """Scores a model in a test of a recipe, on `rows` fresh rows; by default as many as the recipe says.
 
     Args:
-        share: who computes which of them.
+        share: splits rows among processes.
     """
     rows = rows or max(1, min(recipe.test_rows, recipe.test_tokens // length))
     tokens, labels = recipe.make_task(condition).sample(rows, length, torch.Generator().manual_seed(seed))
@@ -140,10 +140,10 @@ def score(
 
 @torch.no_grad()
 def counts_by_row(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tensor, batch_size: int) -> Tensor:
-    """Of rows (count, width): tokens that are scored, those predicted wrongly, and loss (count, 3), on the CPU.
+    """Counts for rows (count, width): scored tokens, wrong predictions, and loss (count, 3), on the CPU.
 
-    Tokens are predicted from the right ones before them. Where labels are the tokens themselves, greedy decoding gives
-    the very same rows: up to its first mistake it has read the same.
+    With teacher forcing. Where labels are the tokens themselves, exact match is the same as with greedy decoding, which
+    has the same context up to its first mistake.
     """
     device = next(model.parameters()).device
     model.eval()
@@ -155,7 +155,7 @@ def counts_by_row(model: dr.DeadReckonForCausalLM, tokens: Tensor, labels: Tenso
 
 
 def judge(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses (B, T) of labels, zero where nothing is scored, and which are predicted wrongly, from hidden (B, T, D)."""
+    """Losses (B, T) of labels, zero where not scored, and whether each is predicted wrongly, from hidden (B, T, D)."""
     losses, errors = [], []
     parts = hidden.flatten(0, 1).split(HEAD_TOKENS), labels.flatten().split(HEAD_TOKENS)
     for part, expected in zip(*parts, strict=True):
@@ -166,19 +166,19 @@ def judge(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> tu
 
 
 def is_wrong(logits: Tensor, expected: Tensor) -> Tensor:
-    """Which places are scored and predicted wrongly."""
+    """Which positions are scored and predicted wrongly."""
     return (logits.argmax(-1) != expected) & (expected != NOT_SCORED)
 
 
 @contextmanager
 def isolated_rng(device: torch.device, seed: int) -> Iterator[None]:
-    """Encodings that draw random numbers draw the same each time; the caller's generators stay as they are."""
+    """Seeds encodings that draw random numbers; restores the global generators afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
 def autocast(device: torch.device, enabled: bool = True) -> torch.autocast:
-    """bfloat16 where a GPU has it; float32 elsewhere."""
+    """Autocast to bfloat16 on a GPU that supports it; float32 elsewhere."""
     on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled and on_gpu)

@@ -1,1 +1,1 @@
-"""Pages: tables, pictures, Markdown and HTML made of runs."""
+"""Output of results: tables, plots, Markdown and HTML from runs."""

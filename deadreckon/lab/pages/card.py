@@ -1,4 +1,4 @@
-"""Model cards: README.md beside saved weights, as the Hugging Face Hub shows it, by all commands that save models."""
+"""Model cards: README.md in the Hugging Face Hub's format, beside weights, from all commands that save models."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def card(
     data: str = "",
     licence: str = UNKNOWN,
 ) -> str:
-    """The text of a card.
+    """The text of a model card.
 
     Args:
         title: of the page.
-        sections: Markdown by heading; the first has none, its key is not shown.
-        environment: as `describe_environment` gives it: date, command, device, versions, commit.
+        sections: Markdown by heading; the first is printed without its heading.
+        environment: from `describe_environment`: date, command, device, versions, commit.
         base: the model that this one was made from.
-        data: what it was trained on, for the section that says so.
+        data: description of the training data, for its section.
         licence: of the weights, an identifier of the Hub.
     """
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [deadreckon]"]
@@ -59,7 +59,7 @@ def card(
 
 
 def licence_of(model: str) -> str:
-    """What the card of a saved model says of its licence."""
+    """The licence that a saved model's card states, else UNKNOWN."""
     path = Path(model) / "README.md"
     front = path.read_text().split("---\n")[1:2] if model and path.exists() else []
     stated = re.search(r"^license: *(\S+)", "".join(front), re.MULTILINE)
@@ -67,14 +67,14 @@ def licence_of(model: str) -> str:
 
 
 def write_cards(run: Run) -> None:
-    """Writes the card of each checkpoint of a run that has been trained and scored."""
+    """Writes the model card of each checkpoint of a run, after training and scoring."""
     for kind in KINDS:
         if (run.path / kind / "config.json").exists():
             write_text(run.path / kind / "README.md", run_card(run, kind))
 
 
 def run_card(run: Run, kind: str = "last") -> str:
-    """What a run's recipe, progress and scores say of a checkpoint."""
+    """The model card of a checkpoint, from the run's recipe, progress and scores."""
     recipe, progress = run.recipe, run.progress()
     which = "the last checkpoint" if kind == "last" else f"the best checkpoint by {recipe.metric} while training"
     about = (
@@ -90,7 +90,7 @@ def run_card(run: Run, kind: str = "last") -> str:
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
-    """The fields of a recipe that differ from their defaults, and always those that people ask for first."""
+    """Fields of a recipe that differ from their defaults, and always the most important ones."""
     asked, plain = recipe.to_dict(), Recipe(task=recipe.task).to_dict()
     always = ("task", "encoding", "layers", "width", "heads", "steps", "batch_size", "length", "learning_rate", "seed")
     names = [one.name for one in fields(recipe) if one.name in asked]
@@ -98,7 +98,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def scores_table(recipe: Recipe, scores: Mapping[Place, Score]) -> str:
-    """In Markdown: a row for each test, by length."""
+    """Markdown table of scores: a row for each test, by length."""
     rows: dict[str, dict[int, str]] = {}
     for one in scores.values():
         measure = one.measure or recipe.metric

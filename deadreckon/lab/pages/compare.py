@@ -1,6 +1,6 @@
-"""`deadreckon compare`: trains what is missing of a comparison, then prints, draws and writes its tables.
+"""`deadreckon compare`: trains the missing runs of a comparison, then prints, plots and saves its tables.
 
-A page of results in Markdown has tables by test, the paper's figures beside them, and how they came about.
+The Markdown page has a table for each test, the paper's figures, hardware, versions and commands.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from deadreckon.lab.evaluation import format_value
 from deadreckon.lab.pages.comparison import (
     HEADINGS,
     SHARPENED,
-    SOLVED,
-    WORD_PROBLEMS,
     Comparison,
+    further_tables,
     gather,
-    paired_table,
 )
 from deadreckon.lab.pages.tables import fitting, image, markdown, save_markdown
 from deadreckon.lab.recipes import Experiment, Recipe, check_encodings, find_experiment, parse_sweep, title_of
@@ -41,7 +39,7 @@ def compare(
     jobs: int = 1, finished: bool = False, picture: Path | None = None, page: Path | None = None,
     sharpen_beyond: int | None = None, console: Console | None = None,
 ) -> Comparison:  # fmt: skip
-    """Trains what is missing, scores what is not scored, prints tables and draws the picture.
+    """Trains and scores what is missing, prints tables and draws the picture.
 
     Arguments are those of the command, `deadreckon.lab.cli.Compare`.
     """
@@ -84,7 +82,7 @@ def spell_command(
     name: str, encodings: Sequence[str], seeds: int, size: str, sweep: Sequence[str], changes: Sequence[str],
     sharpen_beyond: int | None,
 ) -> str:  # fmt: skip
-    """What asks for a comparison on the command line, but for the device."""
+    """The command line of a comparison, without the device."""
     words = ["deadreckon", "compare", name, "--seeds", str(seeds), "--size", size, "--encodings", ",".join(encodings)]
     words += [] if sharpen_beyond is None else ["--sharpen-beyond", str(sharpen_beyond)]
     for flag, values in (("--sweep", sweep), ("--change", changes)):
@@ -93,7 +91,7 @@ def spell_command(
 
 
 def find_begun(wanted: dict[Path, Recipe]) -> list[Run]:
-    """Those of the runs that are there, at least one of them finished."""
+    """Those of the runs that exist; raises unless at least one is finished."""
     begun = [Run.create(path, recipe) for path, recipe in wanted.items() if (path / "recipe.json").exists()]
     if not any(run.finished for run in begun):
         raise ValueError(
@@ -103,7 +101,7 @@ def find_begun(wanted: dict[Path, Recipe]) -> list[Run]:
 
 
 def folder_name(name: str, size: str, changes: Sequence[str]) -> str:
-    """The folder of a recipe's runs, named after its changes: in words, or by a hash of many words."""
+    """The folder of a recipe's runs, named after its changes: spelled out, or as a hash if they are long."""
     words = "-".join([name, size, *(re.sub(r"[^\w.=]+", "_", change) for change in changes)])
     if len(words) < 100:
         return words
@@ -111,13 +109,13 @@ def folder_name(name: str, size: str, changes: Sequence[str]) -> str:
 
 
 def parts_of(comparison: Comparison, condition: str) -> Iterator[tuple[str, Comparison]]:
-    """What is a table of its own in a test: all, or each setting of a grid; and what it shows, in words."""
+    """The tables of a test, with their titles: one, or one for each setting of a grid."""
     for setting, part in comparison.by_setting().items():
         yield f"{part.describe(condition)}{f', {setting}' * bool(setting)}", part
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """A table for each test, and of a grid for each setting."""
+    """Prints a table for each test, and for each setting of a grid."""
     for condition in comparison.tabulated:
         for title, part in parts_of(comparison, condition):
             console.print(f"\n{title}", highlight=False)
@@ -126,15 +124,13 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
                 best = 1 + list(part.values).index(part.best(condition, length))
                 row[best] = f"[bold]{row[best]}[/]"
             console.print(fitting(headings, rows, console))
-        if solved := describe_solved(comparison, condition):
-            console.print(solved, highlight=False)
-        if paired := paired_table(comparison, condition):
-            console.print(f"\n{paired[0]}", highlight=False)
-            console.print(fitting(paired[1], paired[2], console))
+        for title, headings, rows in further_tables(comparison, condition):
+            console.print(f"\n{title}", highlight=False)
+            console.print(fitting(headings, rows, console))
 
 
 def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Path | None:
-    """The picture, where there is matplotlib."""
+    """Draws the picture if matplotlib is installed."""
     try:
         from deadreckon.lab.pages.pictures import comparison_picture
     except ModuleNotFoundError as error:
@@ -150,10 +146,10 @@ def draw_comparison(comparison: Comparison, path: Path, console: Console) -> Pat
 def write_page(
     path: Path, comparison: Comparison, runs: Sequence[Run], experiment: Experiment, picture: Path | None, whole: str
 ) -> None:
-    """Writes the tables, what they are of, the commands that made them, and what the paper reports.
+    """Writes the page: tables with their titles, provenance, the commands that made the runs, and the paper's figures.
 
     Args:
-        whole: the command that asks for all of it, which stands in place of many.
+        whole: command of the whole comparison, which is listed if the runs were made by too many commands.
     """
     commands = list(dict.fromkeys(start["command"] for run in runs for start in run.starts()))
     if len(commands) > MANY:
@@ -163,10 +159,8 @@ def write_page(
     for condition in comparison.tabulated:
         for title, part in parts_of(comparison, condition):
             parts += [f"{title}:", score_table(part, condition, experiment)]
-        if solved := describe_solved(comparison, condition):
-            parts.append(solved)
-        if paired := paired_table(comparison, condition):
-            parts += [f"{paired[0]}:", markdown(paired[1], paired[2])]
+        for title, headings, rows in further_tables(comparison, condition):
+            parts += [f"{title}:", markdown(headings, rows)]
     if any(run.recipe.ends or not run.finished for run in runs):
         measure = HEADINGS[comparison.recipe.metric]
         parts += [
@@ -181,7 +175,7 @@ def write_page(
 
 
 def describe_runs(runs: Sequence[Run]) -> str:
-    """When, on what and by which versions they were made, their sizes and their budget."""
+    """Provenance of runs: date, hardware, versions, commits, model sizes and training budget."""
     starts = [start for run in runs for start in run.starts()]
     start, recipes = starts[-1], [run.recipe for run in runs]
     versions = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
@@ -203,12 +197,12 @@ def describe_runs(runs: Sequence[Run]) -> str:
 
 
 def short_commit(commit: str | None) -> str:
-    """Twelve digits of it, and the plus of one that had been changed."""
+    """Twelve digits of a commit, with the plus of modified source."""
     return commit[:12] + "+" * commit.endswith("+") if commit else "unknown"
 
 
 def describe_ends(recipes: Sequence[Recipe]) -> str:
-    """When training ends before its last step; nothing where it never does."""
+    """The rule of early stopping; empty if there is none."""
     ends = [recipe.ends for recipe in recipes if recipe.ends]
     if not ends:
         return ""
@@ -221,7 +215,7 @@ def describe_ends(recipes: Sequence[Recipe]) -> str:
 
 
 def score_table(comparison: Comparison, condition: str, experiment: Experiment) -> str:
-    """One test: a row for each length, and for each length of the paper's figures."""
+    """Table of one test: a row for each length, then the paper's figures, a row for each of their lengths."""
     labels, measure = list(comparison.values), comparison.test(condition).measure
     headings, rows = comparison.table(condition)
     reported, trained = experiment.reported.get(condition, {}), experiment.paper.length
@@ -234,7 +228,7 @@ def score_table(comparison: Comparison, condition: str, experiment: Experiment) 
 
 
 def speed_table(comparison: Comparison) -> str:
-    """What was trained on, and how fast: the median of logged speeds, so that evaluations do not count."""
+    """Training tokens, speed and time; speed is the median of logged values, so that evaluations do not count."""
     rows = []
     for label, runs in comparison.runs.items():
         speeds = [line["tokens_per_second"] for run in runs for line in run.metrics()]
@@ -245,7 +239,7 @@ def speed_table(comparison: Comparison) -> str:
 
 
 def steps_table(comparison: Comparison) -> str:
-    """How far each run came, which may be less than its steps, and its last evaluation: a column for each seed."""
+    """Steps of each run, fewer if it stopped early, and its last validation: a column for each seed."""
     seeds, rows = sorted({run.recipe.seed for runs in comparison.runs.values() for run in runs}), []
     for label, runs in comparison.runs.items():
         cells = dict.fromkeys(seeds, "")
@@ -256,17 +250,3 @@ def steps_table(comparison: Comparison) -> str:
             cells[run.recipe.seed] = ": ".join([steps, *looks[-1:]])
         rows.append([title_of(label), *cells.values()])
     return markdown(["", *(f"seed {seed}" for seed in seeds)], rows)
-
-
-def describe_solved(comparison: Comparison, condition: str) -> str:
-    """How far each encoding gets in a word problem; nothing for other tasks."""
-    if comparison.recipe.task not in WORD_PROBLEMS:
-        return ""
-    solved = comparison.solved(condition).items()
-    reached = ", ".join(f"{title_of(label)} {length or 'nowhere'}" for label, length in solved)
-    text = f"Solved (more than {SOLVED:.0%} of rows right) up to length: {reached}."
-    fewest = [
-        f"{title_of(name)} " + (", ".join(f"{length}: {count}" for length, count in layers.items()) or "none")
-        for name, layers in comparison.fewest_layers(condition).items()
-    ]
-    return f"{text} Fewest layers by length: {'; '.join(fewest)}." if fewest else text

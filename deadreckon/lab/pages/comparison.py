@@ -1,8 +1,8 @@
-"""Scores of several runs side by side: for each encoding, test and length, one value a seed.
+"""Scores of several runs side by side: for each encoding, test and length, one value per seed.
 
-Paired differences are of losses of two models on the same tokens, text by text. Texts differ in how hard they are by
-far more than models do, so the standard error of a difference is taken between texts: rows of the greatest test length,
-of as many documents as are that long. It tells what other text would change, not what another seed would.
+Paired differences compare the losses of two models on the same tokens, text by text. Texts vary in difficulty far more
+than models do, so the standard error of a difference is taken across texts: rows of the greatest test length, from as
+many documents as are that long. It estimates the variation with other text, not with another seed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ HEADINGS = {
     "error": "Error in %", "exact": "Exact match in %", "score": "Score in %", "perplexity": "Perplexity",
     "loss": "Loss",
 }  # fmt: skip
+Table = tuple[str, list[str], list[list[str]]]  # title, headings, rows
 
 
 class Test(NamedTuple):
-    """What a test measures, what its lengths are (see `Score`), and the training length if that is another."""
+    """The measure of a test, the axis of its lengths (see `Score`), and the training length unless that is the axis."""
 
     measure: str
     axis: str
@@ -51,31 +52,31 @@ class Comparison:
     recipe: Recipe  # what they have in common
     values: dict[str, dict[Place, list[float]]]  # by label (encoding and what sets its runs apart); one for each seed
     tests: dict[str, Test] = field(default_factory=dict)  # by default the recipe's metric, by length
-    # Scores with losses on texts, by label and place, one for each seed.
+    # Scores with per-text losses, by label and place, one for each seed.
     texts: dict[str, dict[Place, list[Score]]] = field(default_factory=dict)
-    # By label, also those that are not finished: where scores come from, equal ones from different folders, too.
+    # By label, also unfinished runs: where scores come from. Not compared: equal scores may be from other folders.
     runs: dict[str, list[Run]] = field(default_factory=dict, compare=False)
 
     def test(self, name: str) -> Test:
-        """What a test measures."""
+        """Measure, axis and training length of a test."""
         return self.tests.get(name, Test(self.recipe.metric, "length", self.recipe.length))
 
     @property
     def conditions(self) -> list[str]:
-        """The names of all tests that there are scores of, in the order of the recipe."""
+        """The names of all tests that have scores, in the order of the recipe."""
         names = dict.fromkeys([*self.recipe.conditions, *self.tests, *(p[0] for v in self.values.values() for p in v)])
         return [name for name in names if self.lengths(name)]
 
     def lengths(self, condition: str) -> list[int]:
-        """Where there are scores, in one test."""
+        """Lengths of a test that have scores."""
         return sorted({length for scores in self.values.values() for name, length in scores if name == condition})
 
     def seeds(self) -> int:
-        """The most that any label has."""
+        """The greatest number of seeds of any label."""
         return max((len(values) for scores in self.values.values() for values in scores.values()), default=0)
 
     def cell(self, label: str, condition: str, length: int) -> str:
-        """Mean ± standard deviation between seeds; nothing without a score."""
+        """Mean ± standard deviation over seeds; empty without a score."""
         values, measure = self.values[label].get((condition, length), []), self.test(condition).measure
         figures = [figure(values) for figure, least in ((mean, 1), (stdev, 2)) if len(values) >= least]
         return " ± ".join(format_value(measure, figure) for figure in figures)
@@ -93,22 +94,22 @@ class Comparison:
 
     @property
     def tabulated(self) -> list[str]:
-        """Tests that are shown as tables: all but curves, which are for pictures."""
+        """Tests that are shown as tables: all but curves, which are plotted."""
         return [name for name in self.conditions if self.test(name).axis not in CURVES]
 
     @property
     def pictured(self) -> list[str]:
-        """Tests that are drawn, by axis: all but those by training length that have one point, if there are others."""
+        """Tests that are plotted, by axis; those by training length with a single point only if there are no others."""
         points = [name for name in self.conditions if self.test(name).axis == "training length"]
         single = [name for name in points if len(self.lengths(name)) == 1]
         drawn = [name for name in self.conditions if name not in single] or self.conditions
         return sorted(drawn, key=lambda name: AXES.index(self.test(name).axis))
 
     def by_setting(self) -> dict[str, Comparison]:
-        """Of a grid, such as four encodings with one to four layers, the encodings by what else is set ("layers=1").
+        """Splits a grid, such as four encodings with one to four layers, into a comparison per setting ("layers=1").
 
-        One that lacks a setting, whose runs are not finished, say, has no scores there. A comparison that is no grid is
-        whole, with nothing set.
+        An encoding without scores in a setting (its runs are unfinished, say) is empty there. A comparison that is no
+        grid stays whole, under "".
         """
         settings: dict[str, dict[str, str]] = {}  # setting -> encoding -> label
         for label in self.values:
@@ -123,7 +124,7 @@ class Comparison:
         }
 
     def describe(self, condition: str) -> str:
-        """What a table of one test shows."""
+        """The title of a test's table."""
         test, seeds = self.test(condition), self.seeds()
         counts = {len(values) for row in self.values.values() for place, values in row.items() if place[0] == condition}
         fewer = "up to " * (len(counts) > 1)
@@ -144,26 +145,22 @@ class Comparison:
                 solved[label] = length
         return solved
 
-    def fewest_layers(self, condition: str) -> dict[str, dict[int, int]]:
-        """For each label but for its number of layers, the fewest that solve each length; nothing if none differ."""
-        fewest = dict[str, dict[int, int]]()
-        for label, reach in self.solved(condition).items():
+    def by_layers(self) -> dict[str, dict[int, str]]:
+        """For each label without its number of layers, the labels by that number; empty if layers are not swept."""
+        labels: dict[str, dict[int, str]] = {}
+        for label in self.values:
             words = label.split(" ")
-            layers = [int(word.removeprefix("layers=")) for word in words if word.startswith("layers=")]
-            name = " ".join(word for word in words if not word.startswith("layers="))
-            for count in layers:
-                by_length = fewest.setdefault(name, {})
-                for length in self.lengths(condition):
-                    if reach is not None and length <= reach:
-                        by_length[length] = min(count, by_length.get(length, count))
-        return fewest
+            for layers in (word for word in words if word.startswith("layers=")):
+                name = " ".join(word for word in words if word != layers)
+                labels.setdefault(name, {})[int(layers.removeprefix("layers="))] = label
+        return labels
 
 
 def paired_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The mean of one's losses less the other's, and its standard error between texts.
+    """The mean of one's losses minus the other's, and its standard error across texts.
 
     Args:
-        one: losses (seeds, texts) of a model; of several seeds, the mean is compared.
+        one: losses (seeds, texts) of a model, which are averaged over seeds.
         other: likewise, on the same texts.
     """
     pairs = zip(*(map(mean, zip(*seeds, strict=True)) for seeds in (one, other)), strict=True)
@@ -172,23 +169,23 @@ def paired_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[f
 
 
 def same_texts(scores: Sequence[Score]) -> bool:
-    """Whether scores are of the same texts, so that their losses are pairs: one held-out file may have changed."""
+    """Whether scores are on the same texts, so that losses can be paired: a held-out file may have changed."""
     digests = {one.digest for one in scores} - {""}
     return len(digests) < 2 and len({(one.longest, len(one.texts)) for one in scores}) == 1
 
 
 def format_difference(mean: float, error: float) -> str:
-    """Without the standard error where one text has none."""
+    """Mean ± standard error, or the mean alone for a single text."""
     return f"{mean:+.4f}" if isnan(error) else f"{mean:+.4f} ± {error:.4f}"
 
 
 def difference_unit(texts: int) -> str:
-    """What a table of paired differences on so many texts has in its cells."""
+    """The unit of paired differences on so many texts, for the title of their table."""
     return f"nats ± standard error between {texts} texts" if texts > 1 else "nats, on one text"
 
 
-def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str], list[list[str]]] | None:
-    """What a table of differences shows, its headings and rows by length; None if there is nothing to pair."""
+def paired_table(comparison: Comparison, condition: str) -> Table | None:
+    """Title, headings and rows of the table of paired differences by length; None if there is nothing to pair."""
     tested = [label for label, places in comparison.texts.items() if any(name == condition for name, _ in places)]
     if len(tested) < 2:
         return None
@@ -210,14 +207,41 @@ def paired_table(comparison: Comparison, condition: str) -> tuple[str, list[str]
     return about, [comparison.test(condition).axis, *map(title_of, others)], rows
 
 
+def solved_tables(comparison: Comparison, condition: str) -> Iterator[Table]:
+    """Word problems: the longest length each encoding solves and, if layers are swept, the fewest for each length."""
+    if comparison.recipe.task not in WORD_PROBLEMS:
+        return
+    title = f"Longest length solved (more than {SOLVED:.0%} of rows right)"
+    solved, swept = comparison.solved(condition), comparison.by_layers()
+    if not swept:
+        yield title, ["", "length"], [[title_of(label), str(length or "–")] for label, length in solved.items()]
+        return
+    lengths, counts = comparison.lengths(condition), sorted({count for labels in swept.values() for count in labels})
+    longest, fewest = [], []
+    for name, labels in swept.items():
+        reach = {count: solved[labels[count]] or 0 for count in counts if count in labels}
+        longest.append([title_of(name), *(str(reach.get(count) or "–") for count in counts)])
+        enough = [[count for count in reach if reach[count] >= length] for length in lengths]
+        fewest.append([title_of(name), *(str(min(some)) if some else "–" for some in enough)])
+    yield f"{title}, by number of layers", ["", *map(str, counts)], longest
+    yield "Fewest layers that solve each length", ["", *map(str, lengths)], fewest
+
+
+def further_tables(comparison: Comparison, condition: str) -> Iterator[Table]:
+    """What a test shows beside its scores: what is solved, and differences paired on the same texts."""
+    yield from solved_tables(comparison, condition)
+    if paired := paired_table(comparison, condition):
+        yield paired
+
+
 def gather(
     title: str, runs: Iterable[Run], lengths: Sequence[int] | None = None, planned: Sequence[Recipe] = (),
     sharpen_beyond: int | None = None,
 ) -> Comparison:  # fmt: skip
-    """The reported scores of finished runs: at these lengths, at those of their recipes if (), or all there are.
+    """Collects reported scores of finished runs: at these lengths, at those of their recipes if (), or all if None.
 
-    `planned` are recipes of runs that are not there yet, see :func:`by_label`. With `sharpen_beyond` the scores of the
-    same models sharpened are beside them.
+    `planned` are recipes of runs that do not exist yet, see :func:`by_label`. With `sharpen_beyond`, scores of the same
+    models sharpened are added.
     """
     runs = list(runs)
     several = len({run.recipe.length for run in runs}) > 1  # training lengths
@@ -242,7 +266,7 @@ def gather(
 
 
 def _scored(labelled: dict[str, list[Run]], sharpen_beyond: int | None) -> Iterator[tuple[str, Run, list[Score]]]:
-    """Labels, finished runs and their scores: as they are, then sharpened if asked to."""
+    """Labels, finished runs and their scores; and, if asked for, the scores of the sharpened models."""
     for label, seeds in labelled.items():
         finished = [run for run in seeds if run.finished]
         yield from ((label, run, [*with_mean(run.reported().values()), *learning(run)]) for run in finished)
@@ -251,7 +275,7 @@ def _scored(labelled: dict[str, list[Run]], sharpen_beyond: int | None) -> Itera
 
 
 def learning(run: Run) -> list[Score]:
-    """Losses while training, each the mean of a stretch of steps, where a recipe asks for the loss of training."""
+    """The training curve, means over stretches of steps, if the recipe has the evaluator training-loss."""
     if "training-loss" not in run.recipe.evaluators:
         return []
     points = [(line["step"], line["loss"]) for line in run.metrics() if line["loss"] is not None]
@@ -266,7 +290,7 @@ def learning(run: Run) -> list[Score]:
 
 
 def with_mean(scores: Iterable[Score]) -> list[Score]:
-    """Scores, and where they are of a suite of tasks the mean of all, at each length that all have."""
+    """Adds the mean over the tasks of a suite, at each length that all tasks have."""
     scores = list(scores)
     of_tasks = [score for score in scores if score.measure == "score"]
     tasks = len({score.condition for score in of_tasks})
@@ -279,16 +303,16 @@ def with_mean(scores: Iterable[Score]) -> list[Score]:
 
 
 def alike(recipe: Recipe) -> Recipe:
-    """What runs that are compared have in common: all but the encoding, its options, the seed, and the width."""
+    """The settings that compared runs share: all but the encoding, its options, the seed and the width."""
     width = recipe.heads * Recipe.width  # any that the heads can divide
     return replace(recipe, encoding=Recipe.encoding, encoding_options={}, seed=0, width=width, initial=0.0)
 
 
 def by_label(runs: Iterable[Run], planned: Sequence[Recipe] = ()) -> dict[str, list[Run]]:
-    """Runs by encoding and what sets them apart from others of the same encoding, planned ones too: "sympow p=4".
+    """Groups runs by encoding and by settings that tell runs of an encoding apart, planned ones too: "sympow p=4".
 
-    Runs of one label differ in the seed and the training length alone. A seed counts once: a second run of it is the
-    same figure again, not a second sample.
+    Runs with the same label differ only in seed and training length. A seed counts once: a second run of it repeats the
+    same figure and is not a second sample.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -308,7 +332,7 @@ def by_label(runs: Iterable[Run], planned: Sequence[Recipe] = ()) -> dict[str, l
 
 
 def _settings(recipe: Recipe, left_out: Sequence[str]) -> dict[str, Any]:
-    """What a label may name: fields of a recipe, options of task and encoding ("prism.width" beside "width")."""
+    """Settings that a label may name: recipe fields, options of task and encoding ("prism.width" beside "width")."""
     data = recipe.to_dict()
     of_task = {f"options.{key}" if key in data else key: value for key, value in data.pop("options").items()}
     options = data["encoding_options"].get(recipe.encoding, {})

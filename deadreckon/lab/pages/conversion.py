@@ -1,7 +1,7 @@
-"""What conversions came to.
+"""Reports on conversions: the model card of one, and a page that compares several of one teacher.
 
-Of one, `deadreckon convert` writes a model card: teacher, start and student by length, in generation and in speed. Of
-several of one teacher, `deadreckon report` writes a page: losses by length before and after, and what they cost.
+`deadreckon convert` writes the card: teacher, start and student, with perplexity by context length, agreement in greedy
+decoding, and speed. `deadreckon report` writes the page: losses by length before and after, and training cost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt
 
 
 def convert(conversion: Conversion, out: Path, device: str, console: Console) -> None:
-    """Converts, measures teacher, start and student, and writes report.json and README.md beside the model."""
+    """Converts a model, evaluates teacher, start and student, and writes report.json and README.md beside the model."""
     convert_run(conversion, out, device=device, console=console)
     report, written, beside = dict[str, Any](), dict[str, Tensor](), dict[str, Any]()
     with quiet_transformers(), console.status(f"measuring {out} and its teacher"):
@@ -69,13 +69,13 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
 
 
 def tokens_of(checkpoint: str | Path) -> int | None:
-    """That a checkpoint of a run was trained on."""
+    """Training tokens of a run's checkpoint; None if unknown."""
     path = Path(checkpoint) / "progress.json"
     return int(json.loads(path.read_text())["tokens"]) if path.exists() else None
 
 
 def continue_greedily(model: dr.DeadReckonForCausalLM, prompts: Tensor) -> tuple[Tensor, float]:
-    """What a model adds to prompts (prompts, new), and tokens per second."""
+    """New tokens of a model after prompts (prompts, new), and tokens per second."""
     began = time.perf_counter()
     mask = torch.ones_like(prompts)
     tokens = model.generate(
@@ -86,13 +86,13 @@ def continue_greedily(model: dr.DeadReckonForCausalLM, prompts: Tensor) -> tuple
 
 
 def match(expected: Tensor, chosen: Tensor) -> float:
-    """The share of tokens up to and without the first that differs in each row."""
+    """The share of tokens that come before the first mismatch in their row."""
     return float((expected == chosen).long().cumprod(1).double().mean())
 
 
 def measure(model: dr.DeadReckonForCausalLM, conversion: Conversion) -> dict[str, Any]:
-    """Perplexity by test and length, losses likewise, on texts that are the same for all models and lengths; and tokens
-    per second read."""
+    """Perplexity and per-text losses by test and length, on the same texts for all models and lengths; and tokens per
+    second of a forward pass."""
     recipe = conversion.test_recipe()
     rows = conversion.sample_tests(1, recipe.length).to(next(model.parameters()).device)
     perplexity, texts = ({name: dict[int, Any]() for name in recipe.conditions} for _ in range(2))
@@ -106,7 +106,7 @@ def measure(model: dr.DeadReckonForCausalLM, conversion: Conversion) -> dict[str
 
 
 def tabulate(measured: dict[str, dict[str, Any]]) -> str:
-    """In Markdown: a row for each model."""
+    """Markdown table with a row for each model."""
     tested = measured["teacher"]["perplexity"]
     places = [(condition, length) for condition, by_length in tested.items() for length in by_length]
     rows = [
@@ -119,12 +119,12 @@ def tabulate(measured: dict[str, dict[str, Any]]) -> str:
 
 
 def named(condition: str, conditions: Collection[str]) -> str:
-    """Which test it is, in words to add, where there are several."""
+    """The name of a test in brackets, if there are several."""
     return f" ({condition})" if len(conditions) > 1 else ""
 
 
 def model_card(conversion: Conversion, out: Path, table: str, agreement: float, device: str) -> str:
-    """README.md, as the Hugging Face Hub shows it."""
+    """The model card of a conversion, README.md."""
     runs = [Run(out / stage) for stage, _ in conversion.recipes(out)]
     stages = [
         [run.path.name, run.recipe.steps, f"{run.progress().tokens:,}", f"{run.recipe.learning_rate:g}"] for run in runs
@@ -149,7 +149,7 @@ def model_card(conversion: Conversion, out: Path, table: str, agreement: float, 
 
 @dataclass(frozen=True)
 class Converted:
-    """A finished conversion, as its folder tells of it."""
+    """A finished conversion, read from its folder."""
 
     name: str
     report: dict[str, Any]
@@ -169,11 +169,11 @@ class Converted:
         return cls(folder.name, report, [Run(stage) for stage in stages])
 
     def texts(self, model: str, condition: str) -> Texts:
-        """Of "teacher", "start" or "student" in a test; a conversion without stages ends as it starts."""
+        """Per-text losses of "teacher", "start" or "student" in a test; without stages, the start is the student."""
         return _by_length(self.report.get(model, self.report["student"]), condition)
 
     def courses(self, condition: str) -> dict[tuple[str, str], Course]:
-        """Of the stages of training, in a test, by name and stage."""
+        """The gap to the teacher during training, in a test, by name and stage."""
         spent, courses = 0, {}
         for run in self.runs:
             courses[self.name, run.path.name] = self._course(run, condition, spent)
@@ -181,19 +181,19 @@ class Converted:
         return courses
 
     def courses_beside(self, condition: str) -> dict[tuple[str, str], Course]:
-        """Of the trainings of other models, if they were tested alike."""
+        """The same for the training runs of the teacher and of other models, if they were tested alike."""
         tests = {tests_of(run.recipe) for run in self.runs}
         alike = {name: run for name, run in self.trainings().items() if tests_of(run.recipe) in tests}
         return {(name, "training"): self._course(run, condition) for name, run in alike.items()}
 
     def trainings(self) -> dict[str, Run]:
-        """The runs that its teacher and the models beside it are checkpoints of, where they are."""
+        """The runs that the teacher and the models beside it are checkpoints of, if they exist."""
         folders = {"teacher": self.report["conversion"]["source"]} | {f"`{name}`": name for name in self.beside}
         runs = {name: Path(folder).parent for name, folder in folders.items()}
         return {name: Run(path) for name, path in runs.items() if (path / "recipe.json").exists()}
 
     def _course(self, run: Run, condition: str, spent: int = 0) -> Course:
-        """Without a last checkpoint, which knows how many tokens a step has, there is none."""
+        """The gap to the teacher by training tokens; empty without a last checkpoint, which has the tokens per step."""
         expected, progress = self.report["teacher"]["at_length"].get(condition, []), run.progress()
         course, place = [], (condition, self.length)
         for line in run.lines("evaluations") if progress.step else ():
@@ -205,22 +205,22 @@ class Converted:
 
     @property
     def lengths(self) -> dict[str, list[int]]:
-        """That models were tested at in the end, by test."""
+        """Lengths of the final evaluation, by test."""
         return {condition: list(self.texts("teacher", condition)) for condition in self.report["teacher"]["texts"]}
 
     @property
     def beside(self) -> dict[str, Any]:
-        """Other models that were measured, by their folders."""
+        """Other models that were evaluated, by folder."""
         return self.report.get("beside", {})
 
     @property
     def tokens(self) -> int:
-        """That the student was trained on."""
+        """Tokens that the student was trained on, in all stages."""
         return sum(run.progress().tokens for run in self.runs)
 
     @property
     def length(self) -> int:
-        """That the teacher was trained at."""
+        """The conversion's training length, which is taken for the teacher's."""
         return int(self.report["conversion"]["length"])
 
 
@@ -229,19 +229,19 @@ def _by_length(measured: dict[str, Any], condition: str) -> Texts:
 
 
 def tests_of(recipe: Recipe) -> tuple[object, ...]:
-    """What decides which texts a model is tested on while it is trained."""
+    """Whatever determines the texts that a model is evaluated on during training."""
     options = {name: recipe.options | changed for name, changed in recipe.conditions.items()}
     texts = [(name, one.get("data"), one.get("held_out", ""), one.get("part")) for name, one in options.items()]
     return *texts, recipe.test_lengths, recipe.test_tokens
 
 
 def all_beside(conversions: Sequence[Converted]) -> dict[str, Any]:
-    """Other models that were measured, each once."""
+    """Other models that were evaluated, each once."""
     return {folder: measured for one in conversions for folder, measured in one.beside.items()}
 
 
 def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> None:
-    """Writes a page of Markdown, and its picture beside it."""
+    """Writes a Markdown page, and its picture beside it."""
     conversions = [Converted.read(folder) for folder in folders]
     lengths, first = conversions[0].lengths, conversions[0].report["environment"]
     if any(one.lengths != lengths for one in conversions):
@@ -265,7 +265,7 @@ def write_conversions(path: Path, folders: Sequence[Path], console: Console) -> 
 
 
 def compared(conversions: Sequence[Converted]) -> Comparison:
-    """What the picture shows: the teacher, every end, and other models."""
+    """The scores in the picture: of the teacher, every student, and other models."""
     values: dict[str, dict[Place, list[float]]] = {}
     for condition in conversions[0].lengths:
         rows = {"teacher": conversions[0].texts("teacher", condition)}
@@ -280,7 +280,7 @@ def compared(conversions: Sequence[Converted]) -> Comparison:
 
 
 def tables_of_test(conversions: Sequence[Converted], condition: str) -> list[str]:
-    """What a page shows of a test: losses in the end, how far they are off the teacher's, and how these came about."""
+    """The page's tables of a test: final losses, their difference to the teacher's, and that gap during training."""
     teacher = conversions[0].texts("teacher", condition)
     texts, which = len(next(iter(teacher.values()))), named(condition, conversions[0].lengths)
     on = f"the same {texts} held-out texts" if texts > 1 else "one held-out text"
@@ -297,7 +297,7 @@ def tables_of_test(conversions: Sequence[Converted], condition: str) -> list[str
 
 
 def loss_table(conversions: Sequence[Converted], condition: str) -> str:
-    """A row for the teacher, two for each conversion, its start and its end, and one for each model beside them."""
+    """Losses: a row for the teacher, two for each conversion (start and end), and one for each other model."""
 
     teacher, rows = conversions[0].texts("teacher", condition), list[list[object]]()
 
@@ -316,7 +316,7 @@ def loss_table(conversions: Sequence[Converted], condition: str) -> str:
 
 
 def difference_table(conversions: Sequence[Converted], condition: str) -> str:
-    """A row for each conversion, and for each model beside them."""
+    """Differences to the teacher: a row for each conversion and each other model."""
     ends = {one.name: one.texts("student", condition) for one in conversions}
     ends |= {f"`{name}`": _by_length(measured, condition) for name, measured in all_beside(conversions).items()}
     teacher, rows = conversions[0].texts("teacher", condition), dict[str, dict[int, str]]()
@@ -327,7 +327,7 @@ def difference_table(conversions: Sequence[Converted], condition: str) -> str:
 
 
 def course_rows(conversions: Sequence[Converted], condition: str) -> list[list[object]]:
-    """How far a student was off its teacher while it was trained, if that is known."""
+    """Rows on the gap to the teacher during training, of models for which it was recorded."""
     courses = {names: course for one in conversions for names, course in one.courses_beside(condition).items()}
     courses |= {names: course for one in conversions for names, course in one.courses(condition).items()}
     rows: list[list[object]] = []
@@ -344,7 +344,7 @@ def course_rows(conversions: Sequence[Converted], condition: str) -> list[list[o
 
 
 def cost_table(conversions: Sequence[Converted]) -> str:
-    """Stages with their steps, tokens, rates and lengths, and the share of greedily chosen tokens that stayed."""
+    """Stages with steps, tokens, lengths and learning rates, and agreement with the teacher in greedy decoding."""
     rows = []
     for one in conversions:
         for run in one.runs:

@@ -29,7 +29,7 @@ TESTS = (("as trained", 1), ("sparse", 1), ("dense", 1), ("as trained", 4))  # c
 
 @dataclass
 class Contestant:
-    """One encoding in training, and its errors in the tests."""
+    """One model in training, and its test errors."""
 
     title: str
     model: dr.DeadReckonForCausalLM
@@ -43,14 +43,14 @@ class Contestant:
 
 
 def demo_recipe(steps: int = 500, length: int = 128, seed: int = 0) -> Recipe:
-    """The tiny flip-flop, of these sizes."""
+    """The tiny flip-flop recipe with these settings."""
     return replace(find_recipe("flipflop"), steps=steps, length=length, seed=seed)
 
 
 def run_demo(
     console: Console, encodings: tuple[str, ...], recipe: Recipe, picture: Path | None, device: str = "cpu"
 ) -> list[Contestant]:
-    """Trains the encodings side by side on the same data, then scores, tabulates and draws them."""
+    """Trains the encodings side by side on the same data, then evaluates, prints and plots them."""
     console.print(
         f"[bold]Flip-flop[/]: remember the last written bit. {len(encodings)} transformers of 1 layer, 2 heads and "
         f"width 64, {recipe.steps} steps of {recipe.batch_size} × {recipe.length} tokens, seed {recipe.seed}."
@@ -78,10 +78,10 @@ def run_demo(
 
 
 def measure_threads(contestants: list[Contestant], recipe: Recipe, console: Console) -> int:
-    """One thread or two, whichever is faster; prints how long training will take with either.
+    """Chooses one thread or two, whichever is faster, and prints estimates of the training time.
 
-    A tiny model gains little from a second thread and, where others use the machine, waits for it. The steps are taken
-    by copies of the models, on a quarter of a batch, so that a slow machine has its answer in seconds, too.
+    A tiny model gains little from a second thread, and waits for it if other processes use the machine. The trial steps
+    are taken by copies of the models on a quarter of a batch, so that they take seconds on a slow machine, too.
     """
     part = max(1, recipe.batch_size // 4)
     small = replace(recipe, batch_size=part)
@@ -103,7 +103,7 @@ def measure_threads(contestants: list[Contestant], recipe: Recipe, console: Cons
 
 
 def _train(console: Console, contestants: list[Contestant], recipe: Recipe, began: float) -> None:
-    """All steps, with a live table on a terminal and a line every few seconds elsewhere."""
+    """Takes all steps, with a live table on a terminal and a line every few seconds elsewhere."""
     trained = [(contestant, train(contestant.model, FlipFlop(), recipe)) for contestant in contestants]
     first = said = time.perf_counter()
     with Live(console=console, refresh_per_second=4, transient=True) as live:

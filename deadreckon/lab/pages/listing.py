@@ -29,7 +29,7 @@ def print_listing() -> None:
 
 
 def _describe(name: str, kind: Any) -> tuple[str, str]:
-    """What an encoding does, and its options."""
+    """Description and options of an encoding."""
     parameters = [p for p in inspect.signature(kind).parameters.values() if p.name != "sizes"]
     options = ", ".join(f"{p.name}={p.default}" for p in parameters)
     if name.endswith("-values") and getattr(kind, "values", False):

@@ -1,13 +1,14 @@
-"""Pictures of results, in colours that most colour-blind people tell apart (Okabe and Ito's palette)."""
+"""Plots of results, in a palette for colour-blind readers (Okabe and Ito's)."""
 
 from __future__ import annotations
 
 import io
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from statistics import mean, stdev
 from textwrap import fill
@@ -28,16 +29,31 @@ from deadreckon.tasks.files import writing
 
 PLAIN: Any = {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deadreckon"}
 MARKERS = "osD^vPX"  # one fewer than colours, so that pairs of them differ
-# The part of a curve that need not fit in its panel: first positions and first steps are hard for all.
+# Plots scale to the curve from this share on: loss is high for all at the first positions and steps.
 LATE = {"position": 1 / 64, "step": 1 / 10}
 COLOURS = ("#999999", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
+FAMILIAR = ("rope", "fox", "path", "path-fox", "stickbreaking", "alibi")  # encodings with a look of their own
+
+
+def looks(labels: Iterable[str], first: int = 0) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each label: encodings in `FAMILIAR` look alike in all pictures, others take what is left.
+
+    Args:
+        labels: encodings, with the options or the seed behind their name, if any, such as "path-0".
+        first: number of the look that others begin with.
+    """
+    encodings = {label: re.sub(r"-\d+$", "", label.split(" ")[0]) for label in labels}
+    once = [name for name, times in Counter(encodings.values()).items() if times == 1 and name in FAMILIAR]
+    others = (number for number in count(first) if number not in map(FAMILIAR.index, once))
+    numbers = {label: FAMILIAR.index(name) if name in once else next(others) for label, name in encodings.items()}
+    return {label: (COLOURS[n % len(COLOURS)], MARKERS[n % len(MARKERS)]) for label, n in numbers.items()}
 
 
 @contextmanager
 def drawing(
     target: Path | io.StringIO, rows: int = 1, columns: int = 1, font: int = 10, **options: Any
 ) -> Iterator[tuple[Figure, Any]]:
-    """A figure and its panels to draw on; then it is written to a file, or as SVG."""
+    """A figure and its axes to draw on, which is then saved to a file, or as SVG."""
     with plt.rc_context(PLAIN | {"font.size": font}):
         figure, panels = plt.subplots(rows, columns, layout="constrained", **options)
         yield figure, panels
@@ -52,7 +68,7 @@ def drawing(
 def flipflop_picture(
     learning: dict[str, list[float]], tested: dict[str, list[float]], tests: Sequence[str], step: str, path: Path
 ) -> None:
-    """Errors of each encoding while learning, by `step`, on the left, and in each test, on the right."""
+    """Plots errors of each encoding during training, by `step`, on the left, and in each test on the right."""
     with drawing(path, 1, 2, figsize=(10, 3.8), width_ratios=(1, 1.25)) as (_, (left, right)):
         for (title, errors), colour in zip(learning.items(), cycle(COLOURS), strict=False):
             numbers, means = _smooth([100 * error for error in errors])
@@ -72,7 +88,7 @@ def flipflop_picture(
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
-    """Scores against length, a panel for each test, and of a grid for each setting, the training length marked."""
+    """Plots scores by length, a panel for each test and for each setting of a grid, with the training length marked."""
     conditions, settings = comparison.pictured, comparison.by_setting()
     wanted = [(condition, setting) for condition in conditions for setting in settings]
     kinds = Counter((comparison.test(condition).measure, comparison.test(condition).axis) for condition in conditions)
@@ -101,7 +117,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
 def suite_picture(
     scores: dict[str, dict[str, dict[int, float]]], depths: dict[str, dict[float, dict[int, float]]], path: Path
 ) -> None:
-    """The long-context suite: a panel for each task, a line for each model; then passkey by depth, a panel a model.
+    """Plots the long-context suite: a panel for each task, a line for each model; then a heat map of passkey per model.
 
     Args:
         scores: from 0 to 1, by model, task and length.
@@ -134,10 +150,10 @@ def suite_picture(
 
 
 def _draw_task(axes: Axes, by_model: dict[str, dict[int, float]]) -> None:
-    """Scores in % against length, a line for each model."""
-    for (name, by_length), colour, marker in zip(by_model.items(), cycle(COLOURS[2:]), cycle(MARKERS), strict=False):
-        values = [100 * value for value in by_length.values()]
-        axes.plot(list(by_length), values, color=colour, marker=marker, markersize=4, linewidth=1.6, label=name)
+    """Plots scores in % by length, a line for each model."""
+    for name, (colour, marker) in looks(by_model, first=2).items():
+        values = [100 * value for value in by_model[name].values()]
+        axes.plot(list(by_model[name]), values, color=colour, marker=marker, markersize=4, linewidth=1.6, label=name)
     lengths = sorted({length for by_length in by_model.values() for length in by_length})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [_short(length) for length in lengths])
@@ -146,7 +162,7 @@ def _draw_task(axes: Axes, by_model: dict[str, dict[int, float]]) -> None:
 
 
 def _draw_depths(axes: Axes, by_depth: dict[float, dict[int, float]]) -> Any:
-    """A heat map, the beginning of the text on top."""
+    """Draws a heat map of passkey scores by depth and length, the beginning of the text on top."""
     lengths = sorted({length for by_length in by_depth.values() for length in by_length})
     cells = [[100 * by_length.get(n, float("nan")) for n in lengths] for by_length in by_depth.values()]
     image = axes.imshow(cells, vmin=0, vmax=100, cmap="viridis", aspect="auto")
@@ -164,7 +180,7 @@ def _short(length: int) -> str:
 
 
 def scores_svg(comparison: Comparison, condition: str) -> str:
-    """One test as SVG, narrow enough for a phone."""
+    """Plots one test as SVG, narrow enough for a phone."""
     with drawing(file := io.StringIO(), figsize=(5.2, 3.8)) as (figure, axes):
         _draw_scores(axes, comparison, condition)
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
@@ -172,10 +188,10 @@ def scores_svg(comparison: Comparison, condition: str) -> str:
 
 
 def learning_svg(curves: dict[str, list[tuple[list[int], list[float]]]]) -> str:
-    """Loss while learning: (steps, values) of each run, by label."""
+    """Plots training curves as SVG: (steps, values) of each run, by label."""
     with drawing(file := io.StringIO(), figsize=(5.2, 3.4)) as (figure, axes):
-        for (label, seeds), colour in zip(curves.items(), cycle(COLOURS), strict=False):
-            for number, (steps, values) in enumerate(seeds):
+        for label, (colour, _) in looks(curves).items():
+            for number, (steps, values) in enumerate(curves[label]):
                 title = None if number else title_of(label)
                 axes.plot(steps, _smooth(values)[1], color=colour, linewidth=1.5, label=title)
         axes.set(xlabel="training step", ylabel="loss")
@@ -184,13 +200,12 @@ def learning_svg(curves: dict[str, list[tuple[list[int], list[float]]]]) -> str:
 
 
 def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
-    """Means with a band of the standard deviation between seeds, in percent from 0 to 100."""
+    """Plots means with a band of the standard deviation over seeds, in percent from 0 to 100."""
     lengths, test = comparison.lengths(condition), comparison.test(condition)
     scale, least, most = (100.0, 0.0, 100.0) if test.measure in SHARES else (1.0, -math.inf, math.inf)
-    models = dict.fromkeys(label.removesuffix(SHARPENED) for label in comparison.values)
-    looks = dict(zip(models, zip(cycle(COLOURS), cycle(MARKERS), strict=False), strict=False))
+    by_model = looks(dict.fromkeys(label.removesuffix(SHARPENED) for label in comparison.values))
     for label, scores in comparison.values.items():
-        colour, marker = looks[label.removesuffix(SHARPENED)]
+        colour, marker = by_model[label.removesuffix(SHARPENED)]
         line = {"linestyle": "--", "markerfacecolor": "white"} if label.endswith(SHARPENED) else {}
         there = [length for length in lengths if (condition, length) in scores]
         seeds = [[scale * value for value in scores[condition, length]] for length in there]
@@ -234,7 +249,7 @@ def _draw_scores(axes: Axes, comparison: Comparison, condition: str) -> None:
 
 
 def _apart(lengths: Sequence[int], first: int | None) -> list[int]:
-    """Those of the lengths, `first` before others, whose labels do not overlap on a logarithmic axis."""
+    """Chooses lengths, `first` before others, whose labels do not overlap on a logarithmic axis."""
     least = 0.055 * math.log2(max(lengths) / min(lengths))
     kept: list[int] = []
     for length in sorted(lengths, key=lambda length: (length != first, length)):
@@ -244,6 +259,6 @@ def _apart(lengths: Sequence[int], first: int | None) -> list[int]:
 
 
 def _smooth(values: list[float], span: int = 10) -> tuple[list[int], list[float]]:
-    """Averages over the last `span` steps."""
+    """Moving average over the last `span` steps."""
     means = [sum(values[max(0, i + 1 - span) : i + 1]) / min(span, i + 1) for i in range(len(values))]
     return list(range(1, len(values) + 1)), means

@@ -1,4 +1,4 @@
-"""A report on runs: one self-contained page of HTML, readable on a phone and on paper."""
+"""`deadreckon report`: a self-contained HTML page on runs, readable on a phone and on paper."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pre { overflow-x: auto; font-size: .8rem; } details { margin: .75rem 0; }
 
 
 def write_report(paths: Sequence[Path], output: Path) -> int:
-    """Writes a page on all runs in these folders, and says how many there are."""
+    """Writes a page on all runs in these folders; returns their number."""
     order = list(dr.ENCODINGS)
     runs = sorted(find_runs(paths), key=lambda run: (order.index(run.recipe.encoding), run.recipe.seed))
     groups: dict[str, list[Run]] = {}
@@ -49,7 +49,7 @@ def write_report(paths: Sequence[Path], output: Path) -> int:
 
 
 def _section(runs: list[Run]) -> str:
-    """All about the runs of one recipe."""
+    """The section on the runs of one recipe."""
     recipe = runs[0].recipe
     folders = sorted({str(run.path.parent) for run in runs})
     comparison = gather(", ".join(folders), runs)

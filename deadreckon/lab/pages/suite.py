@@ -1,4 +1,4 @@
-"""`deadreckon eval MODEL --suite long`: asks, then prints, draws and writes scores by task and length."""
+"""`deadreckon eval MODEL --suite long`: generates answers, then prints, plots and saves scores by task and length."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_suite(
     device: str = "cpu",
     console: Console | None = None,
 ) -> Scores:
-    """Scores of a model in the suite; answers that are in `out` already are not asked for again.
+    """Scores of a model in the long-context suite; answers that are in `out` already are not generated again.
 
     Arguments are those of the command, `deadreckon.lab.cli.Eval`.
     """
@@ -91,7 +91,7 @@ def run_suite(
 
 
 def find_model(folder: Path, checkpoint: str) -> Path:
-    """Where weights are: a run's checkpoint, or the folder of a saved model itself."""
+    """The folder of the weights: a run's checkpoint, or that of a saved model itself."""
     source = folder / checkpoint if (folder / "recipe.json").exists() else folder
     check_model(source, ours=False)
     return source
@@ -100,7 +100,7 @@ def find_model(folder: Path, checkpoint: str) -> Path:
 def load(
     folder: Path, checkpoint: str, device: str, lengths: Sequence[int], sharpen_beyond: int | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A run's checkpoint or a saved model of any kind, and its tokenizer."""
+    """Loads a run's checkpoint or a saved model of any kind, with its tokenizer."""
     source = find_model(folder, checkpoint)
     tokenizer = tokenizer_beside(source)
     if source != folder:
@@ -115,10 +115,10 @@ def load(
 
 
 def mean_scores(answers: Iterable[Answer], averaged: Collection[str] | None = None) -> Scores:
-    """By task and length, tasks in their order, with the mean of all tasks at the end if there are several.
+    """Mean scores by task and length; with several tasks, their mean comes last.
 
     Args:
-        averaged: the tasks that the mean is of, in place of all.
+        averaged: tasks to average over, in place of all.
     """
     groups: dict[str, dict[int, list[float]]] = {}
     for answer in answers:
@@ -132,7 +132,7 @@ def mean_scores(answers: Iterable[Answer], averaged: Collection[str] | None = No
 
 
 def show(asked: dict[str, list[Answer]], out: Path, console: Console, command: str) -> None:
-    """Prints a table for each model, and writes tables, a picture and the scores to the folder."""
+    """Prints a table for each model, and saves tables, picture and scores to the folder."""
     shared = set.intersection(*({answer.task for answer in answers} for answers in asked.values()))
     scores = {name: mean_scores(answers, shared) for name, answers in asked.items()}
     parts = ["# Long-context suite", "Scores in % by length in tokens, answered by generation.", f"    {command}"]
@@ -149,7 +149,7 @@ def show(asked: dict[str, list[Answer]], out: Path, console: Console, command: s
 
 
 def depths(answers: Iterable[Answer]) -> dict[float, dict[int, float]]:
-    """Scores in passkey by depth and length."""
+    """Mean scores in passkey, by depth and length."""
     groups: dict[float, dict[int, list[float]]] = {}
     for answer in answers:
         if answer.task == "passkey" and answer.depth is not None:
@@ -158,7 +158,7 @@ def depths(answers: Iterable[Answer]) -> dict[float, dict[int, float]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """What models are called: by their folders, and by the folders above where that does not tell them apart."""
+    """Names of models: their folders, with as many parent folders as it takes to tell them apart."""
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ValueError(f"beside: expected other models, each once, got {', '.join(map(str, folders))}")
@@ -170,6 +170,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _answers_file(folder: Path) -> Path:
-    """Of a model's folder, or of the folder that its answers were written to."""
+    """The file of answers in a model's folder, or in a folder that answers were written to."""
     inside = folder / FOLDER / "answers.jsonl"
     return inside if inside.exists() else folder / "answers.jsonl"

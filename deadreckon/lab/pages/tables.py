@@ -1,4 +1,4 @@
-"""Tables for the terminal, in Markdown and in HTML: all columns but the first `left` are of numbers, on the right."""
+"""Tables for terminal, Markdown and HTML: all columns but the first `left` are numeric and right-aligned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deadreckon.lab.files import write_text
 
 
 def by_length(rows: Mapping[str, Mapping[int, str]], heading: str = "") -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of a table with a column for each length that any row has a cell at."""
+    """Headings and rows of a table with a column for each length that occurs in any row."""
     lengths = sorted({length for cells in rows.values() for length in cells})
     return [heading, *map(str, lengths)], [
         [name, *(cells.get(length, "") for length in lengths)] for name, cells in rows.items()
@@ -26,7 +26,7 @@ def by_length(rows: Mapping[str, Mapping[int, str]], heading: str = "") -> tuple
 def terminal(
     headings: Sequence[str], rows: Iterable[Sequence[RenderableType]], left: int = 1, title: str | None = None
 ) -> Table:
-    """For a console; names in the first column are not wrapped."""
+    """A table for the console; names in the first column are not wrapped."""
     table = Table(title=title, title_justify="left")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < left else "right", no_wrap=number == 0)
@@ -36,7 +36,7 @@ def terminal(
 
 
 def fitting(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
-    """A table of numbers for a console: lying on its side if it is wider than that, and less wide so."""
+    """A table of numbers for the console; transposed if it is too wide, and narrower that way."""
     lying: list[Sequence[str]] = list(zip(headings, *rows, strict=True))
     tables = [terminal(headings, rows, left=0), terminal(lying[0], lying[1:])]
     unbounded = console.options.update(max_width=100_000)
@@ -45,7 +45,7 @@ def fitting(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Con
 
 
 def markdown(headings: Sequence[object], rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """For a page."""
+    """A Markdown table."""
 
     def line(cells: Sequence[object]) -> str:
         return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
@@ -54,17 +54,17 @@ def markdown(headings: Sequence[object], rows: Iterable[Sequence[object]], left:
 
 
 def save_markdown(path: Path, parts: Iterable[str]) -> None:
-    """Writes paragraphs, tables and headings, with an empty line between them."""
+    """Writes paragraphs, tables and headings, separated by empty lines."""
     write_text(path, "\n\n".join(parts) + "\n")
 
 
 def image(title: str, picture: Path, page: Path) -> str:
-    """A picture in a page of Markdown, wherever that is."""
+    """A picture in Markdown, with its path relative to the page."""
     return f"![{title}]({os.path.relpath(picture, page.parent)})"
 
 
 def html(headings: Iterable[str], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """Wider than the screen, it scrolls by itself. A pair is a cell and whether it is the best."""
+    """An HTML table, which scrolls if it is wider than the screen. A pair is a cell and whether it is the best."""
 
     def cell(value: Any) -> str:
         text, best = value if isinstance(value, tuple) else (value, False)

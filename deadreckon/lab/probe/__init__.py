@@ -1,11 +1,11 @@
-"""The theory of "Why Do Accumulated Transformations Extrapolate?" made measurable on a trained model.
+"""Measures on a trained model what the theory of "Why Do Accumulated Transformations Extrapolate?" is about.
 
     findings = run_probe(model, tokens, Path("probe"))
 
 `deadreckon probe` does that for the model of a run. `theory` has the paper's closed forms and bounds, `transport`
-estimates means of routes, `attention` looks at a few queries, `layers` makes a head's findings of both, and `reach`
-says how long a context that bears. Apart from these, `cursors` reads what PRISM's cursors do, and
-`maps` what heads look at.
+estimates the mean transport of routes, `attention` recomputes the attention of a few queries, `layers` turns both into
+findings on each head, and `reach` predicts a head's usable context length from them. Apart from these, `cursors` traces
+PRISM's cursors, and `maps` shows attention maps.
 """
 
 from deadreckon.lab.probe.findings import Findings

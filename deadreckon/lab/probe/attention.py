@@ -1,6 +1,6 @@
-"""Attention of a few queries over all that lies behind them: logits and weights, and values carried or not.
+"""Recomputes the attention of a few queries: logits, weights, and sums of values, carried along routes or not.
 
-Only sampled queries are looked at, (B, H, Q, T) numbers a layer, so that sequences may be long.
+Only sampled queries are computed, (B, H, Q, T) numbers a layer, so that sequences may be long.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BLOCK = 64  # tokens whose Householder steps are taken at once
 
 
 def per_head(x: Tensor, heads: int) -> Tensor:
-    """(B, T, 1 | H | Hq, …) to (B, T, Hq, …)."""
+    """Repeats per-head tensors: (B, T, 1 | H | Hq, …) to (B, T, Hq, …)."""
     return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def vectors_of(layer: dr.AttentionLayer, x: Tensor, context: dr.Context) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a layer (B, T, Hq, ·), as attention sees them, from what its encoding was given."""
+    """Queries, keys and values of a layer (B, T, Hq, ·), as attention sees them, from the inputs of its encoding."""
     width = layer.sizes.head_dim
     q, k, v = (norm(project(x).unflatten(-1, (-1, width))) for norm, project in (
         (layer.q_norm, layer.q_proj), (layer.k_norm, layer.k_proj), (torch.nn.Identity(), layer.v_proj)
@@ -36,7 +36,7 @@ def vectors_of(layer: dr.AttentionLayer, x: Tensor, context: dr.Context) -> tupl
 
 @torch.no_grad()
 def maps_of(model: dr.DeadReckonForCausalLM, tokens: Tensor) -> Tensor:
-    """The weights of all heads on tokens (1, T), of any encoding: (layers, Hq, T, T), a row for each query."""
+    """Attention weights of all heads on tokens (1, T), for any encoding: (layers, Hq, T, T), a row for each query."""
     model.eval()
     layers: list[Any] = [part.get_submodule("self_attn") for part in model.model.layers]
     went_in: dict[Any, Any] = {}
@@ -71,9 +71,9 @@ def turn(x: Tensor, phase: Tensor) -> Tensor:
 
 
 def unrolled(transport: Transport | None, heads: int) -> tuple[Tensor | None, dr.Householder | None]:
-    """What routes turn by and reflect along, in the frame of the beginning, either of which may be missing.
+    """Accumulated angles and Householder steps of a transport, in the frame of the sequence's start; None if missing.
 
-    Phases are angles summed up along the sequence (B, T, Hq, D/2), in float64; directions of steps are turned by them.
+    Phases are cumulative sums of angles (B, T, Hq, D/2), in float64; the directions of steps are rotated by them.
     """
     rotation, steps = dr.Factors(transport).parts()
     if rotation is None:
@@ -83,10 +83,10 @@ def unrolled(transport: Transport | None, heads: int) -> tuple[Tensor | None, dr
 
 
 def logits_of(q: Tensor, k: Tensor, transport: Transport | None, scale: float, places: Tensor) -> Tensor:
-    """scale · k_jᵀ T_ji q_i for the queries i at `places`, (B, H, Q, T); what comes after a query is not defined.
+    """scale · k_jᵀ T_ji q_i for the queries i at `places`, (B, H, Q, T); entries after a query are undefined.
 
     Args:
-        q, k: (B, T, H, D), keys repeated to the heads of queries.
+        q, k: (B, T, H, D), keys repeated to the query heads.
     """
     phases, steps = unrolled(transport, q.shape[2])
     if phases is not None:
@@ -103,11 +103,11 @@ def logits_of(q: Tensor, k: Tensor, transport: Transport | None, scale: float, p
 
 
 def _blocks(steps: dr.Householder, k: Tensor, places: Tensor) -> list[tuple[Tensor, ...]]:
-    """Of each block of tokens: which steps a query meets (Q, S), W and K (B, H, S, D), and of all routes in it X and Y.
+    """For each block of tokens: which steps a query meets (Q, S), W and K (B, H, S, D), and X and Y of all its routes.
 
     With rows for steps, [X, Y] = M⁻¹ diag(β) [W, strictLower(W Kᵀ)], where M = I + strictLower(diag(β) W Wᵀ). Then
-    H_1 ⋯ H_s = I − Xᵀ W with the first s rows of both, and H_s ⋯ H_{j+1} k_j = k_j − Σ_{r≤s} Y_rj w_r. The solve takes
-    the diagonal of M for 1 and what is above it for 0.
+    H_1 ⋯ H_s = I − Xᵀ W with the first s rows of both, and H_s ⋯ H_{j+1} k_j = k_j − Σ_{r≤s} Y_rj w_r. The solver
+    assumes 1 on the diagonal of M and ignores what is above it.
     """
     every = (per_head(x, k.shape[2]).to(k.dtype).transpose(1, 2) for x in (steps.w, steps.beta.unsqueeze(-1), k))
     met = torch.arange(k.shape[1], device=k.device) <= places.unsqueeze(-1)
@@ -134,7 +134,7 @@ def gate_sums(gates: Tensor, places: Tensor) -> Tensor:
 
 
 def weights_of(logits: Tensor, gates: Tensor | None, score: object, distance: Tensor) -> Tensor:
-    """The weights of keys at a distance (Q, T) from the query, by the definition; zero for those that come after it."""
+    """Attention weights by the definition, of keys at a distance (Q, T) from the query; zero for keys after it."""
     behind = distance >= 0
     gate = torch.zeros_like(logits) if gates is None else gates.to(logits.dtype)
     if isinstance(score, dr.Power):

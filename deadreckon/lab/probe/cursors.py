@@ -1,4 +1,4 @@
-"""PRISM's program counter made visible: what a trained model's cursors do on one question and its answer."""
+"""Traces PRISM's cursors, its program counter, while a trained model answers one question."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deadreckon.tasks import task
 
 
 class Pair(NamedTuple):
-    """Which query cursor, with its key cursor; None where that is left open."""
+    """A query cursor and its key cursor; fields that are None are chosen automatically."""
 
     layer: int | None = None
     head: int | None = None
@@ -28,7 +28,7 @@ SIDES = {"query": COLOURS[2], "key": COLOURS[5]}
 
 
 class Trace(NamedTuple):
-    """One head on one sequence of T tokens, and one of its pairs of cursors."""
+    """A trace of one head, and of one pair of its cursors, on a sequence of T tokens."""
 
     words: list[str]
     asked: int  # how many of them are the question
@@ -42,19 +42,19 @@ class Trace(NamedTuple):
 
 
 def words(tokens: Tensor) -> list[str]:
-    """Each token of a row for people; ? for those that the alphabet lacks, which a model may say all the same."""
+    """Tokens of a row as text; ? for tokens outside the alphabet, which a model may predict all the same."""
     return [task.ALPHABET[token] if token < len(task.ALPHABET) else "?" for token in tokens.tolist()]
 
 
 def written(spelt: list[str]) -> str:
-    """Such words in a line."""
+    """Joins words into a line."""
     return (" " if max(map(len, spelt)) > 1 else "").join(spelt)
 
 
 def answer(model: dr.DeadReckonForCausalLM, question: str) -> tuple[Tensor, int]:
-    """Tokens (1, T) of a question, = and what the model says to it, and how many of them it was asked.
+    """Tokens (1, T) of a question, = and the model's answer, and how many of them, = included, are the question.
 
-    A question that goes on behind its = is read as it stands: what cursors do with an answer that is not the model's.
+    If text follows the =, it is taken for the answer: this shows what cursors do with one that is not the model's.
     """
     check_vocabulary(model)
     before, _, given = question.partition("=")
@@ -70,7 +70,7 @@ def answer(model: dr.DeadReckonForCausalLM, question: str) -> tuple[Tensor, int]
 
 
 def layers_of(model: dr.DeadReckonForCausalLM) -> list[Any]:
-    """Its attention layers, all of which have cursors."""
+    """The attention layers of a model; raises unless all of them have cursors."""
     layers: list[Any] = [part.self_attn for part in model.model.layers]
     if not all(hasattr(part.encoding, "cursors") for part in layers):
         raise ValueError(f"model: expected one with the encoding prism, got {model.config.encodings()}")
@@ -79,7 +79,7 @@ def layers_of(model: dr.DeadReckonForCausalLM) -> list[Any]:
 
 @torch.no_grad()
 def trace(model: dr.DeadReckonForCausalLM, tokens: Tensor, asked: int, pair: Pair = ANY) -> Trace:
-    """Reads one head on tokens (1, T); by default that to whose logits position adds most."""
+    """Traces one head on tokens (1, T); by default the one to whose logits position contributes most."""
     layers = layers_of(model)
     layer, head, cursor = _choose(layers, pair)
     attention = layers[layer]
@@ -109,7 +109,7 @@ def trace(model: dr.DeadReckonForCausalLM, tokens: Tensor, asked: int, pair: Pai
 
 
 def _choose(layers: list[Any], pair: Pair) -> tuple[int, int, int]:
-    """What is left open is where (1 − μ)|α| is greatest."""
+    """Chooses fields that are None where (1 − μ)|α| is greatest."""
     alpha = torch.stack([part.encoding.alpha.abs() * (1 - part.encoding.mix.sigmoid()[:, None]) for part in layers])
     for name, value, size in zip(Pair._fields, pair, alpha.shape, strict=True):
         if value is not None and not 0 <= value < size:
@@ -121,14 +121,14 @@ def _choose(layers: list[Any], pair: Pair) -> tuple[int, int, int]:
 
 
 def show(model: dr.DeadReckonForCausalLM, question: str, path: Path, pair: Pair = ANY) -> str:
-    """Lets the model answer, draws what its cursors did, and returns the whole as text."""
+    """Generates the answer, plots the cursors, and returns question and answer as text."""
     tokens, asked = answer(model, question)
     cursors_picture(trace(model, tokens, asked, pair), path)
     return written(words(tokens[0]))
 
 
 def cursors_picture(trace: Trace, path: Path) -> None:
-    """Gates and histograms of a pair of cursors, the likeliest positions of all pairs of its head, its attention."""
+    """Plots gates and histograms of a pair of cursors, the modes of all of its head's cursors, and its attention."""
     size = len(trace.words)
     reach = int(max(modes.max() for modes in trace.modes.values())) + 2
     width = min(18.0, 9.5 + 0.16 * size)  # titles need so much

@@ -1,4 +1,4 @@
-"""What a probe finds, as plain numbers that JSON holds. None stands for what is not defined."""
+"""The findings of a probe, as plain numbers that JSON can hold. None stands for undefined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deadreckon.lab.files import write_text
 
 @dataclass
 class Mixing:
-    """How routes of a head lose their direction; lists go by `Findings.lengths`."""
+    """How fast the mean transport of a head's routes decays; lists are indexed like `Findings.lengths`."""
 
     norm: list[float]  # ‖E[T_ℓ]‖, the largest singular value of the mean route
     typical: list[float]  # the root of their mean square, freed from noise
@@ -31,7 +31,7 @@ class Mixing:
 
 @dataclass
 class Scores:
-    """Logits by distance, gates left out, and what sets near ones apart from far ones, in nats."""
+    """Logits by distance, without gates, and the gaps between near and far ones, in nats."""
 
     by_distance: list[float]  # mean logit in each of `Findings.bins`
     gap_mean: float  # mean near logit − mean far logit
@@ -41,7 +41,7 @@ class Scores:
 
 @dataclass
 class Mass:
-    """Attention by distance, and what of it is far."""
+    """Attention mass by distance, and its far part."""
 
     by_distance: list[float]  # share of the attention in each of `Findings.bins`
     far: float  # share beyond the window, averaged over queries
@@ -54,7 +54,7 @@ class Mass:
 
 @dataclass
 class Values:
-    """How much of the far values cancels when they are summed up."""
+    """How much of the far values cancels in their weighted sum."""
 
     plain: float  # ‖Σ far a v‖ / Σ far a ‖v‖ of values as they are
     # The same of values carried along their routes; None without transport. Reflections with β < 2 also shrink them,
@@ -89,15 +89,15 @@ class Head:
     mass: Mass
     values: Values
     range: Reach  # the length at which the near mass will have fallen to a half of what it was where it was trained
-    # The number of far tokens whose values, summed up, have the norm that all near ones could have, if no more of them
-    # cancels than does here: values as they are, and carried along their routes. None with gates and stick-breaking.
+    # The number of far tokens whose values sum up to the norm that near values could have at most, if they cancel as
+    # much as here: values as they are, and carried along their routes. None with gates and stick-breaking.
     drowned: float | None
     drowned_carried: float | None
 
 
 @dataclass
 class Findings:
-    """All that a probe has found."""
+    """All findings of a probe."""
 
     about: dict[str, Any]  # what was probed, and how
     lengths: list[int]  # of routes
@@ -112,12 +112,12 @@ class Findings:
     loss_more: list[float] | None = None  # how far that is above the same tokens' in a context of the trained length
 
     def save(self, path: Path) -> None:
-        """Writes JSON."""
+        """Writes the findings as JSON."""
         write_text(path, json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Findings:
-        """Reads what `save` has written."""
+        """Reads what `save` wrote."""
 
         def read(data: dict[str, Any]) -> Any:
             kinds = (Mixing, Scores, Mass, Values, Reach, Head, cls)

@@ -1,4 +1,4 @@
-"""One layer of a model under the probe: its heads, from the vectors and factors that went into its attention."""
+"""Probes one layer of a model: findings on each head, from the vectors and factors that its attention received."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Options:
 
 
 class UndefinedError(Exception):
-    """A layer that the theory, or the probe, says nothing about."""
+    """Raised for a layer that the theory, or the probe, does not cover."""
 
 
 def probe_layer(
     number: int, name: str, layer: dr.AttentionLayer, x: Tensor, context: dr.Context, factors: dr.Factors,
     output: Tensor, options: Options,
 ) -> list[Head]:  # fmt: skip
-    """All heads of a layer.
+    """Findings on all heads of a layer.
 
     Args:
-        x, context: what its encoding was given, factors: what it made of that, output: (B, T, Hq · E) of attention.
+        x, context: inputs of its encoding, factors: what the encoding returned, output: (B, T, Hq · E) of attention.
     """
     beyond = [field for field in factors._fields if field not in ("transport", "log_gate", "score")]
     if any(getattr(factors, field) is not None for field in beyond):
@@ -77,12 +77,12 @@ def probe_layer(
 
 
 def distance_bins(tokens: int) -> list[int]:
-    """Where bins of distances begin: 0, 1, 2, 4, …"""
+    """The first distance of each bin: 0, 1, 2, 4, …"""
     return [0, *route_lengths(tokens - 1)]
 
 
 def _mixing(transport: Transport | None, heads: int, options: Options) -> list[Mixing | None]:
-    """How routes mix, for each query head."""
+    """Mixing of routes, for each query head."""
     if transport is None:
         return [None] * heads
     mean = mean_transport(transport, routes=options.routes)
@@ -106,7 +106,7 @@ def _mixing(transport: Transport | None, heads: int, options: Options) -> list[M
 
 
 def _window(mixing: Mixing | None, tokens: int, options: Options) -> tuple[int, str]:
-    """Where far begins, and who says so."""
+    """The distance from which tokens are far, and its origin: "given", "mixing" or "assumed"."""
     if options.window is not None:
         return options.window, "given"
     if mixing is not None and mixing.window is not None and mixing.window <= tokens // 4:
@@ -118,7 +118,7 @@ def _look(
     q: Tensor, k: Tensor, v: Tensor, transport: Transport | None, gates: Tensor | None,
     score: object, output: Tensor, split: Tensor, scale: float, options: Options,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Statistics of each sampled query, (B, H, Q, …), far being `split` (H, 1, 1) tokens and more away."""
+    """Statistics of each sampled query, (B, H, Q, …); tokens are far from a distance of `split` (H, 1, 1) on."""
     places, tokens = options.places, q.shape[1]
     distance = places.unsqueeze(-1) - torch.arange(tokens, device=q.device)  # (Q, T)
     behind, far = distance >= 0, distance >= split  # (Q, T), (H, Q, T)
@@ -168,15 +168,15 @@ def _head(
     number: int, head: int, name: str, factors: dr.Factors, stats: dict[str, Tensor], mixing: Mixing | None,
     window: int, window_from: str, gates: list[float] | None, lengths: list[int], options: Options,
 ) -> Head:  # fmt: skip
-    """The averages over queries, (B, Q, …), and what follows from them."""
+    """Findings on one head: averages over queries, (B, Q, …), and predictions from them."""
     transport, softmax = factors.transport, factors.score == "softmax"
     _, steps = factors.parts()
     stretches = steps is not None and not _contracts(steps)
     far, tokens = stats["far"], FarTokens(window, lengths, gates)
-    # What a context of the trained length shows of far tokens has to do for those of longer ones.
+    # Far tokens within the trained length stand for those of longer contexts.
     last = options.trained - 1 if window < options.trained else math.inf
     counts = torch.tensor([tokens.at(min(place, last)) for place in options.places.tolist()], dtype=torch.float64)
-    # A mean of logs: odds of single queries differ by orders of magnitude.
+    # Averages logarithms: odds of single queries differ by orders of magnitude.
     each = math.exp(float((_log_odds(stats, "seen").cpu() - counts.clamp(min=1e-300).log()).mean()))
     floor = norm_floor = ceiling = weight_gap = None
     if softmax:
@@ -215,17 +215,17 @@ def _head(
 
 
 def _log_odds(stats: dict[str, Tensor], which: str) -> Tensor:
-    """log of far mass, or of what is seen of it, over near mass."""
+    """log(far mass / near mass), with all far mass ("far") or that within the trained length ("seen")."""
     return stats[which].clamp(min=1e-300).log() - stats["near"].clamp(min=1e-300).log()
 
 
 def _by_position(transport: dr.Rotation) -> bool:
-    """Whether every token turns alike, as in RoPE, so that a route is its length."""
+    """Whether all tokens turn by the same angles, as in RoPE, so that a route depends on its length alone."""
     return bool((transport.angles == transport.angles[:1, :1]).all() and transport.angles.any())
 
 
 def _contracts(transport: dr.Householder) -> bool:
-    """Whether no step is longer than 1, up to rounding: 0 ≤ β ‖w‖² ≤ 2."""
+    """Whether every step has a norm of at most 1, up to rounding: 0 ≤ β ‖w‖² ≤ 2."""
     strength = transport.beta * transport.w.square().sum(-1)
     return bool((strength >= -1e-5).all() and (strength <= 2 + 1e-5).all())
 

@@ -1,4 +1,4 @@
-"""What heads look at while a model answers a question: attention, token by token, of any encoding."""
+"""Attention maps of all heads while a model answers a question, for any encoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = (None, None)
 
 
 class Map(NamedTuple):
-    """One head on one sequence of T tokens."""
+    """The attention map of one head on a sequence of T tokens."""
 
     layer: int
     head: int
@@ -29,7 +29,7 @@ class Map(NamedTuple):
 def read_maps(
     model: dr.DeadReckonForCausalLM, tokens: Tensor, asked: int, chosen: tuple[int | None, int | None] = ALL
 ) -> list[Map]:
-    """Maps of tokens (1, T), the first `asked` of them a question, by layer and head: all, or one layer's or head's."""
+    """Attention maps on tokens (1, T), of which `asked` are the question: of all heads, or one layer's or head's."""
     maps = maps_of(model, tokens).cpu()
     places = []
     for name, wanted, count in zip(("layer", "head"), chosen, maps.shape, strict=False):
@@ -39,7 +39,7 @@ def read_maps(
     found = []
     for layer in places[0]:
         for head in places[1]:
-            # The last token of a question says the first of the answer; that of the answer says nothing.
+            # The question's last token predicts the first of the answer; the answer's last token predicts nothing.
             best = maps[layer, head, asked - 1 : -1].max(-1)
             found.append(Map(layer, head, maps[layer, head], best.indices, float(best.values.mean())))
     return found
@@ -48,7 +48,7 @@ def read_maps(
 def show(
     model: dr.DeadReckonForCausalLM, question: str, path: Path, chosen: tuple[int | None, int | None] = ALL
 ) -> str:
-    """Lets the model answer, draws what its heads look at meanwhile, and returns the whole as text."""
+    """Generates the answer, plots the attention maps, and returns question and answer as text."""
     tokens, asked = answer(model, question)
     maps = read_maps(model, tokens, asked, chosen)
     spelt = words(tokens[0])
@@ -57,7 +57,7 @@ def show(
 
 
 def maps_picture(maps: list[Map], spelt: list[str], asked: int, path: Path) -> None:
-    """A panel for each head, those of a layer in a row."""
+    """Plots a panel for each head, those of a layer in a row."""
     rows, columns = len({one.layer for one in maps}), len({one.head for one in maps})
     size = len(spelt)
     side = max(1.6, min(6.0, 16 / columns, 2 + 0.12 * size))  # inches of a panel

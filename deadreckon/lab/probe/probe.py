@@ -1,4 +1,4 @@
-"""A model under the probe: one forward pass, watched."""
+"""Runs a probe: hooks on one forward pass collect findings on every head."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def run_probe(
     """Probes every head of every layer while the model reads some tokens.
 
     Args:
-        model: on any device; it is left as it was.
+        model: on any device; left unchanged.
         tokens: (B, T) whole sequences without padding. T should exceed the trained length, for a measured range.
         out: a folder for probe.json and probe.png; nothing is written by default.
-        labels: (B, T) where the loss counts, as tasks give them; everywhere by default.
-        trained: the length the model was trained at; T by default. If it is less than T, and there are no labels, each
-            token's loss is set beside what it is with a context of that length, for a measured range.
-        window: tokens after which a token is far, for all heads. By default each head's mixing window, if that is at
+        labels: (B, T) positions where the loss counts, as tasks give them; everywhere by default.
+        trained: the training length; T by default. If it is less than T, and there are no labels, each token's loss is
+            compared with its loss in a context of that length, for a measured range.
+        window: distance from which a token is far, for all heads. By default each head's mixing window, if that is at
             most T / 4, else a quarter of the trained length.
         tolerance: ‖E[T_ℓ]‖ below which a route counts as mixed.
-        queries: how many to look at in each sequence, from its second half; with labels, of those that answer in every
-            sequence, if there are any: what others look at may not matter.
+        queries: number sampled in each sequence, from its second half; with labels, from those that predict one in
+            every sequence, if there are any: the attention of other queries may not matter.
         routes: about how many to average where steps do not commute.
-        keep: share of the near mass whose loss ends the predicted range.
-        seed: of the choice of queries, and of encodings that draw.
+        keep: the predicted range ends where near mass has fallen to this share of what it was at the trained length.
+        seed: of the choice of queries, and of encodings that draw random numbers.
     """
     _check(model, tokens, labels, trained, window, tolerance, queries, routes, keep)
     length, device = tokens.shape[1], next(model.parameters()).device
@@ -96,7 +96,7 @@ def run_probe(
 
 
 def _second_half(labels: Tensor | None, length: int) -> Tensor:
-    """Places of queries to choose from: those before a label in all rows, or all."""
+    """Query positions to sample from, in the second half: those that predict a label in all rows, or else all."""
     places = torch.arange(length // 2, length)
     if labels is None:
         return places
@@ -138,7 +138,7 @@ def _check(
 def _watched(
     model: dr.DeadReckonForCausalLM, options: Options, heads: list[Head], undefined: dict[str, str]
 ) -> Iterator[None]:
-    """While this lasts, a forward pass adds what its layers do to `heads`, or to `undefined` why not."""
+    """Within this context, a forward pass adds findings to `heads`, or reasons for having none to `undefined`."""
     names = model.config.encodings()
     for number, name in enumerate(names):  # until its attention is seen
         undefined[f"layer {number}"] = f"{name} went another way than through the layer's attention"
@@ -176,7 +176,7 @@ def _losses(model: dr.DeadReckonForCausalLM, hidden: Tensor, labels: Tensor) -> 
 
 
 def _losses_as_trained(model: dr.DeadReckonForCausalLM, tokens: Tensor, trained: int) -> Tensor:
-    """The same for tokens that have no more behind them than in training, and no less than half of that if there is."""
+    """The same with the context limited to the trained length, and at least half of it where there is as much."""
     length, half = tokens.shape[1], trained // 2
     losses = torch.empty(len(tokens), length - 1, dtype=torch.float64, device=tokens.device)
     for start in (*range(0, length - trained, half), length - trained):
@@ -188,7 +188,7 @@ def _losses_as_trained(model: dr.DeadReckonForCausalLM, tokens: Tensor, trained:
 
 
 def _by_place(losses: Tensor, scored: Tensor) -> tuple[list[int], list[float], list[float]]:
-    """Last place, mean and its standard error of bins that grow by a quarter; bins without a label are left out."""
+    """Last position, mean and standard error of bins that grow by a quarter; bins without a label are left out."""
     ends, means, errors = [], [], []
     start, length = 0, losses.shape[1]
     while start < length:

@@ -1,10 +1,10 @@
-"""How long a context a head bears, from what it does in a shorter one; and where the loss says that it ended.
+"""Predicts a head's usable context length from shorter contexts; and measures, from the loss, where it ended.
 
-The paper proves that far mass must grow and gives no length. What follows from it is taken here: beyond the window
-every far token is like every other (Theorem 1), so that it has the same odds against what is near at any length; near
-mass is 1 / (1 + odds · far tokens), which is the ceiling of the near signal (Proposition 4); and a far token counts for
-as much as gates let through. The odds are those of tokens no farther than the trained length. Where routes turn by
-their length alone, as in RoPE, there is no window, and farther tokens are like none seen before: the range ends there.
+The paper proves that far mass must grow and gives no length. The prediction here: beyond the window every far token is
+like every other (Theorem 1), so that each has the same odds against near tokens at any length; near mass is
+1 / (1 + odds · far tokens), which is the ceiling of the near signal (Proposition 4); and a far token counts for as much
+as gates let through. The odds are measured on tokens no farther than the trained length. If routes depend on their
+length alone, as in RoPE, there is no window, and farther tokens are like none seen in training: the range ends there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ CLOSED = 1e-300  # of gates: as little as nothing, and still a number that has a
 
 
 class FarTokens:
-    """How many far tokens there are at a length, counted for what gates let through; without gates, all of each.
+    """The number of far tokens by context length, each weighted by what gates let through; 1 without gates.
 
-    E[Π f] is measured at some route lengths, is geometric between them, and beyond goes on as between the last two.
+    E[Π f] is measured at some route lengths, interpolated geometrically, and extrapolated at the last rate.
     """
 
     def __init__(self, window: int, lengths: Sequence[int], gates: Sequence[float] | None) -> None:
@@ -38,14 +38,14 @@ class FarTokens:
         self.counts = through.cumsum()  # of far tokens up to each distance
 
     def at(self, length: float) -> float:
-        """Far tokens of a query that has so many tokens behind it."""
+        """Far tokens, weighted, of a query that has `length` tokens behind it."""
         if (beyond := length - self.end) <= 0:
             return float(self.counts[int(length)])
         tail = beyond if self.rate < 1e-12 else math.expm1(-self.rate * beyond) / -math.expm1(self.rate)
         return float(self.counts[-1] + self.last * tail)
 
     def reaching(self, count: float) -> float:
-        """The length at which there are so many; infinite where there never are."""
+        """The length at which there are `count` of them; infinity if there never are."""
         if count <= self.counts[-1]:
             begin = self.window - 1
             return float(np.interp(count, self.counts[begin:], range(begin, self.end + 1)))
@@ -59,7 +59,7 @@ class FarTokens:
 
 
 def predict(odds: float, tokens: FarTokens, trained: int, keep: float) -> Reach:
-    """The length at which near mass is `keep` of what it was at the trained length."""
+    """The length at which near mass has fallen to `keep` of what it was at the trained length."""
     length = tokens.reaching(theory.far_tokens_borne(odds, tokens.at(trained - 1), keep))
     if math.isinf(length):
         return Reach(None, "gates bound what is far, at any length")
@@ -67,7 +67,7 @@ def predict(odds: float, tokens: FarTokens, trained: int, keep: float) -> Reach:
 
 
 def middle(reaches: Sequence[Reach]) -> Reach:
-    """The median; heads without a limit are the longest."""
+    """The median; heads without a limit count as the longest."""
     if not reaches:
         return Reach(None, "no layer could be probed")
     ordered = sorted(reaches, key=lambda reach: math.inf if reach.tokens is None else reach.tokens)
@@ -76,9 +76,9 @@ def middle(reaches: Sequence[Reach]) -> Reach:
 
 
 def measure(places: Sequence[int], loss: Sequence[float], error: Sequence[float], trained: int) -> Reach:
-    """The last position before the loss is worse, by WORSE nats and twice its error, than where the model was trained.
+    """The last position before the loss exceeds that within the trained length, by WORSE nats and twice its error.
 
-    That is the mean loss of bins in the second half of the trained length.
+    The latter is the mean loss of bins in the second half of the trained length.
     """
     usual = [value for place, value in zip(places, loss, strict=True) if trained // 2 <= place < trained]
     if not usual:
@@ -88,7 +88,7 @@ def measure(places: Sequence[int], loss: Sequence[float], error: Sequence[float]
 
 
 def measure_more(places: Sequence[int], more: Sequence[float], error: Sequence[float], trained: int) -> Reach:
-    """The last position before tokens are worse off, by WORSE nats and twice the error, than with a trained context."""
+    """The last position before tokens lose WORSE nats and twice the error against a context of the trained length."""
     return _first_above(WORSE, places, more, error, trained, f"that of a context as trained and {WORSE} nats")
 
 

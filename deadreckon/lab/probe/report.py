@@ -1,4 +1,4 @@
-"""A probe's findings as tables on a terminal, and as one picture: a line for each head, in the colour of its layer."""
+"""A probe's findings as tables on a terminal, and as one plot: a line for each head, coloured by layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLES = {
 
 
 def print_findings(findings: Findings, console: Console) -> None:
-    """One row a head, then the ranges, then what is not defined."""
+    """Prints a row for each head, then the ranges, then what is undefined."""
     about = findings.about
     looked_at = f"{about['rows']} × {about['length']} tokens, {about['queries']} queries a row"
     names = dict.fromkeys(head.encoding for head in findings.heads)
@@ -53,14 +53,14 @@ def print_findings(findings: Findings, console: Console) -> None:
 
 
 def _unmeasured(findings: Findings) -> str:
-    """What is said of a range that has no end: it may have been beyond what was read, or nothing told."""
+    """Text for a measured range without an end: not reached in these tokens, or not measured at all."""
     trained = findings.about["trained"] or findings.about["length"]
     told = findings.loss_more is not None or any(trained // 2 <= place < trained for place in findings.places)
     return "not reached" if told else "not measured"
 
 
 def spell_tokens(tokens: float) -> str:
-    """A number of tokens, short."""
+    """A short form of a number of tokens."""
     return f"{tokens:.0f}" if tokens < 1e5 else f"{tokens:.1e}"
 
 
@@ -93,7 +93,7 @@ def _percent(share: float | None) -> str:
 
 
 def probe_picture(findings: Findings, path: Path) -> None:
-    """Mean transport, logits and attention by distance, far mass between its bounds, cancellation, and ranges."""
+    """Plots mean transport, logits and attention by distance, far mass with its bounds, cancellation, and ranges."""
     logits = partial(_by_distance, "scores.by_distance", "mean logit, nats", "Score by distance, without gates")
     attention = partial(_by_distance, "mass.by_distance", "share of attention", "Attention by distance")
     draws: list[Callable[[Findings, Any], None]]
@@ -113,7 +113,7 @@ def probe_picture(findings: Findings, path: Path) -> None:
 
 
 def _colour(findings: Findings, layer: int) -> Any:
-    """Its own for each of a few layers; of many, from dark to light."""
+    """Distinct colours for a few layers; for many, a scale from dark to light."""
     known, layers = COLOURS[1:], sorted({head.layer for head in findings.heads})
     place = layers.index(layer)
     return known[place] if len(layers) <= len(known) else colormaps["viridis"](0.95 * place / (len(layers) - 1))
@@ -144,7 +144,7 @@ def _transport(findings: Findings, panel: Any) -> None:
 
 
 def _by_distance(name: str, ylabel: str, title: str, findings: Findings, panel: Any) -> None:
-    """Bins by number: distance 0 has no place on a logarithmic axis."""
+    """Plots by number of bin, since distance 0 has no place on a logarithmic axis."""
     places = list(range(len(findings.bins)))
     _lines(findings, panel, places, name)
     panel.set_xticks(places[::2], [str(start) for start in findings.bins[::2]])

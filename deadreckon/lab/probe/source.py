@@ -1,4 +1,4 @@
-"""What is probed: the model of a run or of a folder, and what it reads."""
+"""Inputs of a probe: the model of a run or of a folder, and the sequences that it reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deadreckon.tasks.text import read_documents
 
 
 def check_vocabulary(model: dr.DeadReckonForCausalLM) -> None:
-    """Raises ValueError if a model cannot be asked in digits and words."""
+    """Raises ValueError unless a model has the vocabulary of PRISM's tasks, in which questions are asked."""
     if (known := model.config.vocab_size) != VOCAB_SIZE:
         raise ValueError(
             f"run: expected a model of PRISM's tasks, such as copy, to look at while it answers a question, got one "
@@ -39,19 +39,19 @@ class Rows(NamedTuple):
 
 
 def _even(tokens: Tensor, labels: Tensor, trained: int | None) -> Rows:
-    """Rows up to where the first of them has nothing more to say: what comes then is padding, or counts for nothing."""
+    """Cuts rows after the last label of the row that ends first: the rest is padding, or not scored."""
     counts = (labels != NOT_SCORED) * torch.arange(1, labels.shape[1] + 1)
     end = int(counts.amax(1).min()) or labels.shape[1]  # of a row without labels nothing is known
     return Rows(tokens[:, :end], labels[:, :end], trained)
 
 
 class Source:
-    """A model, and what it may read.
+    """A model, and sequences for it to read.
 
     Args:
         folder: of a run, or of a model as save_pretrained writes it.
         checkpoint: of a run: last or best.
-        length: of what it is to read, for models that have so many positions; by default that of `rows`.
+        length: of the sequences, for models with a limited number of positions; by default that of `rows`.
     """
 
     def __init__(self, folder: Path, checkpoint: str = "last", device: str = "cpu", length: int = 0) -> None:
@@ -75,9 +75,9 @@ class Source:
                 self.model = self.run.load(checkpoint, device, lengths)
 
     def rows(self, data: str, count: int, length: int, seed: int) -> Rows:
-        """Rows of `data`, or of the task of the run at four times its length, unless another is given.
+        """Rows of `data`, by default of the run's task, at four times the training length unless another is given.
 
-        Of rows of different lengths, as much as all have.
+        Rows of different lengths are cut to the shortest.
         """
         check_counts(rows=count, length=length or None)
         generator, trained = torch.Generator().manual_seed(seed), None
@@ -93,7 +93,7 @@ class Source:
         return Rows(self._text(data, count, length or 1024), None, trained)
 
     def question(self, data: str, length: int, seed: int) -> str:
-        """That of one row, as long as in training unless a length is given."""
+        """The question of one row, as long as in training unless a length is given."""
         check_vocabulary(self.model)
         usual = QUESTION if self.run is None else self.run.recipe.length
         row = self.rows(data, 1, length or usual, seed).tokens[0]
@@ -103,7 +103,7 @@ class Source:
         return spell(row[: places[0]])
 
     def _text(self, data: str, rows: int, length: int) -> Tensor:
-        """Stretches of a text, spread over it, as the tokenizer beside the model reads it."""
+        """Stretches of a text, evenly spaced, in tokens of the tokenizer beside the model."""
         if not data or not Path(data).exists():
             raise ValueError(f"data: expected texts or one of {', '.join(TASKS)}; got {data!r}")
         ids = torch.tensor(tokenizer_beside(self.folder)("\n\n".join(read_documents(data)))["input_ids"])

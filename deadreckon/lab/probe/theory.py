@@ -1,7 +1,7 @@
-"""Bounds of "Why Do Accumulated Transformations Extrapolate?" that the probe puts beside what it measures.
+"""Bounds of "Why Do Accumulated Transformations Extrapolate?" that the probe compares with its measurements.
 
 A *route* of length ℓ is a product of ℓ steps. Its mean decays like ρ^ℓ, ρ = ‖E[step]‖; 1 − ρ is the *spectral gap*.
-After a *mixing window* a route no longer tells where it came from: what lies beyond is *far*, the rest is *near*.
+After a *mixing window* a route has forgotten where it began: tokens beyond it are *far*, the others *near*.
 Logits are in nats. Numbers of theorems are the paper's; constants that its text leaves open are derived where they are
 used.
 """

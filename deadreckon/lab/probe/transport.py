@@ -1,4 +1,4 @@
-"""Means of routes, estimated from steps: ‖E[T_ℓ]‖ by route length, how much of it is noise, and how fast it decays."""
+"""Estimates the mean transport of routes: ‖E[T_ℓ]‖ by route length, its sampling noise, and its rate of decay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LANCZOS = 30  # steps of Lanczos' method, after which norms of heads of 64 chann
 
 @dataclass(frozen=True, eq=False)
 class MeanTransport:
-    """Routes of each length on average, by head."""
+    """The mean transport of routes, by length and head."""
 
     lengths: list[int]  # L route lengths
     norm: Tensor  # (L, H) the largest singular value of the mean route, ‖E[T_ℓ]‖
@@ -59,12 +59,12 @@ class Decay:
 
     @property
     def gap(self) -> float | None:
-        """1 − rate, the spectral gap; None where it cannot be told from none."""
+        """1 − rate, the spectral gap; None if it cannot be told from zero."""
         return 1 - self.rate if self.rate < 1 - 3 * self.error else None
 
     @property
     def gap_ceiling(self) -> float:
-        """What the gap is not above, at three standard errors."""
+        """An upper bound of the gap, at three standard errors."""
         return max(1 - self.rate, 0.0) + 3 * self.error
 
 
@@ -179,7 +179,7 @@ def _routes(
 
 
 def _stepper(steps: dr.Householder | Both | Tensor) -> Callable[[Tensor, slice], Tensor]:
-    """How products (count, B, H, D, D) take the steps of some tokens, in place."""
+    """A function that applies the steps of some tokens to products (count, B, H, D, D), in place."""
     if isinstance(steps, Tensor):
         matrices = steps.double().transpose(0, 1)
         return lambda product, which: product.copy_(product @ matrices[which])
@@ -200,7 +200,7 @@ def _segment_means(routes: Tensor, segments: int) -> tuple[Tensor, Tensor]:
 
 
 def _noise(means: Tensor, shares: Tensor) -> Tensor:
-    """Draws of the error of the mean of groups (draws, …): each group off by what it is off, times a random normal."""
+    """Samples the error of a mean of groups (draws, …) by wild bootstrap: each group's deviation × a random normal."""
     groups = len(means)
     off = (means - (means * shares).sum(0)) * shares * math.sqrt(groups / (groups - 1))
     factors = torch.randn(DRAWS, groups, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

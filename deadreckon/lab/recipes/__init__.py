@@ -1,4 +1,4 @@
-"""Recipes and experiments. Adding an experiment is one entry in a file of its theme."""
+"""Recipes and experiments. To add an experiment, add one entry to the file of its theme."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ EXPERIMENTS: dict[str, Experiment] = {**STATE_TRACKING, **PRISM, **TEXT}
 
 
 def find_experiment(name: str) -> Experiment:
-    """By its name."""
+    """Looks up an experiment by name."""
     if name not in EXPERIMENTS:
         raise ValueError(f"recipe: expected one of {', '.join(EXPERIMENTS)}; got {name!r}")
     return EXPERIMENTS[name]
@@ -22,6 +22,6 @@ def find_experiment(name: str) -> Experiment:
 def find_recipe(
     name: str, size: str = "tiny", encoding: str = Recipe.encoding, seed: int = 0, changes: Sequence[str] = ()
 ) -> Recipe:
-    """The whole recipe of one run."""
+    """The complete recipe of one run."""
     check_changes(changes)
     return replace(find_experiment(name).recipe(size, encoding).change(changes), seed=seed)

@@ -1,10 +1,10 @@
-"""A conversion: a RoPE checkpoint to another encoding, as stages that are recipes.
+"""Conversion of a RoPE checkpoint to another encoding, as training stages that are recipes.
 
-start     the model itself: new parts are zero and learn at once; where RoPE is to be dropped, they are drawn as usual,
-          times a factor of 0; cold, they are whatever the encoding begins with
-align     each layer's attention like the teacher's, while RoPE's angles fade and new parts grow, if it is dropped
-distil    the next token's distribution like the teacher's
-extend    next-token training at a longer context
+start     the converted model: new parts are zero but have gradients; if RoPE is to be dropped, they are initialised as
+          usual, times a factor of 0; cold, they have the encoding's own initialisation
+align     match each layer's attention to the teacher's, while RoPE's angles fade and new parts grow, if it is dropped
+distil    match the teacher's distribution of the next token
+extend    next-token training at a longer context length
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ STEP_TOKENS = {"align": 2**14, "distil": 2**14, "extend": 2**16}
 """A teacher's distributions say more than next tokens do: more and smaller steps learn more from the same text."""
 LONGER = 4  # times the length: what `extend` trains at
 TESTED = (1, 2, 4, 8, 16)  # times the length: where models are scored in the end
-# By the share of the first stage in which RoPE is dropped: the factor on its angles, and on β and log f beside them.
+# By the share of the first stage, if RoPE is dropped: the factor on its angles, and the one on β and log f beside them.
 FADING = {"angle_factor": [[0.0, 1.0], [0.2, 0.0]], "new_factor": [[0.0, 0.0], [0.2, 1.0]]}
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert to what, and how.
+    """What to convert, to which encoding, and how.
 
     Attributes:
         source: folder of the model and its tokenizer.
-        encoding: a name in `deadreckon.ENCODINGS`; with `drop_rope`, of what is left in the end.
-        data, held_out: texts to learn from and to test on, see `read_language`.
+        encoding: a name in `deadreckon.ENCODINGS`; with `drop_rope`, the one that is left in the end.
+        data, held_out: training and held-out text, see `read_language`.
         drop_rope: end without RoPE's rotation.
-        cold: begin with the encoding's usual initialisation, which changes the model.
-        stages: None for those that have something to teach: align and distil where the start is not exact or does not
-            stay so, else extend. A teacher's equal learns nothing from it: gradients are rounding, which AdamW
-            makes full steps of.
-        changes: fields of recipes, "steps=100" in all stages or "align.steps=100" in one.
-        beside: folders of other models of that vocabulary, which are measured, too: trained from scratch, say.
+        cold: start with the encoding's usual initialisation, which changes the model.
+        stages: None for the default: align and distil if the start is not exact or RoPE is dropped, else extend. An
+            exact copy learns nothing from its teacher: its gradients are rounding noise, which AdamW scales to full
+            steps.
+        changes: recipe fields, "steps=100" in all stages or "align.steps=100" in one.
+        beside: folders of other models with that vocabulary to evaluate too, such as one trained from scratch.
     """
 
     source: str
@@ -82,28 +82,28 @@ class Conversion:
 
     @property
     def departs(self) -> bool:
-        """Whether the model is, or comes to be, other than the teacher before it is trained to be like it."""
+        """Whether the model differs from the teacher, at the start or as RoPE fades, before it is distilled."""
         return self.drop_rope or self.cold
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """The stages, in whatever order they were named."""
+        """The stages to run, in whatever order they were named."""
         if self.stages is None:
             return ("align", "distil") if self.departs else ("extend",)
         return self.stages
 
     @property
     def begun(self) -> str:
-        """The encoding in training: one with RoPE's rotation, where that is to be dropped."""
+        """The encoding during training: one with RoPE's rotation, if that is to be dropped."""
         return f"rope-{self.ended}" if self.drop_rope else self.encoding
 
     @property
     def ended(self) -> str:
-        """The encoding in the end."""
+        """The final encoding."""
         return self.encoding.removeprefix("rope-") if self.drop_rope else self.encoding
 
     def recipes(self, out: Path) -> Iterator[tuple[str, Recipe]]:
-        """The recipe of each stage, in order; each begins with what the one before has left in the folder `out`."""
+        """The recipe of each stage, in order; each starts from the last checkpoint of the one before, in `out`."""
         start = out / "start"
         for stage in (stage for stage in STAGES if stage in self.planned):
             length = self.length * (LONGER if stage == "extend" else 1)
@@ -128,16 +128,16 @@ class Conversion:
         return [change.removeprefix(f"{stage}.") for change in self.changes if not change.startswith(others)]
 
     def test_lengths(self) -> tuple[int, ...]:
-        """Where teacher and student are scored in the end."""
+        """Lengths at which teacher and student are scored in the end."""
         return tuple(times * self.length for times in TESTED)
 
     def test_recipe(self) -> Recipe:
-        """The tests of the report, in the form of a recipe."""
+        """The tests of the report, as a recipe."""
         _, recipe = next(replace(self, stages=("distil",), drop_rope=False, freeze=()).recipes(Path()))
         return replace(recipe, test_lengths=self.test_lengths())
 
     def sample_tests(self, count: int, length: int) -> Tensor:
-        """So many rows of each test, the same at every call."""
+        """`count` rows of each test, the same at every call."""
         recipe = self.test_recipe()
         tasks = map(recipe.make_task, recipe.conditions)
         return torch.cat([task.sample(count, length, torch.Generator().manual_seed(0))[0] for task in tasks])

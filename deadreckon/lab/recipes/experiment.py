@@ -1,4 +1,4 @@
-"""An experiment: a recipe at three sizes, what is compared or swept in it, and what its paper reports."""
+"""An experiment: a recipe at three sizes, what it compares or sweeps, and the paper's reported figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLES = {
     "prism": "PRISM", "rope-fox": "RoPE-FoX", "rope-path": "RoPE-PaTH", "rope-path-fox": "RoPE-PaTH-FoX",
 }  # fmt: skip
 OF_THEIR_OWN = ("encoding", "seed")  # fields that have arguments of their own
-# Values by name: a field of the recipe, an option of its task ("options.back"), or one of encodings that have it.
+# Values by name: a field of the recipe, an option of its task ("options.back"), or of encodings that have it.
 Sweep = dict[str, tuple[Any, ...]]
 
 
@@ -28,7 +28,7 @@ class Experiment:
     """A table or figure of a paper.
 
     Sizes mean the same everywhere: `paper` has the model, lengths and budget of the paper; `small` takes minutes a
-    model on a GPU; `tiny` asks the same question of a CPU, about a minute a model.
+    model on a GPU; `tiny` is the same comparison for a CPU, about a minute a model.
     """
 
     about: str  # what is learnt
@@ -53,7 +53,7 @@ class Experiment:
     def recipes(
         self, size: str, encodings: Iterable[str], seeds: int, changes: Sequence[str] = (), sweep: Sweep | None = None
     ) -> dict[str, Recipe]:
-        """All runs of a comparison, by the names of their folders."""
+        """The recipes of all runs of a comparison, by folder name."""
         check_changes(changes)
         sweep = self.sweep.get(size, {}) if sweep is None else sweep
         encodings = tuple(encodings)
@@ -78,14 +78,14 @@ class Experiment:
 
 
 def check_changes(changes: Iterable[str]) -> None:
-    """Raises ValueError for what has an argument of its own, which would win, or be overruled."""
+    """Raises ValueError for changes of fields that have an argument of their own: one would overrule the other."""
     for change in changes:
         if (name := change.partition("=")[0].strip()) in OF_THEIR_OWN:
             raise ValueError(f"change: expected a field without an argument of its own, as {name} has; got {change!r}")
 
 
 def check_encodings(names: Sequence[str]) -> None:
-    """Raises ValueError if there is no such encoding, or none is asked for."""
+    """Raises ValueError for unknown encodings, or an empty list of names."""
     if not names:
         raise ValueError("encodings: expected at least one name, got none")
     for name in names:
@@ -99,7 +99,7 @@ def options_of(encodings: Iterable[str]) -> set[str]:
 
 
 def parse_sweep(words: Iterable[str], encodings: Sequence[str]) -> Sweep:
-    """What the command line says, such as "length=256,1024" or "p=2,4"."""
+    """Parses sweeps such as "length=256,1024" or "p=2,4"."""
     sweep: Sweep = {}
     for word in words:
         name, _, values = word.partition("=")
@@ -115,11 +115,11 @@ def parse_sweep(words: Iterable[str], encodings: Sequence[str]) -> Sweep:
 
 
 def title_of(label: str) -> str:
-    """An encoding as its authors write it, with the options behind its name, if any: "sympow p=4"."""
+    """An encoding's published name, with the options that follow it, if any: "sympow p=4"."""
     encoding, *options = label.split(" ", 1)
     return " ".join([TITLES.get(encoding, encoding), *options])
 
 
 def quicker(curriculum: Curriculum, times: int) -> Curriculum:
-    """The same lengths in a fraction of the steps."""
+    """A curriculum with the same lengths in a fraction of the steps."""
     return replace(curriculum, stages=tuple((steps // times, longest) for steps, longest in curriculum.stages))

@@ -1,11 +1,12 @@
 """The eight tasks of the PRISM paper: trained on short sequences, exact match at longer ones.
 
 Sizes are the paper's: five layers of eight heads, tied embeddings, width 192 with PRISM and 512 for the baselines; the
-sinusoids of the baseline begin at a random position in training. γ begins with 2, gates have no noise, and a penalty of
-1e-3 keeps the GRU's matrix orthogonal: defaults of the encoding, and what results/ has beyond them is said there. 140
-cursors in the paper, 160 here, four to each head. α begins with 20, so that cursors tell positions apart from the
-start: the paper does not say what it begins with. As in the paper, tests are run every 1000 steps, and a figure is the
-mean of the three best evaluations, for each length on its own; the paper begins once the loss is below 0.1.
+baseline's sinusoids start at a random position in training. γ is initialised to 2, gates have no noise, and a penalty
+of 1e-3 keeps the GRU's matrix orthogonal: these are defaults of the encoding, and results/ says where it departs from
+them. The paper has 140 cursors, here there are 160, four to each head. α is initialised to 20, so that cursors tell
+positions apart from the start: the paper does not give its initial value. As in the paper, tests are run every 1000
+steps, and a figure is the mean of the three best evaluations, for each length on its own; the paper starts evaluating
+once the loss is below 0.1.
 
 The paper's baseline is `sinusoidal`, and in its figure 18 `randomized`; `rope` is ours.
 """
@@ -25,7 +26,7 @@ FROM_10 = (5, 10, 12, 15, 20, 25, 30, 40, 50, 70, 100)
 
 
 def options(width: int, superposition: int, similarity: float, more: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Options of the encodings at a model's width: sinusoids are as large as the embeddings."""
+    """Encoding options at a model's width: sinusoids are as wide as the embeddings."""
     gain = (2 / width) ** 0.5
     return {
         "prism": {"width": superposition, "similarity": similarity, "positions": "train_positions", **more},
@@ -43,7 +44,7 @@ def prism(
     longest: int = 0,
     conditions: dict[str, dict[str, Any]] | None = None,
 ) -> Experiment:
-    """One of the tasks, trained up to `longest`, by default the paper's length; `where` in the paper."""
+    """One of the tasks, trained up to `longest`, by default the paper's length; `where` cites the paper's section."""
     curriculum = prism_curriculum(longest) if longest else PRISM_CURRICULA[task]
     short = min(curriculum.longest, 8)
     copy = {"copy": 5 if task in COPY_BRANCH else 0}

@@ -1,4 +1,4 @@
-"""A recipe: everything that decides a run, as one frozen dataclass that goes to JSON and back."""
+"""A recipe: everything that determines a run, as one frozen dataclass that can be saved as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deadreckon.tasks.curriculum import Curriculum
 from deadreckon.tasks.task import Task
 
 SCHEDULES = ("linear", "cosine", "constant")
-# What each evaluator measures; the evaluators themselves are in `deadreckon.lab.evaluation`.
+# The measure of each evaluator; the evaluators themselves are in `deadreckon.lab.evaluation`.
 MEASURES = {
     "error": "error", "exact": "exact", "perplexity": "perplexity", "perplexity-window": "perplexity",
     "loss-by-position": "loss", "training-loss": "loss", "long": "score",
@@ -28,7 +28,7 @@ ALIKE = ("error", "exact", "perplexity")  # evaluators that score the same tests
 REPORTING = ("last", "every", "best-three")
 ENDS = ("reached", "patience")
 OBJECTIVES = ("next-token", "align", "distil")
-# What a model has around its attention, as the configuration names it.
+# The configuration of blocks around attention, by name.
 BLOCKS: dict[str, dict[str, Any]] = {
     "llama": {},  # RMSNorm and SwiGLU, no biases
     "gpt2": {
@@ -36,7 +36,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "attention_bias": True, "attention_output_bias": True,
     },
 }  # fmt: skip
-# Numbers of an encoding that a schedule may change, read in each forward pass.
+# Factors of an encoding that a schedule may change; each forward pass reads their current values.
 FACTORS = ("angle_factor", "new_factor")
 SCHEDULABLE = {"prism": ("noise",), "rope-fox": FACTORS, "rope-path": FACTORS, "rope-path-fox": FACTORS}
 SCHEDULABLE_ALWAYS = ("learning_rate", "length")
@@ -59,8 +59,8 @@ class Recipe:
     batch_size: int = 32  # sequences of a step
     accumulate: int = 1  # equal parts that they are read in, to save memory (gradient accumulation)
     encoding: str = "path-fox"  # a name in `deadreckon.ENCODINGS`
-    # Keywords of encodings, by encoding. The values "train_positions" and "test_positions" stand for these two fields:
-    # how many positions encodings have that limit or shift them, while training and in tests; 0 for the tokens of the
+    # Options of encodings, by encoding. The values "train_positions" and "test_positions" stand for these two fields:
+    # the number of positions, in training and in tests, of encodings that limit or shift them; 0 for the tokens of the
     # longest row, rounded up to a multiple of 64.
     encoding_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     train_positions: int = 0
@@ -73,8 +73,8 @@ class Recipe:
     tied: bool = False  # embeddings and outputs share a matrix
     block: str = "llama"  # a name in `BLOCKS`
     qk_norm: bool = False  # queries and keys are RMS-normalised
-    # The share of the training length, in tokens, beyond which attention stays as sharp as there; 1 changes nothing in
-    # training, 0 nothing at all.
+    # The fraction of the training length, in tokens, beyond which attention is kept as sharp as there; 1 changes
+    # nothing in training, 0 turns it off.
     sharpen: float = 0.0
     longest: int = 2048  # the longest document, for encodings that scale their angles by it
     steps: int = 500
@@ -84,26 +84,26 @@ class Recipe:
     warmup: int = 30
     schedule: str = "linear"  # one of `SCHEDULES`
     floor: float = 0.0
-    # Numbers that change in training, by name: points (share of the steps, value), linear in between and constant
-    # outside, such as {"noise": [[0.3, 0.3], [0.6, 2.0]]}. Numbers of the encoding (`SCHEDULABLE`), "length" in place
-    # of `length`, and "learning_rate" as a factor in place of `warmup` and `schedule`.
+    # Schedules by name: points (share of the steps, value), linear in between and constant outside, such as
+    # {"noise": [[0.3, 0.3], [0.6, 2.0]]}. Names are numbers of the encoding (`SCHEDULABLE`), "length" in place of
+    # `length`, and "learning_rate", a factor in place of `warmup` and `schedule`.
     schedules: dict[str, list[list[float]]] = field(default_factory=dict)
-    # What is learnt: "next-token"; or to be like a teacher, the model in the folder `teacher`: "align", the output of
-    # each layer's attention on the teacher's inputs, or "distil", the distribution of the next token.
+    # The training objective: "next-token"; or distillation from the model in the folder `teacher`: "align", of each
+    # layer's attention output on the teacher's inputs, or "distil", of the distribution of the next token.
     objective: str = "next-token"
     teacher: str = ""
     freeze: tuple[str, ...] = ()  # parts of names, such as "mlp": parameters with such names stay as they are
     clip: float = 1.0  # the greatest norm of a step's gradients
-    # When training ends before `steps`, by the measure that is followed: {"reached": 0.99} as soon as an evaluation is
-    # as good as that, {"patience": 10} after so many in a row that were no better than the best before them.
+    # Early stopping, by the validation measure: {"reached": 0.99} stops once an evaluation is as good as that,
+    # {"patience": 10} after so many evaluations in a row without improvement.
     ends: dict[str, float] = field(default_factory=dict)
     seed: int = 0  # of weights and data
-    # Names in `MEASURES`. The measure of the first is followed while training and decides what is best.
+    # Names in `MEASURES`. The first one's measure is used in validation and selects the best checkpoint.
     evaluators: tuple[str, ...] = ("error",)
-    # "last", scores of the last checkpoint; "every", the same, and every test is run every `evaluate_every` steps, too;
-    # or "best-three", for each length the mean of the three best of those.
+    # Scores to report: "last", of the last checkpoint; "every", the same, with all tests run every `evaluate_every`
+    # steps, too; or "best-three", for each length the mean of the three best of those.
     reporting: str = "last"
-    # The tests: options of the task that differ in them, by name. The first is followed in training.
+    # The tests by name, with the task options that differ in them. The first one is used in validation.
     conditions: dict[str, dict[str, Any]] = field(default_factory=lambda: {"as trained": {}})
     test_lengths: tuple[int, ...] = ()
     test_rows: int = 256  # sequences of a test at a length, or fewer:
@@ -174,11 +174,11 @@ class Recipe:
 
     @property
     def metric(self) -> str:
-        """The measure of the first evaluator."""
+        """The measure of the first evaluator, used in validation."""
         return MEASURES[self.evaluators[0]]
 
     def learning_rate_at(self, step: int, peak: float | None = None) -> float:
-        """The learning rate of a step, counted from 0, if `peak` is the greatest: by default the recipe's."""
+        """The learning rate at a step, counted from 0, for this peak, by default the recipe's."""
         peak = self.learning_rate if peak is None else peak
         if "learning_rate" in self.schedules:
             return peak * self._scheduled("learning_rate", step)
@@ -191,13 +191,13 @@ class Recipe:
         return warmed * (left if not self.floor else self.floor + (1 - self.floor) * left)
 
     def lengths_at(self, step: int) -> int | range:
-        """The length of sequences, or the range of it, at a step counted from 0."""
+        """The sequence length, or the range of lengths, at a step counted from 0."""
         if "length" in self.schedules:
             return round(self._scheduled("length", step))
         return self.length if self.curriculum is None else self.curriculum.lengths_at(step)
 
     def scheduled_at(self, step: int) -> dict[str, float]:
-        """The numbers of this recipe's encoding that `schedules` change, at a step counted from 0."""
+        """Values of the encoding's numbers that `schedules` change, at a step counted from 0."""
         names = SCHEDULABLE.get(self.encoding, ())
         return {name: self._scheduled(name, step) for name in names if name in self.schedules}
 
@@ -209,7 +209,7 @@ class Recipe:
         return float(points[-1][1])
 
     def make_task(self, condition: str | None = None) -> Task:
-        """The task to learn, or one of the conditions that it is tested in."""
+        """The training task, or that of a test condition."""
         if self.task not in TASK_MAKERS:
             raise ValueError(f"task: expected one of {', '.join(TASK_MAKERS)}; got {self.task!r}")
         if condition is not None and condition not in self.conditions:
@@ -221,7 +221,7 @@ class Recipe:
             raise ValueError(f"options: expected keywords of {self.task}, got {options} ({error})") from error
 
     def options_in_training(self) -> dict[str, Any]:
-        """Keywords of the encoding, for the model that is trained."""
+        """Encoding options of the model in training."""
         options = dict(self.encoding_options.get(self.encoding, {}))
         for name, value in options.items():
             if value == "train_positions":
@@ -231,7 +231,7 @@ class Recipe:
         return options
 
     def options_in_tests(self, lengths: Sequence[int] = ()) -> dict[str, int]:
-        """What differs of them in tests of these lengths beside the recipe's: options of "train_positions"."""
+        """Encoding options that differ in tests at these lengths and the recipe's: those set to "train_positions"."""
         options = self.encoding_options.get(self.encoding, {})
         limited = [name for name, value in options.items() if value == "train_positions"]
         return dict.fromkeys(limited, self._positions_for_tests(lengths)) if limited else {}
@@ -241,11 +241,11 @@ class Recipe:
         return max([known, *(self._tokens_of(length) for length in lengths)])
 
     def _tokens_of(self, length: int) -> int:
-        """The longest row, rounded up to a multiple of 64."""
+        """Tokens of the longest row, rounded up to a multiple of 64."""
         return -(-self.longest_row(length) // 64) * 64
 
     def longest_row(self, length: int) -> int:
-        """The tokens of the longest of 100 rows."""
+        """Tokens of the longest of 100 sampled rows."""
         tasks = [self.make_task(), *map(self.make_task, self.conditions)]
         task = next((task for task in tasks if length in task.lengths), tasks[0])
         rows, _ = task.sample(100, length, torch.Generator().manual_seed(0))
@@ -253,11 +253,11 @@ class Recipe:
 
     @property
     def sharpen_beyond(self) -> int | None:
-        """The tokens beyond which attention is to stay as sharp, if any."""
+        """Tokens beyond which attention is kept as sharp; None if it is not."""
         return max(2, round(self.sharpen * self.longest_row(self.length))) if self.sharpen else None
 
     def at_length(self, length: int) -> Recipe:
-        """The same recipe at another training length: as many tokens a step, test lengths in proportion."""
+        """The same recipe at another training length: the same tokens per step, test lengths in proportion."""
         if self.curriculum is not None:
             raise ValueError(f"length: expected one training length, got a curriculum, {self.curriculum}")
         if not isinstance(length, int) or length < 1:
@@ -268,13 +268,13 @@ class Recipe:
         return replace(self, length=length, batch_size=batch, accumulate=accumulate, test_lengths=tests)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The recipe as JSON types."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Recipe:
-        """What `to_dict` gave, or an earlier version of it."""
+        """A recipe from what `to_dict`, or that of an earlier version, returned."""
         data = dict(data)
         if "metric" in data:
             data["evaluators"] = [data.pop("metric")]
@@ -291,7 +291,7 @@ class Recipe:
         return cls(**data)
 
     def change(self, changes: Sequence[str]) -> Recipe:
-        """This recipe but for changes such as "steps=100", "options.ignore=0.9" or "betas=[0.9, 0.95]"."""
+        """This recipe with changes such as "steps=100", "options.ignore=0.9" or "betas=[0.9, 0.95]"."""
         data = self.to_dict()
         for change in changes:
             place, equals, value = change.partition("=")
@@ -309,7 +309,7 @@ class Recipe:
         return Recipe._of(data)
 
     def change_tests(self, changes: Sequence[str], also: Sequence[str] = ()) -> Recipe:
-        """Likewise, of a model that is trained already: fields of tests, and `also` these."""
+        """As `change`, for a model that is already trained: only fields of tests, and those in `also`."""
         known = *OF_TESTS, *also
         for change in changes:
             field = change.partition("=")[0].partition(".")[0].strip()
@@ -318,7 +318,7 @@ class Recipe:
         return self.change(changes)
 
     def differences(self, other: Recipe) -> list[str]:
-        """Where another recipe differs, in words; options of encodings that neither has are no difference."""
+        """Descriptions of the fields that differ; options of encodings that neither recipe uses are ignored."""
         mine, its = (
             one.to_dict() | {"encoding_options": one.encoding_options.get(one.encoding, {})} for one in (self, other)
         )
@@ -326,7 +326,7 @@ class Recipe:
 
 
 def parse(text: str) -> Any:
-    """A value on the command line: JSON if it is any, else the text itself."""
+    """Parses a value from the command line: as JSON if possible, else as text."""
     try:
         return json.loads(text.strip())
     except ValueError:
@@ -358,7 +358,7 @@ def _check_end(name: str, value: Any) -> None:
 
 
 def _as_declared(name: str, kind: str, value: Any) -> Any:
-    """A value of a field in its own type, whether it comes from Python or from JSON."""
+    """Converts a value from Python or JSON to the declared type of its field; raises if it does not fit."""
     if kind.startswith("Curriculum"):
         if isinstance(value, dict) and "longest" in value:
             try:

@@ -56,7 +56,7 @@ A5_LENGTHS = Curriculum(
 
 
 def a5(layers: int) -> Experiment:
-    """The word problem for transformers of so many layers."""
+    """The A5 word problem for transformers with so many layers."""
     return Experiment(
         about="The A5 word problem: is a word over three generators and their inverses the identity? Half of them are. "
         f"{layers} layer{'s' * (layers > 1)}.",
@@ -105,7 +105,7 @@ A5_PRODUCTS = Experiment(
 
 
 def mqrar(back: int) -> Experiment:
-    """Recall, so far back."""
+    """Recall of a key's `back`-th last value."""
     return Experiment(
         about=f"MQRAR-{back}: what was a key's {('last', '2nd last', '3rd last', '4th last')[back - 1]} value?",
         source="Yang et al. 2025, figure 2: 32 keys, length 768, 2 layers, width 256, 2 heads. The budget is ours.",
@@ -125,7 +125,7 @@ def mqrar(back: int) -> Experiment:
 
 
 def grid(experiment: Experiment, about: str, name: str, values: tuple[int, ...] = (1, 2, 3, 4)) -> Experiment:
-    """The same experiment for each of some values, in one command."""
+    """The same experiment, swept over some values in one command."""
     return replace(experiment, about=about, sweep={size: {name: values} for size in SIZES})
 
 

@@ -1,6 +1,6 @@
-"""Language models trained alike on any text: --change options.data=FILE options.held_out=FILE.
+"""Language-model experiments on any text: --change options.data=FILE options.held_out=FILE.
 
-Those of `long-context` can be asked: a fifth of their rows is filled with questions of the long-context suite.
+In `long-context`, a fifth of the rows are questions of the long-context suite, so that models learn to answer them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROTATIONS_REPORTED = {  # tables 1 and 2: 16 layers of width 768 after 3.3 billi
 }
 
 
-# In the paper's 200 000 steps weight decay takes away angles that are not learned; in a few thousand, a rate of their
-# own does.
+# In the paper's 200 000 steps weight decay removes angles that are not learned; in a few thousand, a learning rate of
+# their own does.
 LEARNED_ANGLES = {name: {"rate": 0.02} for name in ("learned-rotation", "learned-rotation-values")}
 
 
@@ -40,8 +40,8 @@ def text(
     """Language modelling, with the sizes and tests that all such experiments share.
 
     Args:
-        small, tiny: what differs at these sizes from the others' recipes.
-        held_out: options of the text to test on.
+        small, tiny: recipe fields that differ from the shared ones at these sizes.
+        held_out: options of the held-out text.
     """
     return Experiment(
         about=about, source=source, encodings=encodings,
@@ -64,7 +64,7 @@ def text(
     )  # fmt: skip
 
 
-# The language models of PaTH's paper: 760M parameters.
+# The language models of the PaTH paper: 760M parameters.
 PATH_RECIPE = Recipe(
     length=4096, layers=24, width=1536, heads=24, steps=24_000, batch_size=512, accumulate=64, learning_rate=1e-3,
     warmup=480, weight_decay=0.01, schedule="cosine", floor=0.03, options={"vocabulary": 32_000}, evaluate_every=500,
@@ -72,8 +72,8 @@ PATH_RECIPE = Recipe(
     evaluators=("perplexity", "perplexity-window", "loss-by-position"),
     test_lengths=(2048, 4096, 8192, 16_384, 32_768, 65_536),
 )  # fmt: skip
-# Rate and QK-norm are RoPE's best of a sweep on code, β what was better for PaTH there (`results/code.md`); its first
-# weights are those of the authors' layer.
+# Learning rate and QK-norm are the best for RoPE in a sweep on code, β is the better one for PaTH there
+# (`results/code.md`); PaTH's initialisation is that of the authors' layer.
 PATH_SMALL: dict[str, Any] = {
     "width": 512, "heads": 8, "length": 2048, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.1,
     "evaluate_every": 250, "test_tokens": 2**20, "qk_norm": True,
@@ -83,7 +83,7 @@ WITH_QUESTIONS: dict[str, Any] = {"vocabulary": 32_000, "packed": True, "questio
 
 
 def path_paper(text_name: str, steps: int) -> Experiment:
-    """PaTH's language models: its size and budget, or 34 million parameters and `steps` of 131 072 tokens."""
+    """PaTH's language models: the paper's size and budget, or 34M parameters and `steps` of 131 072 tokens."""
     return text(
         f"{text_name}, read up to 65 536 tokens: what data-dependent position encodings gain at the training length, "
         "and what is left of it beyond.",
@@ -95,8 +95,8 @@ def path_paper(text_name: str, steps: int) -> Experiment:
         PATH_RECIPE,
         small=PATH_SMALL | {
             "tied": True, "steps": steps, "warmup": steps // 15, "options": {"vocabulary": 16_384},
-            # Documents are far longer than rows: one row in forty reaches over an end. So rows are streamed, which is
-            # faster than packing them. In two parts, four models fit on one GPU.
+            # Documents are far longer than rows: one row in forty crosses a document boundary. So rows are streamed,
+            # which is faster than packing. With gradient accumulation in two parts, four models fit on one GPU.
             "accumulate": 2,
         },
         held_out={"part": "test"},

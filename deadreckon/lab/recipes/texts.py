@@ -1,4 +1,4 @@
-"""Texts that recipes learn from, named in their options; nothing of them is in a run's folder but the tokenizer."""
+"""Texts to train and test on, named in a recipe's options; a run's folder keeps nothing of them but the tokenizer."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def read_language(
     books: str = "",
     tokenizer: str = "",
 ) -> Language | Mixture:
-    """Language modelling on any text, and questions of the long-context suite among it.
+    """Language modelling on any text, optionally with questions of the long-context suite.
 
     Args:
-        data: the text to learn from: a file, a folder or a dataset, see `deadreckon.tasks.text.read_documents`. Or a
-            folder of tokens, as `deadreckon.tasks.language.make_corpora` writes it, with all parts in it.
-        held_out: the text to test on.
+        data: training text: a file, a folder or a dataset, see `deadreckon.tasks.text.read_documents`. Or a folder of
+            tokens, as `deadreckon.tasks.language.make_corpora` writes it, with all parts in it.
+        held_out: held-out text.
         part: "train", "valid", "test", or any other that a folder of tokens has.
-        vocabulary: tokens of the tokenizer, which is trained on `data`.
-        packed: whether documents are kept from seeing each other.
-        questions: the share of rows that are filled with them.
-        tasks: that these are of; see :func:`deadreckon.tasks.long.make_long_tasks`.
+        vocabulary: size of the tokenizer, which is trained on `data`.
+        packed: whether attention stays within a document.
+        questions: the share of rows that are questions.
+        tasks: of the questions; see :func:`deadreckon.tasks.long.make_long_tasks`.
         babi: for BABILong.
         books: likewise.
-        tokenizer: folder of a tokenizer, as save_pretrained writes it, to use in place of one that is trained.
+        tokenizer: folder of a tokenizer, as save_pretrained writes it, to use instead of training one.
     """
     if not isinstance(packed, bool):
         raise ValueError(f"options.packed: expected true or false, got {packed!r}")
@@ -75,7 +75,7 @@ def read_language(
 def read_long_tasks(
     tasks: Sequence[str] = (), babi: str = "", books: str = "", part: str = "test"
 ) -> dict[str, LongTask]:
-    """Tasks of the long-context suite, as a recipe names them in its options; data is read once."""
+    """Tasks of the long-context suite, from a recipe's options; data is read once."""
     return _make_long_tasks(tuple(tasks), babi=babi, books=books, part=part)
 
 
@@ -96,7 +96,7 @@ def _read(data: str, held_out: str, part: str, vocabulary: int, tokenizer: str) 
 
 
 def tokenizer_beside(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder of a model."""
+    """Loads the tokenizer in a model's folder."""
     from transformers import AutoTokenizer  # which takes seconds: `deadreckon list` needs none
 
     try:
@@ -108,7 +108,7 @@ def tokenizer_beside(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def fast_tokenizer(folder: str) -> Tokenizer:
-    """The same, as the `tokenizers` library has it."""
+    """The same as a tokenizer of the `tokenizers` library."""
     tokenizer = tokenizer_beside(folder)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"tokenizer: expected a fast one, with tokenizer.json, got {type(tokenizer).__name__}")
@@ -116,19 +116,19 @@ def fast_tokenizer(folder: str) -> Tokenizer:
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers cut texts alike."""
+    """Whether two tokenizers split text alike."""
     one, other = (json.loads(tokenizer.to_str())["model"] for tokenizer in (one, other))
     return bool(one == other)
 
 
 def text_of(task: Task) -> Language:
-    """The text of a task that is one, with questions or without."""
+    """The text of a language task, with questions or without."""
     text = task.text if isinstance(task, Mixture) else task
     assert isinstance(text, Language)
     return text
 
 
 def save_tokenizer(task: Task, folder: Path) -> None:
-    """Puts the tokenizer of a text beside a model, where `deadreckon generate` finds it."""
+    """Saves the tokenizer of a language task beside a model, where `deadreckon generate` finds it."""
     if isinstance(task, Mixture | Language):
         for_transformers(text_of(task).corpus.tokenizer).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Training: the engine, CUDA graphs, runs and their checkpoints."""
+"""Training: the engine, CUDA graphs, runs and checkpoints."""
 
 from deadreckon.lab.training.checkpoints import export
 from deadreckon.lab.training.engine import Step, Training, make_model, train

@@ -1,8 +1,8 @@
-"""The batches of a training. While a step is taken the next batch is drawn in another thread: finding and tokenising
-what a model reads may take as long as a GPU takes to learn it.
+"""Training batches, prefetched: a thread draws the next batch during a step, since finding and tokenising its text may
+take as long as the step on a GPU.
 
-What is drawn is the same as without: one generator, one batch after the other. What a checkpoint keeps is the generator
-as it was before the batch that is being drawn, which no step has seen.
+Batches are the same as without prefetching: one generator, one batch after the other. A checkpoint keeps the state of
+the generator before the batch that is being drawn, which no step has seen.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from deadreckon.tasks.task import Batch, Task, draw
 
 
 class Batches:
-    """What a recipe's steps learn from.
+    """Draws the batches of a recipe.
 
     Args:
-        task: where it comes from. Tests may draw from it meanwhile.
+        task: the source of the data. Tests may draw from it meanwhile.
         recipe: equal recipes see equal batches.
-        parts: of each batch.
+        parts: number of parts of each batch.
     """
 
     def __init__(self, task: Task, recipe: Recipe, parts: int) -> None:
@@ -32,7 +32,7 @@ class Batches:
         self.next: tuple[Tensor, Future[list[Batch]]] | None = None  # the generator before it, and what is being drawn
 
     def take(self, step: int) -> list[Batch]:
-        """The batch of a step, counted from 0. Steps are taken in their order, from wherever `state` was set."""
+        """The batch of a step, counted from 0. Steps must be taken in order, from wherever `state` was set."""
         self.next = self.next or self._begin(step)
         batch = self.next[1].result()
         self.next = self._begin(step + 1) if step + 1 < self.recipe.steps else None
@@ -40,7 +40,7 @@ class Batches:
 
     def _begin(self, step: int) -> tuple[Tensor, Future[list[Batch]]]:
         before, drawn = self.generator.get_state(), Future[list[Batch]]()
-        # A daemon, and no executor's: a process that is told to end does not wait for it.
+        # A daemon thread, not an executor's: a process that is told to end does not wait for it.
         Thread(target=self._draw, args=(self.recipe.lengths_at(step), drawn), name="batches", daemon=True).start()
         return before, drawn
 
@@ -52,7 +52,7 @@ class Batches:
 
     @property
     def state(self) -> Tensor:
-        """The generator's, after the last batch that was taken."""
+        """The generator's state after the last batch that was taken."""
         return self.next[0] if self.next else self.generator.get_state()
 
     @state.setter

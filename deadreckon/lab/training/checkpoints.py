@@ -3,16 +3,16 @@
     model.safetensors        weights; of several files, model-00001-of-00004.safetensors and so on, and their index
     optimizer.safetensors    the state of the optimizer and of the data's generator; likewise
 
-So whoever wrote a checkpoint, `from_pretrained` reads it, and any number of ranks can resume it.
+So `from_pretrained` loads a checkpoint, and any number of ranks can resume from it, whatever number has written it.
 
 Saving. Tensors are divided among files, and files among ranks. Every rank sends its shard of a tensor to the rank that
 writes it, which stages the whole on the CPU: of N bytes on R ranks, a rank sends and stages about N / R. Then training
 goes on, while a thread of each rank writes its files. The first rank waits until all files are there, and renames the
-folder into its place (`files.py`). Killed before that, whichever rank it is, the checkpoint before is still there.
+folder into its place (`files.py`). If any rank is killed before that, the previous checkpoint is still there.
 
-Reading. Every rank reads its own slices, through `torch.distributed.checkpoint` and its reader of safetensors: what
-that trusts are JSON headers. Nothing is unpickled. (The storage that `torch.distributed.checkpoint` writes by default
-has a pickled index, and pieces of tensors that nobody else can read: it is not used.)
+Loading. Every rank reads its own slices, through `torch.distributed.checkpoint` and its reader of safetensors, which
+parses JSON headers. Nothing is unpickled. (The default storage of `torch.distributed.checkpoint` is not used: it has a
+pickled index, and pieces of tensors that other tools cannot read.)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GRACE = 2.0  # seconds that these have where training has failed: perhaps they w
 
 
 def divide(stem: str, sizes: Mapping[str, int], ranks: int = 1, largest: int = LARGEST) -> dict[str, list[str]]:
-    """Files, in order, and the names of the tensors in each, whose sizes are in bytes. File i is for rank i mod R."""
+    """Divides tensors, by their sizes in bytes, among files; returns names by file. Rank i mod R writes file i."""
     most = min(largest, max(SMALLEST, -(-sum(sizes.values()) // ranks)))
     files, room = [list[str]()], most
     for name, size in sizes.items():
@@ -62,13 +62,13 @@ def divide(stem: str, sizes: Mapping[str, int], ranks: int = 1, largest: int = L
 
 
 def index_of(files: Mapping[str, Iterable[str]], sizes: Mapping[str, int]) -> str:
-    """What `from_pretrained` reads to find weights in several files."""
+    """The index that `from_pretrained` reads for weights in several files."""
     places = {name: file for file, names in files.items() for name in names}
     return json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}, indent=2) + "\n"
 
 
 def staged(x: Tensor, rank: int, ranks: Ranks) -> Tensor | None:
-    """A copy of the whole of x on the CPU of one rank, None on the others. All must ask, where x is sharded."""
+    """Copies the whole tensor x to one rank's CPU; None on the others. If x is sharded, all ranks must call this."""
     x = x.detach()
     if isinstance(x, DTensor):
         assert x.placements == (Shard(0),), f"not sharded as `dr.parallelize` does it: {x.placements}"
@@ -82,7 +82,7 @@ def staged(x: Tensor, rank: int, ranks: Ranks) -> Tensor | None:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """What `save_pretrained` would save of a model, sharded as it is; tied weights once."""
+    """The tensors that `save_pretrained` would save, sharded if the model is; tied weights once."""
     kept = model.state_dict()
     return {name: x for name, x in [*model.named_parameters(), *model.named_buffers()] if name in kept}
 
@@ -98,17 +98,17 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 def read(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors, sharded ones too, with what a checkpoint has under their names."""
+    """Loads a checkpoint into tensors, sharded ones too, by their names."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # ranks need not agree
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 class Writer:
-    """Writes checkpoints in a thread. Leaving its context waits for them, and raises what went wrong.
+    """Writes checkpoints in a background thread. Leaving its context waits for them and raises their errors.
 
     Args:
-        ranks: who write together; all must call `save` alike.
+        ranks: the ranks that write together; all must call `save` alike.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -130,9 +130,9 @@ class Writer:
             self.wait()
 
     def save(self, folder: Path, groups: Mapping[str, Mapping[str, Tensor]], describe: Callable[[Path], None]) -> None:
-        """Stages tensors, by the stem of their files, and begins to write them, in place of what is in the folder.
+        """Stages tensors, grouped by the stem of their files, and starts writing them, to replace the folder.
 
-        `describe` writes, on the first rank and at once, whatever else belongs to the checkpoint.
+        `describe` writes the checkpoint's other files, on the first rank, before this returns.
         """
         self.wait(folder)
         if self.ranks.first:
@@ -152,7 +152,7 @@ class Writer:
         self.pending[folder] = self.pool.submit(self._write, folder, mine, files)
 
     def wait(self, folder: Path | None = None) -> None:
-        """Until everything, or what was saved in this folder, is on the disk."""
+        """Waits until everything, or what was saved in this folder, is on disk."""
         for place in list(self.pending) if folder is None else [folder]:
             if place in self.pending:
                 self.pending.pop(place).result()
@@ -166,7 +166,7 @@ class Writer:
             complete(folder)
 
     def _await(self, paths: list[Path]) -> None:
-        """Until files, of which other ranks write some, are there as a whole."""
+        """Waits until all of these files are complete, including those that other ranks write."""
         began = time.monotonic()
         while absent := [path for path in paths if not path.exists()]:
             if time.monotonic() > min(self.until, began + self.ranks.timeout):
@@ -178,7 +178,7 @@ class Writer:
 
 
 def write_file(tensors: dict[str, Tensor], path: Path, sync: bool = True) -> None:
-    """Writes a file of tensors as a whole or not at all."""
+    """Writes a safetensors file atomically."""
     part = path.with_name(path.name + ".part")
     save_file(tensors, part, metadata={"format": "pt"})
     if sync:
@@ -187,10 +187,10 @@ def write_file(tensors: dict[str, Tensor], path: Path, sync: bool = True) -> Non
 
 
 def export(source: Path, folder: Path, largest: int) -> list[str]:
-    """Copies the model of a checkpoint for `from_pretrained`, its weights in files of at most `largest` bytes.
+    """Exports the model of a checkpoint for `from_pretrained`, with weights files of at most `largest` bytes.
 
-    One file is in memory at a time. Returns their names. Of what is in the folder already, weights alone are removed,
-    once all else is written.
+    Returns their names. Holds one file in memory at a time. Of the files in the folder, old weights are removed, after
+    everything else is written; others stay.
     """
     with torch.device("meta"):
         names = weights_of(dr.DeadReckonForCausalLM(dr.DeadReckonConfig.from_pretrained(source)))

@@ -1,12 +1,12 @@
-"""Carries out a conversion: the start, its stages as runs, and the model that is left, in one folder.
+"""Runs a conversion: the start, its stages as training runs, and the final model, in one folder.
 
     OUT/start                  the model before training
-    OUT/start/conversion.json  what it was made of
-    OUT/before.json            scores of teacher and start, in the tests that the student meets while it is trained
+    OUT/start/conversion.json  what it was converted from
+    OUT/before.json            scores of teacher and start, in the tests that the student has during training
     OUT/align, OUT/distil, …   runs, as `deadreckon train` makes them
-    OUT                        the result for from_pretrained, and its tokenizer
+    OUT                        the final model for from_pretrained, and its tokenizer
 
-If killed, the same command resumes: finished stages are used as they are.
+If killed, run the same command again: it resumes, and finished stages are used as they are.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def convert_run(conversion: Conversion, out: Path, *, device: str = "cpu", conso
 
 
 def check_vocabulary(conversion: Conversion) -> None:
-    """Raises a ValueError unless there is a tokenizer whose tokens the model, and those beside it, all know."""
+    """Raises ValueError unless the tokenizer fits the vocabularies of all models, and is the one that texts use."""
     check_model(Path(conversion.source), ours=False)
     tokenizer = fast_tokenizer(conversion.source)
     for folder in (conversion.source, *conversion.beside):
@@ -87,7 +87,7 @@ def check_vocabulary(conversion: Conversion) -> None:
 
 
 def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
-    """Saves the model that training begins with, if it is not there, and says how far it is off the teacher."""
+    """Saves the model that training starts from, unless it exists, and prints its difference to the teacher."""
     recover(folder)
     made_of = {"source": conversion.source, "encoding": conversion.begun, "cold": conversion.cold}
     made_of |= {"drop_rope": conversion.drop_rope, "seed": conversion.seed}
@@ -117,7 +117,7 @@ def make_start(conversion: Conversion, folder: Path, console: Console) -> None:
 
 
 def score_before(conversion: Conversion, out: Path, device: str) -> dict[str, list[Score]]:
-    """Scores of "teacher" and "start" at the training length, as stages score the student; computed once a test."""
+    """Scores of "teacher" and "start" at the training length, in the tests of the stages; cached in before.json."""
     path, recipe = out / "before.json", replace(conversion.test_recipe(), test_lengths=(conversion.length,))
     kept = json.loads(path.read_text()) if path.exists() else {}
     if kept.get("recipe") != recipe.to_dict():
@@ -132,13 +132,13 @@ def score_before(conversion: Conversion, out: Path, device: str) -> dict[str, li
 
 @torch.no_grad()
 def difference(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, rows: Tensor) -> float:
-    """The greatest difference of logits, in units of their range."""
+    """The greatest difference of logits, relative to their range."""
     logits, expected = student.eval()(rows).logits, teacher.eval()(rows).logits
     return float((logits - expected).abs().max() / (expected.max() - expected.min()))
 
 
 def without_rope(model: dr.DeadReckonForCausalLM, encoding: str) -> dr.DeadReckonForCausalLM:
-    """The same model with the encoding that is left where RoPE's angles have faded to nothing."""
+    """The same model without RoPE, whose angles must have faded to zero, with the encoding that is left."""
     weights, config = model.state_dict(), deepcopy(model.config)
     factors = [weights.pop(name) for name in list(weights) if name.endswith(".turns.angle_factor")]
     grown = [weights.pop(name) for name in list(weights) if name.endswith(".turns.new_factor")]

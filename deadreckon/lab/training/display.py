@@ -1,4 +1,4 @@
-"""Progress of a training or of a scoring: a live line on a terminal, elsewhere a line every few seconds."""
+"""Progress display of training and scoring: a live line on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def format_seconds(seconds: float) -> str:
 
 
 class Countdown:
-    """Counts what is done of something that is known to be so many, and says how long the rest will take.
+    """Counts towards a known total, and estimates the remaining time.
 
     Args:
-        done: how many there were before.
+        done: the count at the start.
     """
 
     def __init__(self, console: Console, wanted: int, done: int = 0) -> None:
@@ -42,7 +42,7 @@ class Countdown:
         self.printed = self.began
 
     def advance(self, count: int, where: str, things: str) -> str:
-        """Notes so many more; the words for a terminal's status line, which elsewhere are printed every few seconds."""
+        """Adds to the count; returns the text of a terminal's status line, elsewhere printed every few seconds."""
         self.done += count
         now = time.perf_counter()
         left = (now - self.began) / (self.done - self.known) * (self.wanted - self.done)
@@ -54,7 +54,7 @@ class Countdown:
 
 
 class Gap:
-    """What a student's loss is above its teacher's on the same texts, by the last evaluation that tells it.
+    """A student's loss minus its teacher's on the same texts, from the latest evaluation that has it.
 
     Args:
         teacher: its scores, where the student will be scored; none if there is no teacher.
@@ -65,7 +65,7 @@ class Gap:
         self.known: dict[Place, str] = {}  # in words
 
     def note(self, scores: Iterable[Score]) -> None:
-        """Takes over what an evaluation of the student tells."""
+        """Updates the gap from an evaluation of the student."""
         for one in scores:
             expected = self.expected.get(one.place)
             if expected is not None and len(one.texts) == len(expected.texts) > 0:
@@ -74,19 +74,19 @@ class Gap:
 
     @property
     def words(self) -> str:
-        """Nothing if it is not known; in several tests, which of them."""
+        """The gap as text; empty if unknown. With several tests it says which."""
         several = len({condition for condition, _ in self.expected}) > 1
         gaps = [f"{gap}{f' ({condition})' * several}" for (condition, _), gap in self.known.items()]
         return f"gap to the teacher {', '.join(gaps)}" if gaps else ""
 
 
 class Display:
-    """Shows steps, loss, tokens per second and the time that is left.
+    """Shows steps, loss, tokens per second and the remaining time.
 
     Args:
-        title: what is being trained.
-        gap: to the teacher, which is shown as soon as it is known.
-        done: steps that were taken before.
+        title: of the run.
+        gap: to the teacher, shown once it is known.
+        done: steps taken before.
     """
 
     def __init__(self, console: Console, title: str, recipe: Recipe, gap: Gap, done: int = 0) -> None:
@@ -110,19 +110,19 @@ class Display:
             self.live.stop()
 
     def step(self, step: Step, logged: bool) -> None:
-        """Notes a step. Its loss is fetched, which synchronises with the device, only where it is logged anyway."""
+        """Records a step. Its loss is read, which synchronises with the device, only where it is logged anyway."""
         self.done = step.number
         now = time.perf_counter()
         self.recent.append((now, self.recent[-1][1] + step.tokens))
         if logged:
-            # A running mean: the loss of single steps is noisy.
+            # An exponential moving average: the loss of single steps is noisy.
             self.loss = step.loss if self.loss is None else 0.95 * self.loss + 0.05 * step.loss
         if not self.console.is_terminal and (now - self.printed > QUIET or self.done == self.recipe.steps):
             self.printed = now
             self.console.print(f"{self.title}: {self._words()}", highlight=False, soft_wrap=True)
 
     def evaluated(self, score: Score) -> None:
-        """Notes an evaluation."""
+        """Records an evaluation."""
         self.score = score
 
     @property

@@ -1,11 +1,11 @@
-"""Learning to be like a teacher: the objectives, what stays frozen, and where models come from.
+"""Distillation from a teacher: the objectives, frozen parameters, and loading of models.
 
     align     mean over layers of ‖a_student − a_teacher‖² / ‖a_teacher‖², a the output of a layer's attention, each
-              layer on what the teacher's layers before it give: no error of a layer reaches the next, so that all
-              layers learn at once
+              layer on the teacher's hidden states: errors do not propagate from layer to layer, so that all layers
+              learn at once
     distil    mean over tokens of KL(teacher ‖ student), of the next token's distribution, in nats
 
-The teacher is a model of ours: a RoPE decoder of transformers is converted, with encoding "rope", on the way in.
+The teacher is one of our models: a RoPE decoder of transformers is converted to encoding "rope" when it is loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Objective = Callable[[dr.DeadReckonForCausalLM, dr.DeadReckonForCausalLM, Batch]
 
 
 def load_source(folder: str) -> PreTrainedModel:
-    """A causal language model as save_pretrained wrote it, of ours or of transformers, in float32."""
+    """Loads a causal language model as save_pretrained wrote it, of ours or of transformers, in float32."""
     check_model(Path(folder), ours=False)
     try:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -38,7 +38,7 @@ def load_source(folder: str) -> PreTrainedModel:
 
 
 def load_teacher(folder: str) -> dr.DeadReckonForCausalLM:
-    """The model of a folder, frozen; converted if it is not one of ours."""
+    """Loads a folder's model, frozen; converts it if it is not one of ours."""
     model = load_source(folder)
     if not isinstance(model, dr.DeadReckonForCausalLM):
         model = dr.convert_model(model, "rope")
@@ -46,7 +46,7 @@ def load_teacher(folder: str) -> dr.DeadReckonForCausalLM:
 
 
 def load_start(folder: str, **changes: Any) -> dr.DeadReckonForCausalLM:
-    """The model of ours to begin with, but for changes of its configuration."""
+    """Loads the model to start from, one of ours, with changes of its configuration."""
     check_model(Path(folder))
     model: dr.DeadReckonForCausalLM
     model = dr.DeadReckonForCausalLM.from_pretrained(folder, dtype=torch.float32, **changes)
@@ -54,7 +54,7 @@ def load_start(folder: str, **changes: Any) -> dr.DeadReckonForCausalLM:
 
 
 def freeze(model: nn.Module, parts: Sequence[str]) -> None:
-    """Keeps parameters whose names contain one of these from being trained."""
+    """Freezes the parameters whose names contain one of these parts."""
     names = [name for name, _ in model.named_parameters()]
     for part in parts:
         if not any(part in name for name in names):
@@ -67,7 +67,7 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> None:
 
 
 def align(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, batch: Batch) -> Tensor:
-    """The error of the student's attention on the teacher's inputs, relative, mean over layers."""
+    """The relative error of the student's attention on the teacher's inputs, averaged over layers."""
     with torch.no_grad():
         x = teacher.model.embed_tokens(batch.tokens)
     context = dr.Context.of(x, batch.tokens, batch.cu_seqlens)
@@ -86,7 +86,7 @@ def align(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, 
 
 
 def distil(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM, batch: Batch) -> Tensor:
-    """KL(teacher ‖ student) of the next token, mean over the tokens that are scored; 0 where none are."""
+    """KL(teacher ‖ student) of the next token, averaged over scored tokens; 0 if there are none."""
     with torch.no_grad():
         target = teacher.model(batch.tokens, cu_seqlens=batch.cu_seqlens).last_hidden_state[:, :-1]
     hidden = student.model(batch.tokens, cu_seqlens=batch.cu_seqlens).last_hidden_state[:, :-1]
@@ -99,7 +99,7 @@ def distil(student: dr.DeadReckonForCausalLM, teacher: dr.DeadReckonForCausalLM,
         return (each * counted).sum()
 
     parts = zip(*(x.split(HEAD_TOKENS) for x in (hidden.flatten(0, 1), target.flatten(0, 1), scored)), strict=True)
-    # Logits are computed again in the backward pass: those of a batch would be the greatest tensors there are.
+    # Logits are recomputed in the backward pass: those of a whole batch would be the largest tensors there are.
     sums = [checkpoint(divergence, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.stack(sums).sum() / scored.sum().clamp(min=1)
 

@@ -1,7 +1,7 @@
-"""The training engine: one object with the whole state of a training, which takes one step at a time.
+"""The training engine: one object with the whole state of training, which takes one step at a time.
 
-Data come from one generator (`batches.py`), whose state is saved; what encodings draw in a forward pass follows from
-the seed and the step. So a restored training continues exactly: on a CPU bit for bit, given the same number of threads.
+Data come from one generator (`batches.py`), whose state is saved; random numbers of encodings are seeded by the
+recipe's seed and the step. So resumed training continues exactly: on a CPU bit for bit, with as many threads.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COMPILE = "DEADRECKON_COMPILE"  # in the environment: 1 to compile models for tr
 
 
 def make_model(recipe: Recipe, vocab_size: int) -> dr.DeadReckonForCausalLM:
-    """The model of a recipe before training, with weights drawn by its seed."""
+    """The untrained model of a recipe, initialised with its seed."""
     config = make_config(recipe, vocab_size)
     torch.manual_seed(recipe.seed)
     return dr.DeadReckonForCausalLM(config)
 
 
 def make_config(recipe: Recipe, vocab_size: int) -> dr.DeadReckonConfig:
-    """The configuration of that model."""
+    """The model configuration of a recipe."""
     options = recipe.options_in_training()
     return dr.DeadReckonConfig(
         encoding=recipe.encoding, vocab_size=vocab_size, hidden_size=recipe.width, num_hidden_layers=recipe.layers,
@@ -52,7 +52,7 @@ def make_config(recipe: Recipe, vocab_size: int) -> dr.DeadReckonConfig:
 
 
 def config_for_tests(config: dr.DeadReckonConfig, recipe: Recipe, lengths: Sequence[int] = ()) -> dr.DeadReckonConfig:
-    """The configuration of a trained model with as many positions as tests need: no weight depends on them."""
+    """A trained model's configuration with enough positions for its tests: no weight depends on them."""
     changes = recipe.options_in_tests(lengths)
     if changes:
         config = deepcopy(config)
@@ -61,7 +61,7 @@ def config_for_tests(config: dr.DeadReckonConfig, recipe: Recipe, lengths: Seque
 
 
 def model_for_tests(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> dr.DeadReckonForCausalLM:
-    """The model itself, or a copy with as many positions as tests need."""
+    """The model itself, or a copy with enough positions for its tests."""
     config = config_for_tests(model.config, recipe)
     if config.encoding_options == model.config.encoding_options:
         return model
@@ -73,8 +73,8 @@ def model_for_tests(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> dr.DeadR
 def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
     """AdamW, with the parameter groups of encodings. The schedule scales each group's `initial_lr`.
 
-    On a GPU learning rates and step counts are tensors there, so that a captured CUDA graph sees the current values;
-    but not the rates of sharded parameters, whose steps are not captured.
+    On a GPU, learning rates and step counts are device tensors, so that a captured CUDA graph sees the current values.
+    Learning rates of sharded parameters, whose steps are not captured, are numbers.
     """
     first, second = recipe.betas
     groups = dr.parameter_groups(model, recipe.learning_rate, recipe.weight_decay)
@@ -88,7 +88,7 @@ def make_optimizer(model: dr.DeadReckonForCausalLM, recipe: Recipe) -> torch.opt
 
 @dataclass(frozen=True)
 class Step:
-    """Loss and errors of one step, on fresh data. They are copied from the device when asked for."""
+    """Loss and errors of one step, on fresh data. They are copied from the device on first access."""
 
     number: int  # counted from 1
     tokens: int
@@ -102,7 +102,7 @@ class Step:
 
     @cached_property
     def error(self) -> float:
-        """The share of scored tokens predicted wrongly; NaN where errors are not counted."""
+        """Share of scored tokens predicted wrongly; NaN if errors are not counted."""
         return float("nan") if self.wrong is None else int(self.wrong) / max(int(self.scored), 1)
 
 
@@ -110,12 +110,12 @@ class Training:
     """A model in training.
 
     Args:
-        model: is trained in place.
-        task: where its data come from.
+        model: trained in place.
+        task: the source of the data.
         recipe: equal recipes see equal data.
-        graphs: whether steps are captured as CUDA graphs (`graphs.py`); by default they are on a GPU, by one process.
-        teacher: what the recipe's objective compares with, if it does.
-        ranks: the processes that train it together, this one alone by default; the model is divided among them.
+        graphs: whether to capture steps as CUDA graphs (`graphs.py`); by default on a GPU, with a single process.
+        teacher: for the recipe's objective, if that is distillation.
+        ranks: the processes that train together, by default this one alone; the model is sharded over them.
 
     With DEADRECKON_COMPILE=1 in the environment the model is compiled: it takes a minute or so, and pays in long runs.
     """
@@ -151,7 +151,7 @@ class Training:
     def advance(self) -> Step:
         """Takes the next step."""
         recipe = self.recipe
-        # For encodings that draw numbers: others for each part of the batch.
+        # Seeds encodings that draw random numbers, differently for each data-parallel part of the batch.
         torch.manual_seed(1_000_003 * (recipe.seed + 7919 * self.ranks.part) + self.done)
         self.model.train()
         self._set_rates()
@@ -168,7 +168,7 @@ class Training:
         return Step(self.done, tokens, losses, counted[0] if counted else None, scored)
 
     def _place_scheduled(self) -> dict[str, list[Tensor]]:
-        """Tensors in place of scheduled numbers, so that a captured CUDA graph sees the current values.
+        """Replaces scheduled numbers by tensors, so that a captured CUDA graph sees the current values.
 
         Numbers that are saved with the weights are tensors already: buffers.
         """
@@ -195,7 +195,7 @@ class Training:
                 group["lr"] = rate
 
     def _step(self, *parts: Batch) -> tuple[Tensor, ...]:
-        """One step of the optimizer: the loss, the number of scored tokens and, where counted, of errors."""
+        """Takes one optimizer step; returns the loss, the number of scored tokens and, if counted, of errors."""
         scored = torch.stack([(part.labels[:, 1:] != NOT_SCORED).sum() for part in parts]).sum()
         if self.ranks.size > 1:  # gradients are averaged over ranks, and so is what losses are divided by
             scored = self.ranks.totals([scored])[0] / self.ranks.size
@@ -208,11 +208,11 @@ class Training:
         if self.ranks.size == 1:
             return torch.stack(losses).sum(), scored, *counted
         loss, *counted = self.ranks.totals([torch.stack(losses).sum(), *counted])
-        # Every rank of a sequence has its whole loss, and counts the errors of its own shard.
+        # Every rank of a sequence has the loss of the whole sequence, but counts the errors of its own shard.
         return loss / self.ranks.size, scored * self.ranks.parts, *counted
 
     def _learn(self, part: Batch, scored: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Accumulates the gradients of a part of a batch: its share of the loss, and its errors."""
+        """Accumulates the gradients of a part of a batch; returns its share of the loss, and its errors."""
         if self.teacher is not None:
             share = (part.labels[:, 1:] != NOT_SCORED).sum() / scored.clamp(min=1)
             with autocast(part.tokens.device):
@@ -235,7 +235,7 @@ class Training:
         return output.loss.detach(), is_wrong(output.logits, following).sum()
 
     def whole_model(self) -> dr.DeadReckonForCausalLM:
-        """The model, all of it on every rank, to test it. All must ask."""
+        """The unsharded model on every rank, for evaluation. All ranks must call this."""
         if self.ranks.size == 1:
             return self.model
         copy = dr.DeadReckonForCausalLM(self.model.config).to(self.device)
@@ -245,7 +245,7 @@ class Training:
         return copy.eval()
 
     def describe(self, folder: Path) -> None:
-        """Writes what a saved model has beside its weights."""
+        """Writes the files of a saved model other than its weights: configuration and tokenizer."""
         with torch.device("meta"):
             dr.DeadReckonForCausalLM(self.model.config).save_pretrained(folder, state_dict={})
         save_tokenizer(self.task, folder)
@@ -255,7 +255,7 @@ class Training:
         return weights_of(self.model)
 
     def memory(self) -> dict[str, Tensor]:
-        """All but the weights that the next step depends on: the optimizer's state by parameter, and the generator."""
+        """The state that the next step depends on besides weights: the optimizer's, by parameter, and the generator."""
         memory = {"generator": self.batches.state}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
@@ -263,7 +263,7 @@ class Training:
         return memory
 
     def blank_memory(self, names: Mapping[str, object]) -> dict[str, Tensor]:
-        """Tensors like those of `memory`, to read a checkpoint into that has these names and those of weights."""
+        """Blank tensors like those of `memory`, to load a checkpoint into that has these entries besides weights."""
         memory, parameters = {"generator": self.batches.state}, dict(self.model.named_parameters())
         for place in names.keys() - self.weights().keys() - memory.keys():
             key, name = place.split(".", 1)
@@ -271,21 +271,21 @@ class Training:
         return memory
 
     def remember(self, memory: dict[str, Tensor], done: int) -> None:
-        """Restores what `memory` gave after `done` steps; the weights are the model's."""
+        """Restores what `memory` returned after `done` steps; weights are restored separately."""
         memory = dict(memory)
         self.batches.state = memory.pop("generator")
         parameters = dict(self.model.named_parameters())
         for place, value in memory.items():
             key, name = place.split(".", 1)
             parameter = parameters[name]
-            # AdamW keeps its count of steps on the CPU, unless it is one kernel.
+            # AdamW keeps its step count on the CPU, unless it is fused.
             on_cpu = key == "step" and not self.optimizer.defaults["fused"]
             self.optimizer.state[parameter][key] = value if on_cpu else value.to(parameter.device)
         self.done = done
 
 
 def train(model: dr.DeadReckonForCausalLM, task: Task, recipe: Recipe) -> Iterator[Step]:
-    """Trains in place: an iterator over steps."""
+    """Trains in place, yielding each step."""
     training = Training(model, task, recipe)
     while training.done < recipe.steps:
         yield training.advance()

@@ -1,6 +1,6 @@
 """Training steps as CUDA graphs: launching a small model's kernels takes longer than running them.
 
-A graph holds one step for batches of one shape, from the batch to the new weights. The first batch of a shape runs
+A graph holds one step for batches of one shape, from the batch to the updated weights. The first batch of a shape runs
 eagerly, so that kernels are compiled and the optimizer's state exists; the second is captured; later ones replay the
 graph. Random numbers of encodings are drawn on the device, from the seed that is set before each step, as without
 graphs.
@@ -25,14 +25,14 @@ Result = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, with its static input and output."""
+    """A captured graph, with its static input and output."""
 
     graph: torch.cuda.CUDAGraph
     parts: tuple[Batch, ...]
     result: Result
 
     def replay(self, parts: tuple[Batch, ...]) -> Result:
-        """The same step for another batch."""
+        """Replays the step for another batch."""
         for mine, part in zip(self.parts, parts, strict=True):
             mine.tokens.copy_(part.tokens)
             mine.labels.copy_(part.labels)
@@ -41,12 +41,12 @@ class Captured:
 
 
 def captured_on(device: torch.device) -> bool:
-    """Whether steps on a device are captured by default."""
+    """Whether steps on this device are captured by default."""
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
 
 
 class Graphs:
-    """A step of training, `step(*parts)`, for the parts of any batches without packed documents, all of one shape.
+    """Captures and replays a training step, `step(*parts)`, of batches without packed documents, in parts of one shape.
 
     The graphs share one memory pool: of what a graph leaves there, only its result is read.
     """

@@ -1,4 +1,4 @@
-"""Several runs, one after the other or in several processes."""
+"""Trains several runs, one after the other or in parallel processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def make_runs(
     wanted: dict[Path, Recipe], lengths: Sequence[int], device: str, jobs: int, console: Console,
     sharpen_beyond: int | None = None,
 ) -> list[Run]:  # fmt: skip
-    """The runs of these folders, trained and scored where they are not yet, `jobs` at a time; see `make_run`.
+    """Trains and scores what is missing of the runs of these folders, `jobs` at a time; see `make_run`.
 
-    The first seed of all comes first, so that a comparison that is cut off has all its cells, of fewer seeds.
+    Seed 0 of all recipes comes first, then seed 1: an interrupted comparison has all its cells, with fewer seeds.
     """
     ordered = sorted(wanted.items(), key=lambda one: one[1].seed)
     for _, recipe in ordered:
@@ -63,7 +63,7 @@ def make_run(
     recipe: Recipe, path: Path, lengths: Sequence[int], device: str, console: Console, longest: int = 0,
     sharpen_beyond: int | None = None,
 ) -> Run:  # fmt: skip
-    """Trains and scores one run, on texts of `longest` tokens at least; as it is, and sharpened if asked to."""
+    """Trains and scores one run, on texts of at least `longest` tokens; also sharpened, if asked for."""
     run = train_run(recipe, path, device=device, console=console, longest=longest)
     with quiet_transformers():
         for beyond in dict.fromkeys((None, sharpen_beyond)):
@@ -72,7 +72,7 @@ def make_run(
 
 
 def longest_row(recipe: Recipe, wanted: dict[Path, Recipe], lengths: Sequence[int]) -> int:
-    """Tokens of the texts that runs are compared on: as many as those of any run with the same tests have had."""
+    """Row length of the texts to compare on: the greatest of `lengths` and of those that runs with these tests had."""
     alike = [path for path, other in wanted.items() if other.test_lengths == recipe.test_lengths]
     there = [Run(path) for path in alike if (path / "recipe.json").exists()]
     return max([0, *lengths, *(run.longest for run in there)])
@@ -88,7 +88,7 @@ def _make_quietly(
 
 
 def _begin(threads: int) -> None:
-    """In a worker process, which exits when its parent does."""
+    """Initialises a worker process, which exits when its parent does."""
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     parent = parent_process()

@@ -1,7 +1,8 @@
-"""The processes of a training: one, or those of a mesh that `torchrun` has started.
+"""The ranks of training: a single process, or those of a mesh that `torchrun` has started.
 
-Ranks along "dp" take parts of each batch, ranks along "cp" shards of each sequence. All draw the same data, so that
-what they learn together is what one process learns. They share the rows of tests. The first one writes and prints.
+Ranks along "dp" (data parallel) take parts of each batch, ranks along "cp" (context parallel) shards of each sequence.
+All draw the same data, so that together they learn what one process learns. They share the rows of tests. The first
+rank writes and prints.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from deadreckon.lab.evaluation.scores import alone
 DIMENSIONS = ("dp", "cp")
 MOST_MINUTES = 7 * 24 * 60  # that ranks wait for one another
 T = TypeVar("T")
-# Public in torch 2.15, where the other name warns.
+# Public in torch 2.15, where the private name warns.
 set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
 
 
 def sizes_in(mesh: str) -> dict[str, int]:
-    """Dimensions and sizes from a text such as "dp=2,cp=4"."""
+    """Parses a mesh such as "dp=2,cp=4" into sizes by dimension."""
     sizes = dict[str, int]()
     for part in filter(None, mesh.split(",")):
         name, _, number = part.strip().partition("=")
@@ -42,15 +43,15 @@ def sizes_in(mesh: str) -> dict[str, int]:
 
 
 def processes() -> int:
-    """How many processes `torchrun` has started, this one included."""
+    """The world size: how many processes `torchrun` has started, this one included."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Ranks:
-    """This process among those of a training.
+    """This rank among those of the mesh.
 
     Args:
-        mesh: None for one process alone; else its dimensions are among "dp" and "cp".
+        mesh: None for a single process; else its dimensions are among "dp" and "cp".
         timeout: seconds that a rank waits for another.
     """
 
@@ -65,9 +66,9 @@ class Ranks:
 
     @classmethod
     def start(cls, mesh: str, device: str, minutes: float = 30.0) -> tuple[Ranks, str]:
-        """Joins the other processes of a mesh such as "dp=2,cp=2"; returns this rank's device, too.
+        """Joins the process group of a mesh such as "dp=2,cp=2"; also returns this rank's device.
 
-        A rank that waits for another for longer than that raises an error.
+        A rank that waits for another for longer than `minutes` raises an error.
         """
         if not 0 < minutes <= MOST_MINUTES:  # which is also what NaN is not
             raise ValueError(f"timeout: expected minutes above 0, at most {MOST_MINUTES}, got {minutes:g}")
@@ -92,11 +93,11 @@ class Ranks:
         return cls(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), 60 * minutes), device
 
     def console(self, console: Console | None) -> Console:
-        """Where this rank prints: nowhere, but for the first."""
+        """The console of this rank, quiet on all but the first."""
         return (console or Console()) if self.first else Console(quiet=True)
 
     def divide(self, model: dr.DeadReckonForCausalLM) -> dr.DeadReckonForCausalLM:
-        """The model, sharded over all ranks."""
+        """Shards the model over all ranks."""
         if self.mesh is not None:
             model = dr.parallelize(model, self.mesh)
             groups, parameter = self.mesh.get_all_groups(), next(model.parameters())
@@ -107,7 +108,7 @@ class Ranks:
         return model
 
     def same(self, value: T) -> T:
-        """The first rank's value, on every rank. They wait for it."""
+        """Broadcasts the first rank's value to all ranks, which wait for it."""
         if self.mesh is None:
             return value
         box = [value]
@@ -115,10 +116,10 @@ class Ranks:
         return box[0]
 
     def share(self, count: int, compute: Callable[[slice], Tensor]) -> Tensor:
-        """What compute gives for so many rows, (count, ...) on the CPU of every rank, each computing some of them.
+        """Computes `count` rows, split among ranks; returns all results, (count, ...), on the CPU of every rank.
 
-        All must ask. Results differ from one process's by rounding; and by what encodings draw, other numbers for the
-        rows of each rank.
+        All ranks must call this. Results differ from those of one process by rounding, and for encodings that draw
+        random numbers because each rank draws its own.
         """
         if self.mesh is None:
             return alone(count, compute)
@@ -128,7 +129,7 @@ class Ranks:
         return torch.cat([part for part in parts if part is not None])
 
     def totals(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The sum of each number over all ranks."""
+        """Sums each number over all ranks (all-reduce)."""
         if self.mesh is None:
             return list(values)
         together = torch.stack([value.detach().double() for value in values])

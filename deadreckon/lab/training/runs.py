@@ -1,9 +1,9 @@
-"""A run is a folder: its recipe, where and how it was made, its metrics, checkpoints and scores.
+"""A run is a folder: its recipe, provenance, metrics, checkpoints and scores.
 
-    recipe.json         everything that decides the result
-    environment.json    each time it was started: date, command, machine, versions, commit
+    recipe.json         everything that determines the result
+    environment.json    each start: date, command, machine, versions, commit
     metrics.jsonl       a line for each logged step
-    evaluations.jsonl   scores while training, where the recipe reports more than the last of them
+    evaluations.jsonl   scores during training, if the recipe reports more than the last of them
     last/, best/        checkpoints: models for from_pretrained; the last one with the optimizer's state
     scores.json         by test and length
 
@@ -39,7 +39,7 @@ KINDS = ("last", "best")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a checkpoint is."""
+    """The training progress of a checkpoint."""
 
     step: int
     seconds: float = 0.0  # of training, before
@@ -49,7 +49,7 @@ class Progress:
     ended: bool = False  # whether the recipe ends training here, before its last step
 
     def evaluated(self, recipe: Recipe, value: float) -> Progress:
-        """What an evaluation makes of it."""
+        """The progress after an evaluation: best value, patience and early stopping."""
         better = self.best is None or is_better(recipe.metric, value, self.best)
         best, idle = (value, 0) if better else (self.best, self.idle + 1)
         goal, patience = recipe.ends.get("reached"), recipe.ends.get("patience", math.inf)
@@ -58,7 +58,7 @@ class Progress:
 
 
 class Run:
-    """A run that is there; `Run.create` makes one."""
+    """An existing run; `Run.create` makes one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,7 @@ class Run:
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe) -> Run:
-        """The run of this recipe in this folder: a new one, or the one that is there."""
+        """Creates the run of a recipe in a folder, or opens the one that is there, which must have the same recipe."""
         if not (path / "recipe.json").exists():
             path.mkdir(parents=True, exist_ok=True)
             write_text(path / "recipe.json", json.dumps(recipe.to_dict(), indent=2) + "\n")
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def recipe_in_use(self) -> Recipe:
-        """The recipe, with the tokenizer that the run has: one of a text that has changed since would be another."""
+        """The recipe with the run's own tokenizer: a tokenizer trained on a text that has changed would be another."""
         options, folder = self.recipe.options, self.path / "last"
         if self.recipe.task != "language" or options.get("tokenizer") or not (folder / "tokenizer.json").exists():
             return self.recipe
@@ -108,18 +108,18 @@ class Run:
             yield
 
     def note_start(self, device: str) -> None:
-        """Adds to the environment where and how the run is started this time."""
+        """Adds this start, with its environment, to environment.json."""
         write_text(self.path / "environment.json", json.dumps([*self.starts(), describe_environment(device)], indent=2))
 
     def starts(self) -> list[dict[str, Any]]:
-        """The environment of each start, the first one first."""
+        """The environment of each start, oldest first."""
         path = self.path / "environment.json"
         return json.loads(path.read_text()) if path.exists() else []
 
     def save(self, training: Training, progress: Progress, writer: Writer | None = None) -> None:
-        """Begins to write the last checkpoint, in place of the one before; without a writer, waits until it is written.
+        """Starts writing the last checkpoint, replacing the previous one; without a writer, waits until it is written.
 
-        All ranks must call it.
+        All ranks must call this.
         """
         if writer is None:
             with Writer(training.ranks) as writer:
@@ -128,12 +128,12 @@ class Run:
         writer.save(self.path / "last", {"model": training.weights(), "optimizer": training.memory()}, describe)
 
     def save_best(self, training: Training, score: Score, writer: Writer) -> None:
-        """Begins to write the best checkpoint, in place of the one before, likewise."""
+        """Starts writing the best checkpoint, in place of the previous one. All ranks must call this."""
         describe = partial(_describe, training, "score.json", {"step": training.done} | asdict(score))
         writer.save(self.path / "best", {"model": training.weights()}, describe)
 
     def restore(self, device: str, ranks: Ranks | None = None) -> tuple[Training, Progress]:
-        """The training as it stood at the last checkpoint, or as it begins, on these ranks or others."""
+        """Restores training from the last checkpoint, or starts it, on any number of ranks."""
         ranks = ranks or Ranks()
         if ranks.first:
             for kind in KINDS:
@@ -155,14 +155,14 @@ class Run:
         return training, progress
 
     def progress(self) -> Progress:
-        """How far the last checkpoint is."""
+        """The progress of the last checkpoint."""
         path = self.path / "last" / "progress.json"
         return Progress(**json.loads(path.read_text())) if path.exists() else Progress(0)
 
     def load(
         self, kind: str = "last", device: str = "cpu", lengths: Sequence[int] = (), sharpen_beyond: int | None = None
     ) -> dr.DeadReckonForCausalLM:
-        """The model of a checkpoint, see `load_for_tests`."""
+        """Loads the model of a checkpoint, see `load_for_tests`."""
         folder = self.path / kind
         if not folder.exists() and interrupted(folder):
             with self.locked():
@@ -174,7 +174,7 @@ class Run:
     def scores(self, kind: str = "last", sharpen_beyond: int | None = None) -> dict[tuple[str, int], Score]:
         """Scores of a checkpoint by test and length; those of an earlier checkpoint do not count.
 
-        Of the same weights sharpened, others: they are kept beside them.
+        With `sharpen_beyond`, the scores of the sharpened model, which are stored separately.
         """
         path = self.path / "scores.json"
         data = json.loads(path.read_text()) if path.exists() else []
@@ -182,12 +182,12 @@ class Run:
         for line in self.lines("evaluations") if kind == "last" else ():
             if line["step"] == step:
                 scores += [Score(**one) for one in line["scores"]]
-        # What was computed later takes their place.
+        # What was computed later takes precedence.
         scores += [Score(**one["score"]) for one in data if (one["kind"], one["step"]) == (kind, step)]
         return {score.place: score for score in scores}
 
     def add_scores(self, scores: Iterable[Score], kind: str = "last", sharpen_beyond: int | None = None) -> None:
-        """Adds scores of a checkpoint, as it is or sharpened."""
+        """Saves scores of a checkpoint, as it is or sharpened."""
         path, step, kept_as = self.path / "scores.json", self._step(kind), _kept_as(kind, sharpen_beyond)
         with locked(self.path / "scores.lock"):  # others may be scoring it, too
             merged = self.scores(kind, sharpen_beyond) | {score.place: score for score in scores}
@@ -197,18 +197,18 @@ class Run:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest texts that it was ever scored on, as it is or sharpened; 0 if it was on none."""
+        """Tokens of the longest texts that the run was ever scored on, as it is or sharpened; 0 if it was on none."""
         path = self.path / "scores.json"
         kept = json.loads(path.read_text()) if path.exists() else []
         return max([0, *(one["score"].get("longest", 0) for one in kept)])
 
     def _step(self, kind: str) -> int:
-        """The step of a checkpoint."""
+        """The training step of a checkpoint."""
         path = self.path / kind / ("progress.json" if kind == "last" else "score.json")
         return int(json.loads(path.read_text())["step"]) if path.exists() else 0
 
     def reported(self) -> dict[Place, Score]:
-        """The scores that tables show: of the last checkpoint, or for each place the mean of the best evaluations."""
+        """Scores to report: of the last checkpoint, or for each place the mean of the best evaluations."""
         if self.recipe.reporting != "best-three":
             return self.scores()
         evaluations: dict[Place, list[Score]] = {}
@@ -225,23 +225,23 @@ class Run:
         return Score(**(asdict(scores[-1]) | {name: value}))
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Of metrics.jsonl or evaluations.jsonl, without one that was cut off."""
+        """Lines of metrics.jsonl or evaluations.jsonl, except one that was cut off."""
         return read_lines(self.path / f"{name}.jsonl")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The logged steps."""
+        """Metrics of the logged steps."""
         return self.lines("metrics")
 
     def add_evaluation(self, step: int, scores: Iterable[Score]) -> None:
-        """Keeps scores while training."""
+        """Saves the scores of an evaluation during training."""
         add_lines(self.path / "evaluations.jsonl", [{"step": step, "scores": [asdict(score) for score in scores]}])
 
     def evaluated(self) -> list[Score]:
-        """The scores of the last evaluation while training; none before there was one."""
+        """Scores of the last evaluation during training; empty before the first."""
         return [Score(**one) for line in self.lines("evaluations")[-1:] for one in line["scores"]]
 
     def cut_lines(self, step: int) -> None:
-        """Removes what was logged after a step: those steps are taken again."""
+        """Removes the lines logged after a step, since those steps will be taken again."""
         for name in ("metrics", "evaluations"):
             if (self.path / f"{name}.jsonl").exists():
                 kept = [line for line in self.lines(name) if line["step"] <= step]
@@ -249,13 +249,13 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps have been taken that there will be."""
+        """Whether training is over: all steps are taken, or it stopped early."""
         progress = self.progress()
         return progress.ended or progress.step == self.recipe.steps
 
 
 def check_start(recipe: Recipe) -> None:
-    """Raises a ValueError if the model to begin with is not what the recipe says."""
+    """Raises ValueError unless the model to start from fits the recipe's encoding and tokens."""
     folder, task = Path(recipe.start), recipe.make_task()
     check_model(folder)
     config = dr.DeadReckonConfig.from_pretrained(folder)
@@ -274,20 +274,20 @@ def check_start(recipe: Recipe) -> None:
 
 
 def _describe(training: Training, name: str, about: dict[str, Any], folder: Path) -> None:
-    """Writes what a checkpoint has beside its tensors; `about` it, as JSON."""
+    """Writes the files of a checkpoint besides its tensors; `about` as JSON."""
     training.describe(folder)
     (folder / name).write_text(json.dumps(about))
 
 
 def _kept_as(kind: str, sharpen_beyond: int | None) -> str:
-    """The name of a checkpoint's scores."""
+    """The key of a checkpoint's scores in scores.json."""
     return kind if sharpen_beyond is None else f"{kind} beyond {sharpen_beyond}"
 
 
 def load_for_tests(
     folder: Path, recipe: Recipe, device: str, lengths: Sequence[int] = (), sharpen_beyond: int | None = None
 ) -> dr.DeadReckonForCausalLM:
-    """A saved model, with the positions for tests of the recipe's lengths and of these; sharpened, if asked to."""
+    """Loads a saved model, with enough positions for tests at the recipe's lengths and these; sharpened if asked to."""
     check_model(folder)
     sharper = {} if sharpen_beyond is None else {"sharpen_beyond": sharpen_beyond}
     config = config_for_tests(dr.DeadReckonConfig.from_pretrained(folder, **sharper), recipe, lengths)
@@ -296,7 +296,7 @@ def load_for_tests(
 
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
-    """The runs in folders, at any depth; each must have one."""
+    """Finds the runs in folders, at any depth; each folder must have one."""
     runs: dict[Path, Run] = {}
     for path in paths:
         places = sorted(file.parent for file in path.rglob("recipe.json")) if path.is_dir() else []

@@ -45,13 +45,13 @@ def train_run(
     gap: Gap | None = None,
     longest: int = 0,
 ) -> Run:
-    """Trains and scores a run, resuming from its last checkpoint. A finished run is only scored where it was not.
+    """Trains and scores a run, resuming from its last checkpoint. A finished run only gets missing scores.
 
     Args:
         out: the run's folder.
-        tensorboard: also write metrics for TensorBoard, there.
-        ranks: the processes that train it together, which all must call this; the first writes.
-        gap: to the teacher, as far as it is known: it is shown, and learns from evaluations.
+        tensorboard: also write TensorBoard metrics there.
+        ranks: the processes that train together; all must call this, and the first writes.
+        gap: to the teacher; it is shown, and updated by evaluations.
         longest: see :func:`score_run`.
     """
     ranks, gap = ranks or Ranks(), gap or Gap()
@@ -74,7 +74,7 @@ def train_run(
 
 
 def check_recipe(recipe: Recipe, lengths: Sequence[int] = ()) -> None:
-    """Raises ValueError for what can be told of a recipe, and of lengths to test, before anything is written."""
+    """Raises ValueError for an invalid recipe or test length, as far as this can be told before anything is written."""
     task = recipe.make_task()
     for step in (0, recipe.steps - 1):
         task.sample(1, recipe.lengths_at(step), torch.Generator())
@@ -121,7 +121,7 @@ def _train(run: Run, new: bool, device: str, console: Console, tensorboard: bool
                 if progress.idle == 0:
                     run.save_best(training, validation, writer)
             now = time.perf_counter()
-            # Ranks must agree on it, which costs them a wait: where they wait for a step's loss anyway.
+            # Ranks must agree on it and wait for each other: only where they wait for a step's loss anyway.
             late, ending = now - saved > SAVE_SECONDS, came[0] if came else 0
             late, ending = ranks.same((late, ending)) if logged or ranks.size == 1 else (False, 0)
             if due or late or ending:
@@ -137,9 +137,9 @@ def _train(run: Run, new: bool, device: str, console: Console, tensorboard: bool
 
 @contextmanager
 def noticing_signals() -> Iterator[list[int]]:
-    """The signals that have asked for an end, SIGTERM or Ctrl-C, so that a run can save what it has before it ends.
+    """Collects SIGTERM and Ctrl-C in a list, so that a run can save a checkpoint before it ends.
 
-    A second Ctrl-C ends it at once. A process that ignores Ctrl-C, as those of a pool do, goes on doing so.
+    A second Ctrl-C ends it at once. A process that ignores Ctrl-C, as workers of a pool do, still ignores it.
     """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # which alone has signals
@@ -161,7 +161,7 @@ def noticing_signals() -> Iterator[list[int]]:
 
 
 def _unlogged(step: int, values: dict[str, float]) -> None:
-    """The log of ranks that write none."""
+    """The log of ranks that do not write."""
 
 
 def _note_start(run: Run, progress: Progress, device: str, console: Console) -> None:
@@ -177,9 +177,9 @@ def _note_start(run: Run, progress: Progress, device: str, console: Console) -> 
 
 
 def validate(run: Run, training: Training, gap: Gap) -> Score:
-    """A score on fresh sequences of the training length; and all tests, where more than the last are kept.
+    """Validation on fresh sequences of the training length; also all tests, if their scores during training are kept.
 
-    All ranks must ask; they share the rows.
+    All ranks must call this; they share the rows.
     """
     recipe, model, ranks = training.recipe, training.whole_model(), training.ranks
     if recipe.reporting != "last":
@@ -212,7 +212,7 @@ def _line(recipe: Recipe, step: Step, validation: Score | None, speed: float) ->
 
 @contextmanager
 def metrics_log(run: Run, tensorboard: bool) -> Iterator[Log]:
-    """Writes metrics of a step: a line of JSON, flushed at once, and TensorBoard if asked for."""
+    """Yields a function that logs a step's metrics: to metrics.jsonl, flushed at once, and to TensorBoard if asked."""
     writer = None
     if tensorboard:
         try:
@@ -248,12 +248,12 @@ def score_run(
 ) -> dict[Place, Score]:
     """Scores of a checkpoint in every test at these lengths, or the recipe's; known ones are not computed again.
 
-    But for those of other texts: perplexity is of rows as long as the greatest length that was ever asked for.
+    Except those on other texts: the rows for perplexity are as long as the greatest length that was ever asked for.
 
     Args:
-        ranks: the processes that share the rows, which all must call this; the first writes.
-        longest: tokens of such a row, at least: where other runs have been asked for more.
-        sharpen_beyond: of the checkpoint with attention that stays as sharp beyond so many tokens.
+        ranks: the processes that share the rows; all must call this, and the first writes.
+        longest: minimum length of these rows in tokens, if other runs are scored on longer ones.
+        sharpen_beyond: score the checkpoint with attention kept as sharp beyond this many tokens.
     """
     ranks = ranks or Ranks()
     recipe = run.recipe_in_use
@@ -283,7 +283,7 @@ def score_model(
     sharpen_beyond: int | None = None,
     metrics: Sequence[dict[str, float]] = (),
 ) -> dict[Place, Score]:
-    """Scores of any saved model in the tests of a recipe; of its training, too, with its metrics."""
+    """Scores of any saved model in the tests of a recipe; evaluators of training itself need its `metrics`."""
     encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding if (folder / "config.json").exists() else ""
     recipe = replace(recipe, encoding=encoding or recipe.encoding)
     model = load_for_tests(folder, recipe, device, lengths, sharpen_beyond)
@@ -305,7 +305,7 @@ def score_model(
 
 
 def counted(scores: Iterator[Score], wanted: Set[Place], title: str, console: Console) -> Iterator[Score]:
-    """Shows how far a scoring is. There may be other scores than those of the places that are wanted."""
+    """Shows the progress of scoring. There may be more scores than those of the wanted places."""
     countdown = Countdown(console, len(wanted))
     with console.status(f"scoring {title}") as status:
         for one in scores:
@@ -327,14 +327,14 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def summary(run: Run, scores: dict[Place, Score]) -> str:
-    """A run in a few lines."""
+    """The progress and scores of a run, in a few lines."""
     progress = run.progress()
     head = f"{run.path}: {progress.step} steps, {format_seconds(progress.seconds)}, {progress.tokens:,} tokens"
     return "\n".join([head, *list_scores(run.recipe, scores)])
 
 
 def list_scores(recipe: Recipe, scores: dict[Place, Score]) -> list[str]:
-    """A line for each test."""
+    """A line of text for each test."""
     lines: dict[str, list[str]] = {}
     for one in scores.values():
         measure = one.measure or recipe.metric

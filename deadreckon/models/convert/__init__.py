@@ -1,4 +1,4 @@
-"""Models of other libraries as ours: `convert_model`."""
+"""Conversion of models of other libraries to deadreckon: `convert_model`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def convert_model(
     encoding_options: dict[str, Any] | None = None,
     exact: bool = True,
 ) -> DeadReckonForCausalLM:
-    """A model of ours with the weights of another, on its device and in its dtype.
+    """Converts a model: a new DeadReckonForCausalLM with its weights, on its device and in its dtype.
 
     From decoders with RoPE (`LlamaForCausalLM`, `MistralForCausalLM` without a sliding window, `Qwen2ForCausalLM`,
-    `Qwen3ForCausalLM`, and ours with encoding "rope") to any encoding. It begins with the same logits: the option
-    `from_zero` of the encoding makes Householder steps the identity (β = 0) and gates open (log f = 0) before training,
-    with gradients as large as those of a usual start. Encodings that cannot begin so are refused, unless `exact` is
-    False: a cold swap, with the encoding's usual initialisation.
+    `Qwen3ForCausalLM`, and ours with encoding "rope") to any encoding. Logits are unchanged at first: the option
+    `from_zero` of the encoding initialises Householder steps as the identity (β = 0) and gates as open (log f = 0),
+    with gradients as large as those of the usual initialisation. Encodings that cannot start from RoPE are refused,
+    unless `exact` is False: a cold swap, with the encoding's usual initialisation.
 
-    From PaTH and FoX models of flash-linear-attention, which need no other encoding than their own.
+    From PaTH and FoX models of flash-linear-attention, which keep their own encoding.
 
     Args:
-        model: stays as it is; its weights are copied.
-        encoding: a name in :data:`deadreckon.ENCODINGS`; "rope-path-fox" by default, or the model's own.
-        encoding_options: keywords of the encoding, beside RoPE's base and scaling, which are the model's.
+        model: is not changed; its weights are copied.
+        encoding: a name in :data:`deadreckon.ENCODINGS`; by default "rope-path-fox", or the fla model's own.
+        encoding_options: keywords of the encoding; RoPE's base and scaling default to the model's.
         exact: refuse an encoding that would change the logits.
 
     Raises:
-        ValueError: for a model that is none of these, or has parts that ours lacks; naming what it is.
+        ValueError: for an unsupported model, or one with parts that a DeadReckonForCausalLM lacks; naming them.
     """
     source = Source.of(model)
     if source.kind in rope.KINDS:

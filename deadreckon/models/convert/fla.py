@@ -1,7 +1,7 @@
-"""From PaTH and FoX models of flash-linear-attention: `PaTHAttentionForCausalLM`, `ForgettingTransformerForCausalLM`.
+"""Converts flash-linear-attention's PaTH and FoX: `PaTHAttentionForCausalLM`, `ForgettingTransformerForCausalLM`.
 
 Their PaTH layer has SiLU after the convolution, divides w by √(‖w‖² + 1e-6), and adds gates to logits before these are
-scaled: options of ours. Its convolution has its filters in the other order.
+scaled: all of them options of our encodings. Its convolution stores its filters in reverse order of time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RENAMED = {
     ".attn.f_proj.": ".self_attn.encoding.gate.",
     ".attn.": ".self_attn.",
 }
-"""Parts of names: theirs -> ours; the first that fits counts."""
+"""Parts of parameter names: theirs -> ours; the first match counts."""
 
 
 def convert(source: Source, encoding: str | None, options: dict[str, Any]) -> DeadReckonForCausalLM:
@@ -51,7 +51,7 @@ def convert(source: Source, encoding: str | None, options: dict[str, Any]) -> De
 
 
 def check(source: Source) -> None:
-    """Raises a ValueError for parts that our layer lacks."""
+    """Raises a ValueError for parts that our attention layer lacks."""
     config = source.config
     for name, what in (
         ("attnres_block_size", "attention residuals"),
@@ -64,7 +64,7 @@ def check(source: Source) -> None:
 
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by our names, and the convolution's as ours: (channels, 1, width), oldest first -> (width, channels)."""
+    """Weights by our names; the convolution's (channels, 1, width), oldest token first, become (width, channels)."""
     found = {}
     for name, weight in weights.items():
         if ".w_conv1d." in name:
@@ -75,7 +75,9 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def complete_steps(weights: dict[str, Tensor], config: Any, heads: int) -> dict[str, Any]:
-    """Options of PaTH's steps. A map to w of full rank becomes one of that rank; no convolution, one of a token."""
+    """Options of PaTH's steps. Fills in weights: a full-rank projection to w gets an identity as its second factor, and
+    a missing convolution becomes one that reads the current token only.
+    """
     channels = heads * (config.hidden_size // config.num_heads)
     for layer in range(config.num_hidden_layers):
         steps = f"model.layers.{layer}.self_attn.encoding.steps."
@@ -93,7 +95,7 @@ def complete_steps(weights: dict[str, Tensor], config: Any, heads: int) -> dict[
 def configuration(
     source: Source, encoding: str, options: dict[str, Any], weights: dict[str, Tensor]
 ) -> DeadReckonConfig:
-    """Ours, of the same sizes."""
+    """Our configuration with the same sizes."""
     config = source.config
     return DeadReckonConfig(
         **source.common() | {"hidden_act": "silu" if config.hidden_act == "swish" else config.hidden_act},

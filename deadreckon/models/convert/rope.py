@@ -1,7 +1,7 @@
-"""From decoders with RoPE to any encoding, and whether that changes their logits.
+"""Converts decoders with RoPE (Llama, Mistral, Qwen2, Qwen3) to any encoding, and checks whether logits would change.
 
-Weights have the names that Hugging Face's Llama gives them, as ours do. What differs between the kinds are biases,
-norms of queries and keys, the size of heads, and RoPE's angles.
+All have the parameter names of Hugging Face's Llama, as ours do. They differ in biases, QK-norm, head_dim, and RoPE's
+angles.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def convert(source: Source, encoding: str, options: dict[str, Any], exact: bool)
 
 
 def configuration(source: Source, encoding: str, options: dict[str, Any]) -> DeadReckonConfig:
-    """Ours, of the same sizes."""
+    """Our configuration with the same sizes."""
     config = source.config
     if isinstance(config, DeadReckonConfig):
         config = deepcopy(config)
@@ -71,7 +71,7 @@ def configuration(source: Source, encoding: str, options: dict[str, Any]) -> Dea
 
 
 def rope_options(source: Source) -> dict[str, Any]:
-    """RoPE's base and the scaling of its angles, None if there is none."""
+    """RoPE's base, and the scaling of its angles (None without scaling)."""
     if isinstance(source.config, DeadReckonConfig):
         if set(source.config.encodings()) != {"rope"}:
             found = ", ".join(sorted(set(source.config.encodings())))
@@ -91,7 +91,7 @@ def rope_options(source: Source) -> dict[str, Any]:
 
 
 def check_exact(config: DeadReckonConfig, encoding: str, options: dict[str, Any], angles: dict[str, Any]) -> None:
-    """Raises a ValueError if attention with this encoding cannot begin as RoPE, saying what would differ."""
+    """Raises a ValueError if attention with this encoding is not initialised as RoPE, saying what would differ."""
     assert config.num_key_value_heads is not None
     assert config.head_dim is not None
     sizes = Sizes(
@@ -111,7 +111,7 @@ def check_exact(config: DeadReckonConfig, encoding: str, options: dict[str, Any]
 
 @torch.no_grad()
 def differences_from_rope(encoding: Encoding, sizes: Sizes, angles: dict[str, Any]) -> list[str]:
-    """What an encoding does otherwise than RoPE with these angles, in words: looked up in its factors of some input."""
+    """How a new encoding differs from RoPE with these angles, in words, found from its factors on a random input."""
     x = torch.randn(1, 8, sizes.d_model)
     q = torch.randn(1, 8, sizes.n_heads, sizes.head_dim)
     k = torch.randn(1, 8, sizes.n_kv_heads, sizes.head_dim)

@@ -1,4 +1,4 @@
-"""What conversion reads of a model: its configuration and weights."""
+"""The model to convert: its configuration and weights, and helpers to build and fill a new model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Source:
 
     Attributes:
         kind: transformers' `model_type`.
-        weights: its state dictionary; embeddings and output matrix are both there, tied or not.
+        weights: its state dict, with both embeddings and lm_head, tied or not.
+        generation: its generation config, or None.
     """
 
     kind: str
@@ -37,18 +38,18 @@ class Source:
         return cls(config.model_type, config, weights, getattr(model, "generation_config", None))
 
     def refuse(self, part: str, came: object) -> ValueError:
-        """The error for a part of the model that ours lacks."""
+        """The error for a part of the model that ours do not have."""
         return ValueError(f"model: expected a {self.kind} model without {part}, got {came}")
 
     def check_vocabulary(self, embeddings: str) -> None:
-        """Raises a ValueError unless embeddings and output matrix have as many rows as the configuration says."""
+        """Raises a ValueError unless embeddings and lm_head have vocab_size rows."""
         for name in (embeddings, "lm_head.weight"):
             rows = self.weights[name].shape[0]
             if rows != self.config.vocab_size:
                 raise ValueError(f"model: expected {name} of vocab_size = {self.config.vocab_size} rows, got {rows}")
 
     def common(self) -> dict[str, Any]:
-        """Fields of the configuration that have one name everywhere."""
+        """Fields of the configuration that have the same name in all supported models."""
         names = (
             "vocab_size", "hidden_size", "num_hidden_layers", "hidden_act", "initializer_range", "tie_word_embeddings",
             "pad_token_id", "bos_token_id", "eos_token_id",
@@ -56,7 +57,7 @@ class Source:
         return {name: getattr(self.config, name) for name in names}
 
     def build(self, config: DeadReckonConfig) -> DeadReckonForCausalLM:
-        """A new model of this configuration, on the device and in the dtype of the weights."""
+        """A new model with this configuration, on the device and in the dtype of the source's weights."""
         like, usual = self.weights["lm_head.weight"], torch.get_default_dtype()
         torch.set_default_dtype(like.dtype)
         try:
@@ -70,7 +71,7 @@ class Source:
 
 
 def fill(model: DeadReckonForCausalLM, weights: dict[str, Tensor], drawn: str | None = None) -> None:
-    """Copies weights to a model: all of them, and all of its own but those whose names contain `drawn`."""
+    """Loads weights into a model: all must be used, and only parameters whose names contain `drawn` may be missing."""
     missing, unexpected = model.load_state_dict(weights, strict=False)
     missing = [name for name in missing if drawn is None or drawn not in name]
     if missing or unexpected:

@@ -38,7 +38,10 @@ def attend_blockwise(
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Softmax attention with nothing on the route. Equal widths, or PyTorch may choose a kernel that builds T × T."""
+    """Softmax attention without transport or gates.
+
+    q, k and v are padded to one width, or PyTorch may choose a kernel that materialises T × T.
+    """
     value_width = v.shape[3]
     widest = max(q.shape[3], value_width)
     if q.is_cuda and widest > WIDEST:
@@ -52,9 +55,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def wide(q: Tensor, k: Tensor, v: Tensor, scale: float, backend: Backend) -> Tensor:
-    """The same by one kernel, for heads that others are too narrow for: PyTorch would build T × T in single precision.
+    """The same for heads wider than `WIDEST`, on a given backend: PyTorch would materialise T × T in float32.
 
-    Values stay as narrow as they are, which it is fast for; key heads are there for each query head.
+    Values are not padded to the keys' width, since this kernel is faster on narrow ones; key heads are repeated for
+    each query head.
     """
     group, value_width = q.shape[2] // k.shape[2], v.shape[3]
     q, k, v = (padded(x, width_for(backend, x.shape[3])) for x in (q, k, v))

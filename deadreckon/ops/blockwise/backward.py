@@ -1,4 +1,4 @@
-"""The backward pass over the route tree: leaves and frames are computed again, then gradients come down level by level.
+"""Backward pass over the route tree: recomputes leaves and frames, then propagates gradients down level by level.
 
 It visits keys from far to near, the opposite of the forward pass: first the widest dense blocks, the leaves last.
 """
@@ -18,7 +18,7 @@ from deadreckon.ops.blockwise.runs import Run, gate_of
 
 
 class Gradients(NamedTuple):
-    """Of the inputs, in their shapes. Both passes over blocks add to them in place."""
+    """Gradients of the inputs, in their shapes. Dense blocks and leaves add to them in place."""
 
     q: Tensor  # (N, T, G, D)
     k: Tensor  # (N, T, D)
@@ -33,8 +33,9 @@ def backward(
 ) -> Gradients:
     """Gradients of the inputs, from grad and out (N, T, G, E) and the statistic (N, T, G) of the forward pass.
 
-    Where rows go on beyond these keys (the tokens of other ranks), out and statistic are those of the whole rows; of
-    stick-breaking the statistic is that of these keys, and grad_farther (N, T, G) what all farther ones add up to.
+    Where rows extend beyond these keys (context parallel: keys of other ranks), out and statistic are those of the
+    whole rows. With stick-breaking the statistic is that of these keys alone, and grad_farther (N, T, G) is the sum of
+    d log-weight over all farther keys.
     """
     leaves = [leaf for part in problem.leaf_parts() if (leaf := problem.householder_leaf(part))]
     frames = leaf_frames(problem, [Frames(leaf.queries, leaf.keys, leaf.products) for leaf in leaves])

@@ -1,8 +1,8 @@
-"""Leaves without Householder steps, large ones: a causal call of the stock kernel, gates as two extra channels.
+"""Large leaves without Householder steps: one causal call of the stock kernel, with gates as two extra channels.
 
-With c the sum of log gates, counted from halfway down, [q, c_i, 1] · [k, 1, −c_j] is the gated logit. The kernel
-adds these channels up in the working precision, so c must stay small within a leaf: `leaf_size` sees to that. Leaves of
-strong gates are small and computed by tiles instead, where a route's gate is the difference of two float64 numbers.
+With c the running sum of log gates, centred within the leaf, [q, c_i, 1] · [k, 1, −c_j] is the gated logit. The kernel
+adds these channels up in the working precision, so c must stay small within a leaf: `leaf_size` ensures that. With
+strong gates leaves are small and tiled instead, and a route's gate is the difference of two float64 numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def leaf_size(gates: Tensor | None, length: int) -> int | None:
     sums = torch.nn.functional.pad(gates.cumsum(1, dtype=torch.float64), (0, 0, 1, 0))
     while size >= SMALLEST:
         edges = torch.cat([sums[:, :-1:size], sums[:, -1:]], dim=1)
-        # A leaf that begins anywhere meets at most two of these stretches.
+        # A leaf overlaps at most two of these stretches, wherever it begins.
         if edges.diff(dim=1).abs().max() <= RANGE:
             leaves = -(-length // size)
             return -(-length // (8 * leaves)) * 8
@@ -56,12 +56,12 @@ class CausalLeaves:
             keys = keys.repeat(1, local.shape[1], 1, 1)
             keys[..., self.channels] = unit
             keys[..., self.channels + 1] = -local
-        shared = backend in ("flash", "cudnn")  # these find the key head of a group by themselves
+        shared = backend in ("flash", "cudnn")  # these support GQA
         group = (-1, -1 if shared else q.shape[2], -1, -1)
         self.k, self.v = keys.expand(*group), values.expand(*group)
 
     def like(self, x: Tensor) -> Tensor:
-        """(M, S, heads, channels) as the kernel wants it: heads first, padded to its width."""
+        """(M, S, heads, channels) in the kernel's layout: heads first, zero-padded to its width."""
         wide = x.new_empty(x.shape[0], x.shape[2], x.shape[1], self.width, dtype=self.dtype)
         wide[..., : x.shape[-1]] = x.transpose(1, 2)
         wide[..., x.shape[-1] :] = 0

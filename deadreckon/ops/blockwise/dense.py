@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, score: Tiled, grad: Tensor, out: Tensor, statistic: Tensor, dtype: torch.dtype) -> Rows:
-        """Before any key was visited; sums are in that dtype."""
+        """The rows before any key is visited, with sums in `dtype`."""
         inner = (grad.to(dtype) * out.to(dtype)).sum(-1)
         if not score.normalised:  # d weight = grad · v alone
             inner = torch.zeros_like(inner)
@@ -153,17 +153,17 @@ class DenseBlocks:
                 gates.by_key.add_(column if gates.by_key.shape[-1] > 1 else column.sum(-1, keepdim=True))
 
     def _tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
-        """Query tokens of a block, so many at a time that a tile of logits stays small."""
+        """Slices of a block's query tokens, sized so that a tile of logits stays small."""
         size = max(16, TILE // (k.shape[:3].numel() * q.shape[3]))
         for start in range(0, q.shape[2], size):
             yield slice(start, start + size)
 
     def reach(self, q: Tensor, k: Tensor, gate: Gate | None, lse: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Query tokens and the keys in their reach: those that gates fade below the output's precision are skipped.
+        """Slices of query tokens and of the keys in reach; keys gated below the output's precision are skipped.
 
-        A weight is at most exp(scale ‖q‖ ‖k‖ + gates − lse), with lse (N, n, R, G) over nearer keys, or over all. The
-        keys skipped in a row weigh less than an eighth of the rounding error together. To look at the data costs
-        nothing on a CPU, where it also keeps the kernel from the slow arithmetic of denormal numbers.
+        A weight is at most exp(scale ‖q‖ ‖k‖ + gates − lse), with lse (N, n, R, G) over nearer keys, or over all.
+        Together, the keys skipped in a row weigh less than an eighth of the rounding error. On a CPU only, where
+        reading the data needs no synchronisation, and where skipping spares the kernel slow denormal arithmetic.
         """
         whole = slice(0, k.shape[2])
         if gate is None or k.device.type != "cpu":

@@ -1,5 +1,5 @@
-"""Packed documents become batches: those of similar length are laid side by side, padded at the end, where causal
-attention never looks from. Under a tracer, which cannot know the lengths, gates at their first tokens keep them apart.
+"""Packed (varlen) documents as padded batches: documents of similar length share a batch, padded at the end, which
+causal attention never reads. Under a tracer, which cannot know the lengths, closed gates at first tokens separate them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLOSED = -1e4  # a log gate that nothing passes
 
 
 def boundaries(cu_seqlens: Tensor, length: int) -> list[int]:
-    """cu_seqlens (N + 1,) as integers, if they are boundaries of documents in a row of so many tokens."""
+    """cu_seqlens (N + 1,) as Python integers; raises unless they are sorted and run from 0 to `length`."""
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length:
         raise ValueError(f"cu_seqlens: expected it to run from 0 to T = {length}, got {bounds[0]} to {bounds[-1]}")
@@ -31,7 +31,7 @@ def boundaries(cu_seqlens: Tensor, length: int) -> list[int]:
 
 
 def _first_tokens(cu_seqlens: Tensor, length: int) -> Tensor:
-    """(T,) whether a document begins there. The boundaries are checked when it runs."""
+    """(T,) mask of the first tokens of documents. Validates the boundaries when it runs."""
     firsts = [start for start in boundaries(cu_seqlens, length) if start < length]
     marks = torch.zeros(length, dtype=torch.bool, device=cu_seqlens.device)
     return marks.index_fill_(0, torch.tensor(firsts, device=marks.device), True)
@@ -45,7 +45,7 @@ first_tokens = operator(
 
 
 def _sound(cu_seqlens: Tensor, length: int) -> Tensor:
-    """A copy of boundaries that are some. Nobody waits for a GPU: there it is an assertion of the device."""
+    """A copy of validated boundaries. On a GPU the check is a device-side assertion, without synchronisation."""
     if cu_seqlens.is_cuda:
         right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
         torch._assert_async(right, f"cu_seqlens: expected sorted boundaries from 0 to T = {length}")
@@ -58,14 +58,14 @@ sound = operator("deadreckon::sound_boundaries", _sound, lambda cu_seqlens, leng
 
 
 def separated(log_gate: Tensor | None, cu_seqlens: Tensor, k: Tensor) -> Tensor:
-    """Gates (1, T, H or Hq) that let nothing pass from one document to the next: all else may run through them."""
+    """Gates (1, T, H or Hq), closed at the first token of each document; all else may run across boundaries."""
     gate = k.new_zeros(k.shape[:3], dtype=torch.float32) if log_gate is None else log_gate
     first = first_tokens(cu_seqlens, k.shape[1]).to(k.device)
     return gate.masked_fill(first.unsqueeze(-1), CLOSED)
 
 
 class Batch(NamedTuple):
-    """Documents of similar length side by side."""
+    """A padded batch of documents of similar length."""
 
     place: Tensor  # (N, longest): where in the row each token is
     real: Tensor  # (N, longest): whether it is one, or padding
@@ -76,8 +76,8 @@ class Batch(NamedTuple):
 
 
 def batches(cu_seqlens: list[int], device: torch.device) -> Iterator[Batch]:
-    """The documents of a row, those whose lengths share a power of two in one batch: at most half of it is padding."""
-    bounds = torch.tensor(cu_seqlens)  # in the host's memory: nobody waits for a GPU
+    """Batches of documents whose lengths round up to the same power of two: at most half of a batch is padding."""
+    bounds = torch.tensor(cu_seqlens)  # on the host: no synchronisation
     starts, ends = torch.stack([bounds[:-1], bounds[1:]])[:, bounds.diff() > 0]
     bits = torch.frexp((ends - starts - 1).double()).exponent  # of the power of two that is no smaller
     for size in bits.unique():
@@ -95,9 +95,9 @@ def unpacked(
     scale: float,
     cu_seqlens: list[int],
 ) -> Tensor:
-    """Runs attend over each batch of documents, and packs the outputs again.
+    """Runs `attend` on each batch of documents and packs the outputs again.
 
-    Each tensor is laid out for all batches at once: its gradient, too, is then put together once, not batch by batch.
+    Each tensor is gathered for all batches at once, so that its gradient, too, is scattered once, not batch by batch.
     """
     _, log_gate, score = factors
     places, reals = zip(*batches(cu_seqlens, q.device), strict=True)

@@ -1,8 +1,8 @@
-"""Frames at the ends of a sequence, as an operation of their own: for those that attend to it from elsewhere.
+"""Frames at the ends of a sequence as a differentiable operation, for attention to it from other ranks.
 
     q̃_i = H_0 ⋯ H_i q_i      k̃_j = (H_{j+1} ⋯ H_{T−1})ᵀ k_j      P = H_0 ⋯ H_{T−1}
 
-The way up the route tree without its attention (`frames.py`). The backward pass climbs it again and comes down.
+Climbs the route tree without computing attention (`frames.py`). The backward pass climbs it again, then descends.
 """
 
 from __future__ import annotations

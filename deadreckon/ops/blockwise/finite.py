@@ -1,8 +1,7 @@
 """Containment of NaN and infinity: those at token t reach no output before t.
 
-Blocks of tokens are multiplied as a whole, and a weight of zero does not stop a NaN. So a token with such a number is
-computed as a token of zeros, and in the end the outputs from it on become NaN: as in the definition, where every later
-query meets it.
+Blocks of tokens are multiplied as a whole, and a weight of zero does not stop a NaN. So a non-finite token is replaced
+by zeros, and finally all outputs from it on are set to NaN, as in the definition, where every later query sees it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ def contained(
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """Inputs (N, T, ...) with zeros for tokens that are not finite, and what to add to outputs: (N, T), 0 or NaN.
 
-    Strengths (N, T, ...) are checked, too. On a CPU, where a check costs little, None in place of zeros alone.
+    Strengths (N, T, ...) are checked, too. On a CPU, where checking is cheap, None if all inputs are finite.
     """
     tensors = [x.detach() for x in (*inputs, strengths) if x is not None]
     if tensors[0].device.type == "cpu" and all(bool(torch.isfinite(x.sum())) for x in tensors):

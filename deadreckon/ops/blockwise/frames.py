@@ -1,4 +1,4 @@
-"""Frames: queries and keys carried to the ends of their block, so that Householder steps are behind them.
+"""Frames: queries and keys carried to the ends of their block, with the block's Householder steps already applied.
 
     block [a, b)     queries in the frame of a: H_a ⋯ H_i q_i        keys in the frame of b: (H_{j+1} ⋯ H_{b−1})ᵀ k_j
 

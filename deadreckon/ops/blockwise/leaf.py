@@ -32,7 +32,7 @@ class HouseholderLeaf:
     """n leaves of S tokens, G queries for each key: q (N, n, S, G, D), k and w (N, n, S, D), beta (N, n, S).
 
     Attributes:
-        logits: (N, n, S, G, S), not scaled; what stands above the diagonal means nothing.
+        logits: (N, n, S, G, S), not scaled; entries above the diagonal are meaningless.
         queries, keys: like q and k, in the frames of the leaf's start and end.
         products: (N, n, D, D).
     """

@@ -1,16 +1,16 @@
-"""Even powers in three forms. A weight (qᵀk)^p is ⟨φ(q), φ(k)⟩, so that one matrix can stand for all keys behind:
+"""Even-power attention in three forms. A weight (qᵀk)^p is ⟨φ(q), φ(k)⟩, so that one matrix holds all preceding keys:
 
     state_t = f_t · state_{t−1} + φ(k_t) [v_t, 1]ᵀ,    [o_t · Z_t, Z_t] = φ(q_t)ᵀ state_t
 
 - attention: every logit to the power p, quadratic in T (`tree.py`);
-- recurrent: the above, token by token, but for the last few keys, which are attended to;
-- chunked: powers of logits inside a chunk, and the state of all chunks before it. The cost is linear in T.
+- recurrent: the above, token by token, except for the last few keys, which are attended to directly;
+- chunked: powers of logits inside a chunk, and the state of all preceding chunks. The cost is linear in T.
 
-Rotations have been applied to q and k by then: the paper's μ, the running angle, is in them. Gates count from the edges
-of a chunk, exp(c_i − c_start) and exp(c_end − c_j), so that no sum is long; a state fades by exp(c_end − c_start).
+Rotations are already applied to q and k (the paper's μ, the running angle). Gates are summed from the edges of a
+chunk, exp(c_i − c_start) and exp(c_end − c_j), so that no sum is long; a state decays by exp(c_end − c_start).
 
 A state is (N, F, kinds, E + 1), F the dimension of φ; there is one kind, or one for each query head of a group where
-their gates differ. It holds multiplicities, not their roots. The last column adds up to the rows' sums.
+their gates differ. It is scaled by multiplicities, not their roots. The last column accumulates the normaliser Z.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from deadreckon.ops.tracing import operator, room_like, without_autocast
 RECENT = 8  # tokens that the recurrent form has not folded into its state
 HELD = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers of φ that are held at a time: few in a cache, many for few launches
 BREAK_EVEN = {("cpu", 2): 2.0, ("cuda", 2): 2.2, ("cuda", 4): 10.0}
-"""From how many times the dimension of φ on the chunked form is faster, by device and p; 4 times where not measured.
+"""T from which the chunked form is faster, in multiples of the dimension of φ, by device and p; 4 where not measured.
 
 On a CPU: one core, float32, 4 heads, forward and backward, process times at four lengths and more, best of several
-runs. Without gates chunked and attention are even at about T = 800 for (D, p) = (16, 2), 1000 for (32, 2), 5200 for
-(64, 2), 1250 for (8, 4) and beyond 12 000 for (16, 4); with gates, which cost attention more, at 400, 750, 2600, before
-1000 and at 5000. States for p > 2 are float64. On an H200, bfloat16, 8 heads, gated (results/powers-h200.md), they are
-even at about T = 2600 for (32, 2) and 4500 for (64, 2), and by extrapolation at 38 000 for (16, 4): the kernels' φ has
-more rows there than it needs.
+runs. Without gates chunked and attention break even at about T = 800 for (D, p) = (16, 2), 1000 for (32, 2), 5200 for
+(64, 2), 1250 for (8, 4) and beyond 12 000 for (16, 4); with gates, which cost attention more, at 400, 750, 2600, below
+1000 and at 5000. States for p > 2 are float64. On an H200, bfloat16, 8 heads, gated (results/powers-h200.md), they
+break even at about T = 2600 for (32, 2) and 4500 for (64, 2), and by extrapolation at 38 000 for (16, 4): the kernels'
+φ has more rows there than it needs.
 """
 FEWEST = {"cpu": 768, "cuda": 2560}  # tokens: below, chunks are too small to be fast
 
 
 def chunk_tokens(width: int, p: int) -> int:
-    """The size of a chunk: half the dimension of φ, so that its states take about the room of its keys and values."""
+    """The size of a chunk: half the dimension of φ, so that its state takes about the memory of its keys and values."""
     return -(-max(dimension(width, p) // 2, 4 * LEAF) // LEAF) * LEAF
 
 
 def chunked_from(width: int, p: int, device: torch.device) -> int:
-    """How many tokens it takes for the chunked form to be faster."""
+    """The number of tokens from which the chunked form is faster."""
     even = BREAK_EVEN.get((device.type, p), 4.0) * dimension(width, p)
     return math.ceil(max(even, FEWEST.get(device.type, 768)))
 
 
 def form_for(score: Power, q: Tensor) -> Form:
-    """The form to compute q (B, T, Hq, D) in: the one it says or, where the choice is ours, the faster.
+    """The form for q (B, T, Hq, D): the requested one or, for ``"auto"``, the faster.
 
-    While a tracer stands for any length, chunks: a sequence that is shorter than one is attended to as a whole.
+    For a symbolic length, chunked: a sequence shorter than a chunk is then one chunk, computed as attention.
     """
     if score.form != "auto":
         return score.form
@@ -87,14 +87,14 @@ def state_dtype(dtype: torch.dtype, p: int, device: torch.device) -> torch.dtype
 
 
 def _pieces(length: int, numbers: int, device: torch.device) -> Iterator[slice]:
-    """Tokens, so many at a time that φ of them is not too large; `numbers` is what φ takes of one."""
+    """Slices of tokens, sized so that φ of a slice stays within `HELD`; `numbers` is the size of φ per token."""
     size = max(16, HELD.get(device.type, HELD["cpu"]) // numbers)
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 
 
 def _kinds(q: Tensor, kinds: int) -> Iterator[tuple[int, slice]]:
-    """Each kind of gates, and which queries of a group it has."""
+    """Each kind of gates, and the query heads of a group that it applies to."""
     share = q.shape[2] // kinds
     for kind in range(kinds):
         yield kind, slice(kind * share, (kind + 1) * share)
@@ -106,9 +106,9 @@ def with_ones(v: Tensor) -> Tensor:
 
 
 def without_noise(values: Tensor, q: Tensor, p: int, sums: Tensor) -> Tensor:
-    """What queries (..., G, D) have read, (..., G, E + 1), or 0 where it is rounding error; sums (..., 1 | G, F) are Z.
+    """Values (..., G, E + 1) read by q (..., G, D), zeroed where they are rounding error; sums (..., 1 | G, F) hold Z.
 
-    A sum of weights no larger than the rounding errors of its terms says nothing: as far as can be known, that query is
+    A sum of weights no larger than the rounding errors of its terms carries no information: numerically, that query is
     orthogonal to all keys.
     """
     noise = 16 * torch.finfo(values.dtype).eps * q.detach().norm(dim=-1) ** p * sums.detach().norm(dim=-1)
@@ -127,7 +127,7 @@ def read(state: Tensor, q: Tensor, p: int) -> Tensor:
 
 
 def read_gradients(state: Tensor, q: Tensor, p: int, grad: Tensor, grad_state: Tensor) -> Tensor:
-    """d q, from the gradient of what was read (N, T, G, E + 1); adds to that of the state."""
+    """d q, from the gradient of the values read (N, T, G, E + 1); adds to grad_state."""
     grad_q = torch.empty_like(q)
     for tokens in _pieces(q.shape[1], q.shape[0] * q.shape[2] * state.shape[1], q.device):
         for kind, heads in _kinds(q, state.shape[2]):
@@ -140,7 +140,7 @@ def read_gradients(state: Tensor, q: Tensor, p: int, grad: Tensor, grad_state: T
 
 
 def written(k: Tensor, v: Tensor, fade: Tensor, p: int) -> Tensor:
-    """The state of these tokens alone: k (N, T, D), v (N, T, E), and how far each has faded, (N, T, kinds)."""
+    """The state of these tokens alone: k (N, T, D), v (N, T, E), and the decay `fade` (N, T, kinds) of each."""
     columns = (with_ones(v).unsqueeze(2) * fade.unsqueeze(3)).flatten(2)
     state = k.new_zeros(k.shape[0], dimension(k.shape[2], p), columns.shape[2])
     for tokens in _pieces(k.shape[1], k.shape[0] * state.shape[1], k.device):
@@ -167,7 +167,7 @@ def write_gradients(k: Tensor, v: Tensor, fade: Tensor, p: int, grad: Tensor) ->
 
 
 def attend_power_blockwise(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score: Power) -> Tensor:
-    """Attention of (B, T, Hq, D), (B, T, H, D), (B, T, H, E), whose weights are even powers, in the form that it says.
+    """Even-power attention of (B, T, Hq, D), (B, T, H, D), (B, T, H, E), in the form that `score` requests.
 
     There is no scale: weights are divided by their sum.
     """
@@ -189,13 +189,13 @@ def attend_power_blockwise(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | N
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> Tensor:
-    """One token after the other, q (N, T, G, D): to read, and to test with.
+    """The recurrent form, one token at a time, q (N, T, G, D): for reading and testing.
 
-    The last `RECENT` keys are not in the state yet: their weights are powers of logits, exact. A weight that is read
-    from a state is a difference of monomials, and lost below 16 ε of their size, where all keys in it are within
+    The last `RECENT` keys are not in the state yet: their weights are powers of logits, exact. A weight read from a
+    state is a difference of monomials, and lost below 16 ε of their size, where all keys in the state are within
     (16 ε)^(1/p) of a right angle to the query. (3.9e-3 for p = 6: one key of 16 channels in eighty, but never eight of
-    them; and what is in the state while gates leave fewer has faded as a whole.) In float64. Gradients need the states
-    of all tokens, T · F · (E + 1) numbers.
+    them; and where gates leave fewer, the whole state has decayed.) In float64. Gradients need the states of all
+    tokens, T · F · (E + 1) numbers.
     """
     dtype = exact(q.device)
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -230,7 +230,7 @@ def _over_recent(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, p: int) -> Tens
 class _Chunks:
     """Chunks of (N, T, ...): attention inside all chunks as one problem, and the gates that their states need.
 
-    T is padded to whole chunks, all of one size, which are whole leaves.
+    T is padded to chunks of equal size, each a whole number of leaves.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> None:
@@ -273,7 +273,7 @@ class _Chunks:
         return q, k, v
 
     def states(self) -> Iterator[tuple[int, Tensor]]:
-        """The number of a chunk, from the second on, and the state of all before it."""
+        """The index of each chunk, from the second on, and the state of all preceding chunks."""
         state: Tensor | None = None
         for n in range(self.count - 1):
             _, k, v = self[n]
@@ -314,7 +314,7 @@ def _state_gradients(
 
 
 def _state_count(length: int, width: int, p: int, form: str, device: torch.device) -> int:
-    """How many states are passed from chunk to chunk: none in the attention form."""
+    """The number of states passed from chunk to chunk: none in the attention form."""
     if form == "attention" or (form == "auto" and length < chunked_from(width, p, device)):
         return 0
     return (length - 1) // chunk_tokens(width, p)
@@ -323,7 +323,7 @@ def _state_count(length: int, width: int, p: int, form: str, device: torch.devic
 def _room(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, p: int, form: str, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors, shaped as what the operator returns."""
+    """Empty tensors in the shapes of the operator's results; also its fake implementation."""
     precise = exact(q.device)
     out = q.new_empty(*q.shape[:3], v.shape[2])
     total = q.new_empty(q.shape[:3], dtype=precise)
@@ -368,7 +368,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, rounded_out: Tensor, out: Tensor,
     total: Tensor, answered: Tensor, states: Tensor, p: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v and, if there are any, gates. φ is computed again."""
+    """Gradients of q, k, v and, if there are any, gates. φ is recomputed."""
     if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
         return tree_backward_pass(grad, q, k, v, None, None, gates, rounded_out, out, total, "power", p, 1.0)
     with without_autocast(q):

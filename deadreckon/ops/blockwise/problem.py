@@ -1,4 +1,4 @@
-"""The description of one route-tree attention that the forward and the backward pass share: inputs, precision, layout.
+"""`Problem`: inputs, precision and layout of one route-tree attention, shared by the forward and the backward pass.
 
 N = B·H: one row for each key head. The G query heads that share a key head (GQA) are a dimension of q after the tokens.
 T is a whole number of leaves.
@@ -30,16 +30,16 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def gates_by_head(log_gate: Tensor, heads: int) -> Tensor:
-    """(B, T, H or Hq) -> (B·H, T, 1 or G), fit to be summed: exp(-1e4) is 0 too, and -inf - (-inf) is NaN."""
+    """(B, T, H or Hq) -> (B·H, T, 1 or G), clamped for summing: exp(-1e4) is 0 too, and -inf - (-inf) is NaN."""
     return by_head(log_gate, heads).to(exact(log_gate.device)).clamp(min=-1e4)
 
 
 def leaf_tokens(length: int, householder: bool, gates: Tensor | None, score: Score, like: Tensor) -> int:
-    """The size of a leaf: as large as one causal call of the stock kernel can serve, else what tiles do best."""
+    """The size of a leaf: as large as one causal call of the stock kernel can handle, else `LEAF` at most."""
     small = min(LEAF, -(-length // 8) * 8)
     if householder or score != "softmax" or backend_for(like) is None:
         return small
-    if gates is not None and like.device.type != "cpu":  # only on a CPU it costs nothing to look at the gates
+    if gates is not None and like.device.type != "cpu":  # reading the gates would synchronise with the device
         return small
     return max(small, leaf_size(gates, length) or 0)
 

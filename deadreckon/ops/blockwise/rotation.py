@@ -1,6 +1,6 @@
-"""Rotations: add up the step angles, turn queries and keys once, and the route's angle is a difference of phases.
+"""Rotations: prefix sums of step angles (phases) rotate queries and keys once; a route's angle is their difference.
 
-Directions of Householder steps turn with them: with Θ_t the phase of token t, and R its rotation,
+Directions of Householder steps rotate with them: with Θ_t the phase of token t, and R its rotation,
 R_{j+1} H_{j+1} ⋯ R_i H_i = R(Θ_j)ᵀ · Π_s (R(Θ_s) H_s R(Θ_s)ᵀ) · R(Θ_i), and R(Θ_s) H_s R(Θ_s)ᵀ is the Householder
 step of R(Θ_s) w_s. So what is left on the route are Householder steps alone, or nothing.
 """
@@ -39,29 +39,29 @@ def phases(angles: Tensor, start: Tensor | None = None) -> Tensor:
 
 
 class Turned(NamedTuple):
-    """Attention's inputs in the frame of the sequence's beginning, where no rotation is left on the route."""
+    """Attention inputs rotated into the frame of the sequence's start, where no rotation is left on the route."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     factors: Factors  # the others
     phase: Tensor  # (B or 1, T, Hr, D/2) running sums of step angles, in units
-    back: Callable[[Tensor], Tensor]  # takes an output to its own token's frame, if values are turned
+    back: Callable[[Tensor], Tensor]  # takes an output to its own token's frame, if values are rotated
     unit: float = 1.0  # of phases, in radians
 
     def last_phases(self, tokens: int) -> Tensor:
-        """Those of the last tokens, in radians, as :func:`phases` gives them."""
+        """The phases of the last tokens, in radians, as :func:`phases` returns them."""
         last = self.phase[:, -tokens:]
         return last if self.unit == 1 else last.to(exact(last.device)) * self.unit
 
 
 def unchanged(output: Tensor) -> Tensor:
-    """What takes an output back where values are not turned."""
+    """`Turned.back` where values are not rotated: the identity."""
     return output
 
 
 def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor | None = None) -> Turned:
-    """Turns queries, keys, Householder directions and, if they travel, values by phases, which go on from start."""
+    """Rotates queries, keys, Householder directions and, if `rotation.values`, values by phases that begin at start."""
     rotation, steps = factors.parts()
     assert rotation is not None
     phase = phases(rotation.angles, start)
@@ -80,7 +80,7 @@ def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor | No
 def for_each_query_head(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, rotation: Rotation
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and gates with a copy for each query head, where keys turn differently for each."""
+    """Keys, values and gates, repeated for each query head where angles are per query head."""
     heads = q.shape[2]
     if rotation.angles.shape[2] != heads or k.shape[2] == heads:
         return k, v, log_gate
@@ -91,7 +91,7 @@ def for_each_query_head(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pair (m, m + D/2) of x (B, T, heads, D) by an angle (B or 1, T, Hr, D/2)."""
+    """Rotates the pair (m, m + D/2) of x (B, T, heads, D) by an angle (B or 1, T, Hr, D/2)."""
     heads, turns = x.shape[2], cos.shape[2]
     if turns not in (1, heads):  # one angle for each group of heads
         cos, sin = (part.repeat_interleave(heads // turns, dim=2) for part in (cos, sin))

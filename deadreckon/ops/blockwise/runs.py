@@ -25,7 +25,7 @@ class Run(NamedTuple):
         return blocks[:, :, : self.left], blocks[:, :, self.left :]
 
     def left_of(self, x: Tensor) -> Tensor:
-        """The left halves alone, by one operation: every level's launches wait for some ten of these views."""
+        """The left halves alone, as one operation: the launches of each level wait for some ten of these views."""
         return self._blocks(x, 0, self.left)
 
     def right_of(self, x: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class EvenPower:
 class StickBreaking:
     """σ(z_j) Π_{nearer s} (1 − σ(z_s)), a token not seeing itself. The statistic is the log of what is left.
 
-    It is kept in float64: going back it is restored by undoing the steps, which must not lose the early, small ones.
+    It is float64: the backward pass restores it by undoing the steps, which must not lose the early, small ones.
     """
 
     normalised = False

@@ -1,4 +1,4 @@
-"""The stock kernels: dense softmax attention that returns its log-sum-exp and, going back, takes a global one.
+"""PyTorch's stock attention kernels: they return the log-sum-exp, and their backward accepts a global one.
 
 `aten::_scaled_dot_product_*_attention` and their backwards are PyTorch's private names, the same from 2.11 to 2.15;
 they are used nowhere else. A backward call that is given the output and log-sum-exp of the *whole* row returns the
@@ -34,13 +34,13 @@ def backend_for(x: Tensor) -> Backend | None:
 
 
 def width_for(backend: Backend, *widths: int) -> int:
-    """The common head width the kernel wants of q, k and v."""
+    """The common head width the kernel requires of q, k and v."""
     multiple = 1 if backend == "cpu" else 8
     return -(-max(widths) // multiple) * multiple
 
 
 def padded(x: Tensor, width: int) -> Tensor:
-    """x with zeros behind its channels; as it is where there is no room for any, which `pad` would copy."""
+    """x zero-padded to `width` channels; x itself if it has as many, which `pad` would copy."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
@@ -78,8 +78,9 @@ def dense_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, where out and lse belong to whole rows of which this block is a part.
 
-    PyTorch finds cuDNN's plan by the layout of q, k and v, so that of grad and out must not vary: they are copied,
-    unless the caller promises (steady) that it follows from the others' and that nobody else has such layouts.
+    PyTorch caches cuDNN plans by the layout of q, k and v alone, so that of grad and out must not vary: they are made
+    contiguous, unless the caller guarantees (steady) that it follows from the others' and that no other call has such
+    layouts.
     """
     if backend == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -6,7 +6,7 @@ A monomial is a product x_i x_j ⋯ with i ≤ j ≤ …, and they are sorted by
 channels are then the last ones of their degree, and the next degree is x_i times these, for each i: nothing is ever of
 size D^p, and every product is one of slices. Tensors are (..., D, T), tokens last, so that the slices are long.
 
-The roots are for show: where φ(k) goes into a state, the state is multiplied once by the whole numbers.
+Chunks need no roots: where φ(k) goes into a state, the state is multiplied once by the integer multiplicities.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FEW = 16  # tokens for which the slices are short
 
 
 def dimension(width: int, p: int) -> int:
-    """How many monomials of degree p there are in so many variables."""
+    """The number of monomials of degree p in `width` variables."""
     return comb(width + p - 1, p)
 
 
@@ -56,7 +56,7 @@ def multiplicities(width: int, p: int) -> Tensor:
 
 
 def _products(width: int, degree: int) -> Iterator[tuple[int, slice, slice]]:
-    """A channel i, where its products stand in the next degree, and which monomials of this degree they are of."""
+    """Each channel i, the slice of its products in the next degree, and that of the monomials it multiplies."""
     start = 0
     for i in range(width):
         count = dimension(width - i, degree)

@@ -9,7 +9,7 @@ a shift of the query's row and a bias of the key, both local to the block.
 Going up a level costs a D × D product for half of the tokens (`frames.py`). The backward pass computes leaves and
 frames again rather than keep them, then descends from the widest blocks to the leaves.
 
-Where to read on: `problem.py` describes one such attention; `forward.py` and `backward.py` are the two passes;
+Reading order: `problem.py` describes one such attention; `forward.py` and `backward.py` are the two passes;
 `dense.py` computes dense blocks, `leaf.py` and `causal.py` leaves. This file registers the passes as torch operators.
 
 Layout: N = B·H, and the G queries that share a key head are G more rows of the same token, so grouped heads need no
@@ -67,7 +67,7 @@ def attend_tree(
 class LeafPadding:
     """Pads the operators' inputs to whole leaves, and cuts the padding off their results.
 
-    The size of a leaf may depend on the gates, so it is decided inside the operators, where a tracer does not look.
+    The size of a leaf may depend on the gates, so it is decided inside the operators, which are opaque to a tracer.
     """
 
     def __init__(self, like: Tensor, householder: bool, gates: Tensor | None, score: Score) -> None:
@@ -169,7 +169,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradients(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 9
-    saved = ctx.saved_tensors  # once: activation checkpointing unpacks them no more often
+    saved = ctx.saved_tensors  # read once: activation checkpointing allows no second unpack
     gradients = iter(tree_backward(grad, *saved, *ctx.settings))
     return *(None if x is None else next(gradients) for x in saved[:6]), None, None, None
 

@@ -12,7 +12,7 @@ from deadreckon.ops.blockwise.stock import Backend, width_for
 
 
 class Wide:
-    """A dense block as a stock kernel wants it: one head width, and gates as extra channels.
+    """A dense block as a stock kernel takes it: one head width, and gates as extra channels.
 
     A key's bias is [q, unit] · [k, bias / (scale · unit)], in as many parts as its precision needs; with a bias for
     each query of a group, each query picks its own. One more channel, zero in q and `unit` in k, brings the row sums of

@@ -1,13 +1,13 @@
-"""Attention over a sequence whose tokens are divided among ranks: any transport, gate and score, packed rows too.
+"""Context-parallel attention, over a sequence sharded among ranks: any transport, gate and score, packed rows too.
 
-Rotations are applied up front, by phases that go on from piece to piece (one sum a piece is gathered). Householder
-steps become frames at the ends of pieces and one product a piece (`blockwise/ends.py`). What is left is a ring pass
+Rotations are applied up front, by phases that continue from piece to piece (one sum per piece is gathered). Householder
+steps become frames at the ends of pieces and one product per piece (`blockwise/ends.py`). What is left is a ring pass
 (`ring.py`).
 
-Even powers take the same ring, as attention, or pass on states where these are fewer bytes (`states.py`): a state has
-C(D + p − 1, p) rows, 2080 for D = 64 and p = 2, but 766 480 for p = 4. Sticks are broken from the nearest
-key to the farthest, but a ring in the layout "zigzag" brings pieces in another order: so shards are moved to the layout
-"contiguous" and back, and the last rank has up to twice the mean to do.
+Even powers take the same ring, as attention, or pass states on where these are fewer bytes (`states.py`): a state has
+C(D + p − 1, p) rows, 2080 for D = 64 and p = 2, but 766 480 for p = 4. Stick-breaking goes from the nearest key to the
+farthest, but a ring in the layout "zigzag" delivers pieces in another order: so shards are moved to the layout
+"contiguous" and back, and the last rank has up to twice the mean work.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def attend_parallel(
     cp: ContextParallel,
     kernels: bool,
 ) -> Tensor:
-    """See :func:`deadreckon.attend`; the arguments are checked, shards (B, T / R, ...) of this rank.
+    """See :func:`deadreckon.attend`; the arguments are validated shards (B, T / R, ...) of this rank.
 
-    But for boundaries that are a tensor, which a tracer could not look into.
-    With kernels, for whose use there is no reason against, attention inside pieces is Triton's.
+    Boundaries that are still a tensor, which a tracer could not read, are validated here. With `kernels`, which the
+    caller has found to support these inputs, softmax attention inside pieces runs on Triton.
     """
     cp.piece_length(q.shape[1])
     if isinstance(documents, Tensor):
@@ -67,7 +67,7 @@ def attend_parallel(
 def mapped(
     change: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, factors: Factors
 ) -> tuple[Tensor, Tensor, Tensor, Factors]:
-    """All tensors (B, T, ...) of attention, changed alike."""
+    """Applies `change` to all tensors (B, T, ...) of attention."""
     gates = None if factors.log_gate is None else change(factors.log_gate)
     return change(q), change(k), change(v), Factors(factors.map_transport(change), gates, factors.score)
 
@@ -76,7 +76,7 @@ def _over_pieces(
     q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, documents: list[int] | None, cp: ContextParallel,
     inside: Inside,
 ) -> Tensor:  # fmt: skip
-    """Of (pieces · B, C, ...)."""
+    """Attention of pieces as rows of a batch, (pieces · B, C, ...)."""
     _, log_gate, score = factors
     rotation, steps = factors.parts()
     if rotation is not None:
@@ -114,14 +114,14 @@ def _phases_before(angles: Tensor, cp: ContextParallel) -> Tensor:
 
 
 def _in_range(q: Tensor, k: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor]:
-    """As :func:`deadreckon.ops.blockwise.precision.in_range`, keys being measured by the longest of all ranks."""
+    """As :func:`deadreckon.ops.blockwise.precision.in_range`, with keys scaled by the longest of all ranks."""
     longest = lengths(k.detach()).amax(1, keepdim=True)  # (pieces · N, 1, 1)
     longest = cp.every(longest.unflatten(0, (cp.pieces, -1))).amax(0).repeat(cp.pieces, 1, 1)
     return q / power_of_two(lengths(q.detach())), k / power_of_two(longest)
 
 
 def _apart(gates: Tensor | None, documents: list[int], k: Tensor, cp: ContextParallel) -> Tensor:
-    """Gates (M, C, 1 | G) that let nothing pass from one document to the next, inside pieces."""
+    """Gates (M, C, 1 | G), closed at the first token of each document, inside pieces."""
     size = k.shape[1]
     if gates is None:
         gates = k.new_zeros(*k.shape[:2], 1, dtype=exact(k.device))

@@ -2,7 +2,7 @@
 
 A query of piece a goes back to the start of its piece, crosses the pieces between, and meets the keys of piece t < a
 in the frame of their piece's end. So what is between two pieces is one D × D product, P_{t+1} ⋯ P_{a−1}, and one sum of
-log gates. Every rank has those of all pieces, which are O(R · D²) numbers a key head, whatever the length.
+log gates. Every rank has those of all pieces, which are O(R · D²) numbers per key head, whatever the length.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class Pair(NamedTuple):
 
 
 def pairs(cp: ContextParallel, rank: int, length: int, documents: list[int] | None) -> Iterator[Pair]:
-    """Which local queries see which keys of that rank, pieces being of that length.
+    """Pairs of a local piece of queries and a piece of keys of `rank` that it sees; pieces have `length` tokens.
 
-    Of packed rows it is a rectangle: only the document across the end of the keys' piece can reach from one to the
-    other.
+    With packed rows each pair is a rectangle: only the document across the end of the keys' piece can span both.
     """
     for rows, piece in enumerate(cp.held):
         for keys, past in enumerate(cp.pieces_of(rank)):
@@ -52,7 +51,7 @@ def pairs(cp: ContextParallel, rank: int, length: int, documents: list[int] | No
 
 @dataclass
 class Between:
-    """What lies between pieces; N rows each. Gradients add up in place.
+    """What lies between pieces, N rows each. Gradients accumulate in place.
 
     Attributes:
         products: (count, N, D, D) of each piece's Householder steps, if there are any.
@@ -93,7 +92,7 @@ class Between:
         return q if way is None else (q.flatten(1, 2) @ way.mT).view_as(q)
 
     def queries_back(self, pair: Pair, q: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of `queries`; keeps that of the product."""
+        """The gradient of `queries`; stores that of the product."""
         way = self.crossed[pair.rows][pair.past]
         if way is None:
             return grad
@@ -114,7 +113,7 @@ class Between:
         self.grad_totals[pair.past + 1 : pair.piece] += by_query.sum(1)
 
     def product_gradients(self, cp: ContextParallel) -> Tensor | None:
-        """Of this rank's products, (pieces · N, D, D)."""
+        """Gradients of this rank's products, (pieces · N, D, D)."""
         if self.products is None:
             return None
         grad = torch.zeros_like(self.products)
@@ -132,5 +131,5 @@ class Between:
         return cp.total_of_own(grad).flatten(0, 1)
 
     def total_gradients(self, cp: ContextParallel) -> Tensor | None:
-        """Of this rank's totals, (pieces · N, 1 | G)."""
+        """Gradients of this rank's totals, (pieces · N, 1 | G)."""
         return None if self.grad_totals is None else cp.total_of_own(self.grad_totals).flatten(0, 1)

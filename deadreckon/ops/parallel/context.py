@@ -1,7 +1,7 @@
-"""Which rank holds which tokens, and what ranks send to each other.
+"""`ContextParallel`: how a sequence is sharded among ranks, and the communication between them.
 
 A sequence is cut into equal *pieces* of neighbouring tokens. In the layout "contiguous" rank r of R holds piece r of R;
-in the layout "zigzag" pieces r and 2R − 1 − r of 2R, so that every rank has as much causal attention to compute:
+in the layout "zigzag" pieces r and 2R − 1 − r of 2R, which balances causal attention:
 
     contiguous, R = 3    | 0       | 1       | 2       |
     zigzag, R = 3        | 0  | 1  | 2  | 2  | 1  | 0  |
@@ -36,7 +36,7 @@ class ContextParallel:
 
     Args:
         group: a process group, a DeviceMesh of one dimension, or None for all ranks.
-        layout: ``"zigzag"`` (rank r of R holds pieces r and 2R − 1 − r of 2R, which makes causal work even) or
+        layout: ``"zigzag"`` (rank r of R holds pieces r and 2R − 1 − r of 2R, which balances causal work) or
             ``"contiguous"`` (piece r of R).
 
     Attributes:
@@ -64,7 +64,7 @@ class ContextParallel:
         by_rank = [piece for rank in range(self.size) for piece in self.pieces_of(rank)]
         self._by_rank = torch.tensor(by_rank)  # the pieces as they lie, rank after rank
         self._in_order = self._by_rank.argsort()  # where each piece lies
-        # Gloo takes no CUDA tensors from rank to rank; a group may have it for CPU tensors, beside NCCL.
+        # Gloo has no point-to-point sends of CUDA tensors; a group may use it for CPU tensors alone, beside NCCL.
         self._on_host = "cuda:gloo" in dist.get_backend_config(self.group)
 
     def __repr__(self) -> str:
@@ -75,12 +75,12 @@ class ContextParallel:
         return [rank, 2 * self.size - 1 - rank] if self.layout == "zigzag" else [rank]
 
     def rank_of(self, piece: int) -> int:
-        """Who holds a piece."""
+        """The rank that holds a piece."""
         return min(piece, 2 * self.size - 1 - piece) if self.layout == "zigzag" else piece
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank so far, every receiver of a tensor counted; set it to 0 to count anew."""
+        """Bytes sent by this rank so far, counted once per receiver; set it to 0 to restart."""
         return self._sent[0]
 
     @bytes_sent.setter
@@ -89,7 +89,7 @@ class ContextParallel:
 
     @property
     def count(self) -> int:
-        """Pieces of a sequence."""
+        """The number of pieces of a sequence, on all ranks."""
         return self.pieces * self.size
 
     def padded(self, length: int) -> int:
@@ -97,7 +97,7 @@ class ContextParallel:
         return -(-length // self.count) * self.count
 
     def contiguous(self) -> ContextParallel:
-        """The same ranks, each with neighbouring tokens."""
+        """The same ranks in the layout "contiguous"."""
         if self.layout == "contiguous":
             return self
         twin = ContextParallel(self.group, "contiguous")
@@ -107,29 +107,29 @@ class ContextParallel:
     # Cut and join -----------------------------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int = 1, value: float = 0.0) -> Tensor:
-        """This rank's part of x, which every rank has whole; x is padded along dim, at its end, to whole pieces.
+        """This rank's shard of x, which every rank holds in full; x is padded at the end of dim to equal pieces.
 
-        The gradient of x is whole again, on every rank.
+        In the backward pass every rank gets the full gradient of x.
         """
         return _Shard.apply(x, dim, value, self)
 
     def gather(self, x: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
-        """The whole of what every rank has a part of, without the padding if `length` says where that begins.
+        """All-gathers the shards into the full tensor, cut to `length`, without the padding, if that is given.
 
-        Going back each rank takes its part of the gradient: what is computed from the whole is taken to be computed
-        alike on every rank.
+        In the backward pass each rank takes its shard of the gradient: it is assumed that all ranks compute the same
+        from the full tensor.
         """
         whole: Tensor = _Gather.apply(x, dim, self)
         return whole if length is None else whole.narrow(dim, 0, length)
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """(length,) where in the sequence each token of this rank's shard stands."""
+        """(length,) the sequence positions of the tokens of this rank's shard."""
         size = self.piece_length(length)
         firsts = torch.tensor(self.held, device=device).unsqueeze(1) * size
         return (firsts + torch.arange(size, device=device)).flatten()
 
     def piece_length(self, length: int) -> int:
-        """Tokens of a piece, where a shard has that many."""
+        """Tokens of a piece, if a shard has `length`; raises unless pieces are equal."""
         if length % self.pieces:
             total = length * self.size
             raise ValueError(
@@ -149,7 +149,7 @@ class ContextParallel:
         return x.unflatten(0, (self.pieces, -1)).transpose(0, 1).flatten(1, 2)
 
     def rows_with_tails(self, x: Tensor, tokens: int) -> Tensor:
-        """(B, pieces · C, ...) -> (pieces · B, tokens + C, ...): each piece after the last tokens of the one before."""
+        """(B, pieces · C, ...) -> (pieces · B, tokens + C, ...): each piece, led by the last tokens of the previous."""
         rows = self.as_rows(x)
         if rows.shape[1] < tokens:
             raise ValueError(
@@ -158,10 +158,10 @@ class ContextParallel:
         tails = rows[:, rows.shape[1] - tokens :].unflatten(0, (self.pieces, -1))
         return torch.cat([_TailsBefore.apply(tails, self).flatten(0, 1), rows], dim=1)
 
-    # What is small enough for everybody to have -----------------------------------------------------------------------
+    # Collectives on small tensors -------------------------------------------------------------------------------------
 
     def every(self, x: Tensor) -> Tensor:
-        """(pieces, ...) of each rank -> (count, ...), all pieces in order. No gradients."""
+        """All-gather: (pieces, ...) of each rank -> (count, ...), all pieces in order. No gradients."""
         mine = self._to_wire(x)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self.group)
@@ -169,7 +169,7 @@ class ContextParallel:
         return torch.cat(parts).to(x.device)[self._in_order.to(x.device)]
 
     def total_of_own(self, x: Tensor) -> Tensor:
-        """(count, ...) on each rank -> (pieces, ...), the sums over ranks of this rank's pieces. No gradients."""
+        """Reduce-scatter: (count, ...) on each rank -> (pieces, ...), sums over ranks of its pieces. No gradients."""
         mine = self._to_wire(x[self._by_rank.to(x.device)])
         received = torch.empty_like(mine)
         dist.all_to_all_single(received, mine, group=self.group)
@@ -181,34 +181,34 @@ class ContextParallel:
         return _SumsBefore.apply(x, self)
 
     def same(self, x: Tensor) -> Tensor:
-        """The x of the group's first rank, on every rank. No gradients."""
+        """Broadcast: the x of the group's first rank, on every rank. No gradients."""
         mine = self._to_wire(x).clone()
         dist.broadcast(mine, dist.get_global_rank(self.group, 0), group=self.group)
         self._count(mine, self.size - 1 if self.rank == 0 else 0)
         return mine.to(x.device)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of x over ranks, on every rank. No gradients."""
+        """All-reduce: the sum of x over ranks, on every rank. No gradients."""
         mine = self._to_wire(x).clone()
         dist.all_reduce(mine, group=self.group)
         self._count(mine, 1)
         return mine.to(x.device)
 
     def sum_of_losses(self, x: Tensor) -> Tensor:
-        """The sum of x over ranks, on every rank, with gradients for those who average them over ranks."""
+        """The sum of x over ranks, on every rank; its gradient is times `size`, for averaging over ranks later."""
         return _SumOfLosses.apply(x, self)
 
-    # What is passed on ------------------------------------------------------------------------------------------------
+    # Point to point ---------------------------------------------------------------------------------------------------
 
     def exchange(self, tensors: Sequence[Tensor], direction: int) -> OnTheWay:
-        """Sends tensors to the next rank (direction 1) or the one before (−1), receives like ones from the other."""
+        """Sends tensors to the next rank (direction 1) or the previous (−1), receives their likes from the other."""
         to, of = ((self.rank + step) % self.size for step in (direction, -direction))
         return self._post([(x, to) for x in tensors], [(x, of) for x in tensors])
 
     def passed_on(self, tensors: Sequence[Tensor], direction: int) -> Iterator[tuple[int, list[Tensor]]]:
         """Each rank and its tensors, this one first, then the others as they come around the ring.
 
-        Direction 1 brings rank − 1, rank − 2, …; the next are on their way while the caller computes.
+        Direction 1 brings rank − 1, rank − 2, …; the next transfer overlaps with the caller's computation.
         """
         held, coming = list(tensors), None
         for step in range(self.size):
@@ -220,9 +220,9 @@ class ContextParallel:
                 held = coming.wait()
 
     def relay(self, like: Tensor, advance: Callable[[int, Tensor], Tensor], direction: int) -> None:
-        """Passes a tensor along all pieces, in order (direction 1) or backwards (−1), zeros at first.
+        """Passes a tensor along all pieces, in order (direction 1) or backwards (−1), starting with zeros.
 
-        advance(slot, x) takes what has come to this rank's piece `slot`, and returns what goes on to the next. No
+        advance(slot, x) takes the tensor that arrives at this rank's piece `slot` and returns the one to pass on. No
         gradients.
         """
         x, leaving = torch.zeros_like(like), list[OnTheWay]()
@@ -261,7 +261,7 @@ class ContextParallel:
         ]
 
     def _post(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> OnTheWay:
-        """Begins to send tensors to ranks, and to receive from ranks what is shaped like tensors."""
+        """Starts sending tensors to ranks, and receiving tensors of given shapes from ranks."""
         out = [(self._to_wire(x), rank) for x, rank in sends]
         devices = [x.device for x, _ in receives]
         room = [torch.empty(x.shape, dtype=x.dtype, device="cpu" if self._on_host else x.device) for x, _ in receives]
@@ -276,7 +276,7 @@ class ContextParallel:
         return dist.P2POp(kind, x, dist.get_global_rank(self.group, rank), self.group)
 
     def _to_wire(self, x: Tensor) -> Tensor:
-        """x as the backend takes it."""
+        """x as the backend can send it: detached, contiguous and, with Gloo, on the CPU."""
         x = x.detach().contiguous()
         return x.cpu() if self._on_host else x
 
@@ -285,7 +285,7 @@ class ContextParallel:
 
 
 class OnTheWay(NamedTuple):
-    """Tensors that are being sent and received."""
+    """Sends and receives in flight."""
 
     requests: list[dist.Work]
     room: list[Tensor]
@@ -293,7 +293,7 @@ class OnTheWay(NamedTuple):
     sent: list[Tensor]  # kept until they have left
 
     def wait(self) -> list[Tensor]:
-        """What has arrived."""
+        """Waits for them; returns the received tensors."""
         for request in self.requests:
             request.wait()
         return [x.to(device) for x, device in zip(self.room, self.devices, strict=True)]
@@ -305,7 +305,7 @@ def _pieces_first(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _joined(x: Tensor, dim: int) -> Tensor:
-    """The inverse."""
+    """The inverse of `_pieces_first`."""
     return x.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -339,7 +339,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumsBefore(torch.autograd.Function):
-    """Step t acts on all that follows: so its gradient is the sum of those after it."""
+    """The exclusive prefix sum over pieces; its gradient is the exclusive suffix sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: ContextParallel) -> Tensor:
@@ -355,7 +355,7 @@ class _SumsBefore(torch.autograd.Function):
 
 
 class _TailsBefore(torch.autograd.Function):
-    """(pieces, ...): the x of the piece before each of this rank's; zeros before the first."""
+    """(pieces, ...): the x of the piece preceding each of this rank's; zeros before the first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: ContextParallel) -> Tensor:

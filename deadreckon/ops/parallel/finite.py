@@ -1,9 +1,9 @@
 """Containment of NaN and infinity: those at token t reach no output before t, and no other document.
 
-Phases, sums of gates, frames and the unit of keys go on from piece to piece and from document to document, since only
-differences matter; but of a NaN no difference is left. And a stock kernel may pass over a NaN among the keys of another
-piece. So a number that is none is computed as zero, and in the end outputs from its token on become NaN, up to the end
-of its document: as in the definition, where every later query meets it.
+Phases, sums of gates, frames and the unit of keys run on across pieces and documents, since only differences matter;
+but a NaN survives every difference. And a stock kernel may ignore a NaN among the keys of another piece. So non-finite
+numbers are replaced by zeros, and finally outputs from their token to the end of its document are set to NaN, as in the
+definition, where every later query sees them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from deadreckon.ops.parallel.context import ContextParallel
 
 
 class Containment:
-    """Of the tensors (B, T / R, heads, ...) of one attention.
+    """Zeroes non-finite numbers in the tensors (B, T / R, heads, ...) of one attention; restores NaN in its output.
 
     Args:
-        heads: of queries.
+        heads: the number of query heads.
     """
 
     def __init__(self, heads: int) -> None:
@@ -35,7 +35,7 @@ class Containment:
         return x.masked_fill(flawed.view(*flawed.shape, *(1,) * (x.dim() - 3)), 0)
 
     def cleared_factors(self, factors: Factors) -> Factors:
-        """Transport and gates, likewise; a log gate of −∞ is a number, and forgets all."""
+        """Transport and gates, likewise; a log gate of −∞ is valid, a closed gate."""
         gates = None if factors.log_gate is None else self.cleared(factors.log_gate.clamp(min=-1e4))
         _, steps = factors.parts()
 
@@ -49,7 +49,7 @@ class Containment:
         return Factors(factors.map_transport(within_range), gates, factors.score)
 
     def restored(self, output: Tensor, documents: list[int] | None, cp: ContextParallel) -> Tensor:
-        """The output (B, T / R, Hq, E), NaN where a query meets what was cleared."""
+        """The output (B, T / R, Hq, E), NaN where a query sees what was cleared."""
         places = cp.positions(output.shape[1], output.device)  # (T / R,)
         flawed = torch.stack(self.flawed).any(0)
         latest = cp.as_rows(torch.where(flawed, places.view(1, -1, 1), -1)).cummax(1).values  # (pieces · B, C, Hq)

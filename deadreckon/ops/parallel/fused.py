@@ -1,4 +1,4 @@
-"""Attention inside pieces on Triton kernels, as `ring.py` wants it: softmax, with gates, Householder steps, documents.
+"""Attention inside pieces on Triton kernels (`Inside` of `ring.py`): softmax, gates, Householder steps, documents.
 
 The operators of `attend` return the log-sum-exp of their rows, and their backward passes take that of whole rows.
 """
@@ -18,7 +18,7 @@ Optional = Tensor | None
 
 
 class InsideKernels:
-    """With packed rows, whose documents begin at `documents`, all pieces of a rank lie in one packed row."""
+    """`Inside` on Triton kernels. If packed, with boundaries `documents`, all pieces of a rank form one packed row."""
 
     knows_documents = True
 
@@ -74,7 +74,7 @@ class InsideKernels:
         return x.flatten(2, 3).flatten(0, 1).unsqueeze(0).contiguous()
 
     def _pieces(self, x: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `_row`, but for a dimension of 1."""
+        """The inverse of `_row`, except for a dimension of 1."""
         if self.documents is None:
             return x
         heads = like.shape[0] // self.cp.pieces
@@ -82,7 +82,7 @@ class InsideKernels:
         return x.transpose(1, 2).flatten(0, 1)
 
     def _statistic(self, lse: Tensor, q: Tensor, write: Tensor | None = None) -> Tensor:
-        """(M, C, G) of the kernels' (M, C padded, G) or (H, pieces · C padded, G), after writing what is given."""
+        """(M, C, G) of the kernels' (M, C padded, G) or (H, pieces · C padded, G), after writing `write` to it."""
         if self.documents is None:
             view = lse[:, : q.shape[1]]
         else:
@@ -93,7 +93,7 @@ class InsideKernels:
         return view if self.documents is None else view.flatten(0, 1)
 
     def _boundaries(self, q: Tensor) -> Tensor | None:
-        """Of the packed row: a document ends where a piece does."""
+        """Boundaries of the packed row: those of documents and of pieces."""
         if self.documents is None:
             return None
         size, bounds = q.shape[1], [0]

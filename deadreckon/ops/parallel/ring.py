@@ -1,13 +1,13 @@
-"""Attention of every rank's queries over the keys of all pieces before them, as one ring pass and one back.
+"""Ring attention: every rank's queries over the keys of all preceding pieces, in one ring pass and one backward.
 
-Each rank first attends inside its own pieces, while the first of the others' keys are on their way (`Inside`). Then
-keys and values come around the ring, rank by rank, each piece in the frame of its own end (`blocks.py`): what a query
-sees of a piece before its own is a dense block without a mask, added to its row as blocks of the route tree are. A rank
-never holds more than its own shard and two of the others'.
+Each rank first attends inside its own pieces (`Inside`), while the first remote keys are in flight. Then keys and
+values travel around the ring, rank by rank, each piece in the frame of its own end (`blocks.py`): what a query sees of
+a preceding piece is a dense block without a mask, added to its row as blocks of the route tree are. A rank never holds
+more than its own shard and two others.
 
-Back, with the statistic of whole rows (for softmax, the log-sum-exp), every block has its exact gradient. Keys and
-values come around once more, the other way, far pieces before near ones as stick-breaking needs it; their gradients
-follow one step behind, every rank adding its own, until they are home.
+In the backward pass, given the statistic of whole rows (for softmax, the log-sum-exp), every block has its exact
+gradient. Keys and values travel around once more, in the other direction, far pieces before near ones as stick-breaking
+needs it; their gradients follow one step behind, every rank adding its own, until they are back at their owner.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Inside(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, w: Optional, beta: Optional, gates: Optional, score: Score, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Output (M, C, G, E) and statistic (M, C, G), not finished, and what the backward pass wants to have saved."""
+        """Output (M, C, G, E) and statistic (M, C, G), not finished, and tensors to save for the backward pass."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Optional, beta: Optional, gates: Optional,
@@ -47,7 +47,7 @@ class Inside(Protocol):
 
 
 class InsideTree:
-    """By the route tree, in PyTorch: any score, any device."""
+    """`Inside` by the route tree, in PyTorch: any score, any device."""
 
     knows_documents = False
 
@@ -65,7 +65,7 @@ class InsideTree:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all steps of a ring have in common."""
+    """The settings that all steps of a ring share."""
 
     cp: ContextParallel
     inside: Inside
@@ -75,7 +75,7 @@ class Plan:
 
     def dense(self, q: Tensor) -> DenseBlocks:
         dense = DenseBlocks.choose(q, self.score, self.scale, q.shape[1] * self.cp.count)
-        if dense.stock == "cudnn" and self.documents is not None:  # which would plan anew for each rectangle
+        if dense.stock == "cudnn" and self.documents is not None:  # it would build a plan for each rectangle
             dense = replace(dense, stock="flash")
         return dense
 
@@ -120,7 +120,7 @@ class Ring(torch.autograd.Function):
 
 
 def _backward(plan: Plan, grad: Tensor, *tensors: Tensor) -> tuple[Optional, ...]:
-    """Gradients of the inputs of `Ring`, from that of its output and what it has saved."""
+    """Gradients of the inputs of `Ring`, from that of its output and the saved tensors."""
     q, k, v, w, beta, gates, queries, keys, products, sums, out, statistic, *saved = tensors
     cp, dense, between = plan.cp, plan.dense(q), Between.gather(plan.cp, products, sums)
     precise = exact(q.device) if dense.score.needs_double else work(q.dtype)
@@ -162,7 +162,7 @@ def _backward(plan: Plan, grad: Tensor, *tensors: Tensor) -> tuple[Optional, ...
 
 
 def _shard(q: Tensor, v: Tensor, keys: Tensor, sums: Optional) -> list[Tensor]:
-    """What goes around: keys and values in the dtype of q, and sums of log gates from each key to its piece's end."""
+    """What travels: keys and values in the dtype of q, and sums of log gates from each key to its piece's end."""
     bias = [] if sums is None else [(sums[:, -1:] - sums).to(work(q.dtype))]
     return [keys.to(q.dtype), v, *bias]
 

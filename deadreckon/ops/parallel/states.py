@@ -4,16 +4,17 @@
                  S_1          S_2          S_3
 
 W_t is what piece t writes (`blockwise/power.py`), f_t the product of its gates, and the queries of piece t read S_t,
-all keys before them. Attention inside a piece is the route tree's. Back, gradients of states come the other way:
-dS_t = f_t · dS_{t+1} and what the piece has read, dW_t = dS_{t+1}; so gates have their gradients on their own rank.
+all keys before them. Attention inside a piece is the route tree's. In the backward pass gradients of states travel the
+other way: dS_t = f_t · dS_{t+1} plus that of what the piece has read, and dW_t = dS_{t+1}; so the gradients of gates
+arise on their own rank.
 
-A rank sends one state a piece and key head each way, F · (E + 1) numbers, whatever the length and the number of ranks.
+A rank sends one state per piece and key head each way, F · (E + 1) numbers, whatever the length and number of ranks.
 The ring sends (R − 1) · T / R keys and values forward and twice that back. So states are sent where they are fewer
 bytes: from about 2 F tokens in all on, two ranks; F tokens, many. The price is that pieces wait for each other: 2 R − 1
 messages, one after the other (while a piece waits, its inside and what it writes are computed).
 
-Packed rows: a document that does not begin in a piece has its keys in the state, and no other. Piece t passes S_t on
-only if no document ends in it.
+Packed rows: a state that enters a piece holds the keys of the document that continues into it, and no others. Piece t
+passes S_t on only if no document ends in it.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from deadreckon.ops.tracing import first_derivatives_only, without_autocast
 
 
 def sends_states(score: Power, k: Tensor, v: Tensor, kinds: int, cp: ContextParallel) -> bool:
-    """Whether states of k (M, C, D) and v (M, C, E) are passed on: as the form says; else if they are fewer bytes.
+    """Whether to pass on states of k (M, C, D) and v (M, C, E) in place of a ring: as the form says.
 
-    And if there are tokens enough for reading them to be the faster way, too.
+    With ``"auto"``, if they are fewer bytes and there are enough tokens for the chunked form to be faster.
     """
     if score.form != "auto":
         return score.form != "attention"
@@ -58,14 +59,14 @@ def sends_states(score: Power, k: Tensor, v: Tensor, kinds: int, cp: ContextPara
 
 @dataclass(frozen=True)
 class Handover:
-    """What the passes have in common."""
+    """The settings that the forward and the backward pass share."""
 
     cp: ContextParallel
     score: Power
     documents: list[int] | None
 
     def reach(self, size: int) -> list[tuple[int, int]]:
-        """For each of this rank's pieces: the queries that see what is before it, and the first key seen after it."""
+        """For each of this rank's pieces: how many queries see what is before it, and the first key seen after it."""
         if self.documents is None:
             return [(size, 0)] * self.cp.pieces
         found = []
@@ -78,7 +79,7 @@ class Handover:
 
 
 class Fades(NamedTuple):
-    """Products of gates in the precision of states, 0 where documents are kept apart."""
+    """Products of gates in the precision of states, 0 across documents."""
 
     from_start: Tensor  # (M, C, 1 | G) up to a query
     to_end: Tensor  # (M, C, 1 | G) after a key
@@ -103,8 +104,8 @@ class Fades(NamedTuple):
 
 
 class States(torch.autograd.Function):
-    """Of pieces by head, M = pieces · N rows: q (M, C, G, D), k (M, C, D), v (M, C, E), gates inside pieces and their
-    sums from its start (M, C, 1 | G), or None. Returns the output (M, C, G, E) in the dtype of q."""
+    """Attention of pieces by head, M = pieces · N rows: q (M, C, G, D), k (M, C, D), v (M, C, E), gates inside pieces
+    and their sums from the piece's start (M, C, 1 | G), or None. Returns (M, C, G, E) in the dtype of q."""
 
     @staticmethod
     def forward(
@@ -141,7 +142,7 @@ class States(torch.autograd.Function):
 
 
 def _backward(plan: Handover, grad: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs of `States`, from that of its output and what it has saved."""
+    """Gradients of the inputs of `States`, from that of its output and the saved tensors."""
     q, k, v, gates, sums, before, answered, out, total = saved
     p, dtype, precise = plan.score.p, before.dtype, exact(q.device)
     fades = Fades.of(plan, k, sums, dtype)

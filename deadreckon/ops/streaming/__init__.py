@@ -1,1 +1,1 @@
-"""Attention while a sequence comes in pieces: prefill, any split, decoding token by token; the KV cache."""
+"""Streaming attention and its KV cache: prefill, pieces of any length, decode token by token."""

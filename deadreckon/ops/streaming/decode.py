@@ -1,9 +1,9 @@
-"""Attention for one more token, with softmax, even powers or sticks, at the cost of a look at the keys.
+"""Decode: attention of one new token, with softmax, even powers or stick-breaking, that reads each cached key once.
 
-The last tokens, the tail, wait in storage with room for more; segments further back are closed, and change only when
-the tail is full and becomes one, too. Along Householder routes the tail has its keys in the frame of the newest token,
-in the working precision: a new token turns them all, and the product of their steps. A segment is seen through that
-product and one more, that of all steps between the segment and the tail.
+The last tokens, the tail, wait in storage with room for more; earlier segments are closed, and change only when the
+tail is full and becomes one, too. With Householder steps the tail's keys are kept in the frame of the newest token, in
+the working precision: a new token updates them all, and the product of their steps. A query reads a segment through
+that product and one more, that of all steps between the segment and the tail.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ROOM = LEAF + 128  # tokens of a tail, which are closed when it is full: of Hous
 
 
 class Tail:
-    """The tokens that wait, in storage with room for more, and how they and the segments look from the newest.
+    """The waiting tokens, in storage with room for more, and keys, gates and segments relative to the newest token.
 
     Args:
-        past: whose last tokens they are.
-        room: for so many tokens.
-        storage: whether there is to be room: False for what will be copied to where there is some.
+        past: the cache whose last tokens they are.
+        room: the capacity, in tokens.
+        storage: whether to allocate it; False for a tail that will be copied into existing storage.
 
     Attributes:
         waiting: the tokens as they came.
@@ -65,17 +65,17 @@ class Tail:
         return self.waiting.length == self.room
 
     def lengthen(self, tokens: int = 1) -> None:
-        """Counts new tokens, whose fields are in the storage, among those that wait."""
+        """Adds new tokens, whose fields are already in the storage, to the waiting ones."""
         self.waiting = self.waiting.of_length(self.waiting.length + tokens)
 
     def tensors(self) -> list[Tensor]:
-        """Everything held, but for the tokens that wait and the segments."""
+        """Everything held, except the waiting tokens and the segments."""
         between = [x for _, product, total in self.segments for x in (product, total)]
         return [x for x in (self.keys, self.bias, self.product, self.total, *between) if x is not None]
 
 
 class TokenDecoder:
-    """In PyTorch, along Householder routes."""
+    """A decoder in PyTorch, for Householder routes."""
 
     plain = False
 
@@ -139,7 +139,7 @@ class TokenDecoder:
 
 
 def seen_from_tail(segments: Sequence[Segment]) -> list[tuple[Segment, Tensor | None, Tensor | None]]:
-    """Closed segments as `Tail` has them."""
+    """Closed segments, youngest first, with product and sum of what lies between each and the tail: see `Tail`."""
     if not segments:
         return []
     youngest, dtype = segments[-1], work(segments[-1]["k"].dtype)
@@ -160,14 +160,14 @@ def seen_from_tail(segments: Sequence[Segment]) -> list[tuple[Segment, Tensor | 
 
 
 def roomy(x: Tensor, room: int) -> Tensor:
-    """(N, T, ...) in storage with room for so many tokens."""
+    """x (N, T, ...), copied to storage with room for `room` tokens."""
     storage = x.new_empty(x.shape[0], room, *x.shape[2:])
     storage[:, : x.shape[1]] = x
     return storage
 
 
 def _last_tokens(past: Past) -> Fields:
-    """The fields of the tokens that wait, none perhaps."""
+    """The fields of the waiting tokens, perhaps none."""
     if past.waiting is not None:
         return past.waiting.fields()
     last = past.segments[-1]
@@ -214,7 +214,7 @@ def decode_token(
     q: Tensor, k: Tensor, v: Tensor, steps: Householder | None, log_gate: Tensor | None, scale: float, past: Past,
     kind: type[Decoder],
 ) -> Tensor:  # fmt: skip
-    """The next token (B, 1, ...), not the first, by a decoder of that kind."""
+    """Attention of the next token (B, 1, ...), not the first, by a decoder of that kind."""
     batch, _, heads, _ = k.shape
     group = q.shape[2] // heads
     prepare_decoder(past, group, kind)
@@ -233,7 +233,7 @@ def decode_token(
 
 
 def prepare_decoder(past: Past, group: int, kind: type[Decoder]) -> None:
-    """Gives the past a decoder with room for a token: the one it has, if that will do."""
+    """Ensures that the past has a decoder of that kind with room for a token; reuses its own where possible."""
     decoder = past.decoder if isinstance(past.decoder, kind) else None
     if decoder is not None and not decoder.full:
         return
@@ -245,7 +245,7 @@ def prepare_decoder(past: Past, group: int, kind: type[Decoder]) -> None:
 
 
 def renew(past: Past) -> None:
-    """Closes the tail of a past whose decoder is full, and loads that again."""
+    """Closes the tail of a past whose decoder is full, and reloads the decoder."""
     draft = past.draft()
     assert draft.decoder is not None
     prepare_decoder(draft, draft.decoder.group, type(draft.decoder))

@@ -1,4 +1,4 @@
-"""Tokens that are no longer kept one by one, while a sequence comes in pieces: even powers need only their state."""
+"""Folding cached keys and values into a state of fixed size, which is all that even powers need of them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from deadreckon.ops.blockwise.symmetric import dimension
 
 
 class Folded(NamedTuple):
-    """The state of all tokens that were folded, (N, F, kinds, E + 1), of keys in a unit (N, 1, 1)."""
+    """The state of all folded tokens, (N, F, kinds, E + 1), their keys divided by a unit (N, 1, 1)."""
 
     state: Tensor
     unit: Tensor
 
     def read(self, q: Tensor, shift: Tensor | None, longest: Tensor, p: int) -> Tensor:
-        """What it adds to rows of unit queries (N, T, G, D), their sums and themselves: (N, T, G, E + 1).
+        """Its contribution to the outputs of unit queries (N, T, G, D) and to their sums of weights: (N, T, G, E + 1).
 
-        `shift` is the sum of log gates since, `longest` the unit of all other keys of these rows.
+        `shift` is the sum of log gates since the folded tokens, `longest` the unit of all other keys of these rows.
         """
         added = read(self.state, q.to(self.state.dtype), p) * ((self.unit / longest) ** p).unsqueeze(-1)
         return added if shift is None else added * faded(shift, added.dtype).unsqueeze(-1)
 
 
 def fold(before: Folded | None, k: Tensor, v: Tensor, to_end: Tensor | None, longest: Tensor, p: int) -> Folded:
-    """One more stretch of tokens, k (N, S, D), v (N, S, E), with sums of log gates from each to the end (N, S, kinds).
+    """Adds tokens k (N, S, D), v (N, S, E) to the state.
 
-    The gate of the first token is part of what fades the state before: `to_end` has one token more, the last before.
+    `to_end` (N, 1 + S, kinds) are sums of log gates from each token to the end, preceded by that from the last folded
+    token, by which the state so far decays.
     """
     dtype = state_dtype(k.dtype, p, k.device)
     k, v, longest = (x.to(dtype) for x in (k, v, longest))
@@ -44,7 +45,7 @@ def fold(before: Folded | None, k: Tensor, v: Tensor, to_end: Tensor | None, lon
 
 
 def tokens_worth(k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> int:
-    """How many of these tokens, with log gates (N, S, kinds), take as much room as a state."""
+    """How many of these tokens, with log gates (N, S, kinds), take as much memory as a state."""
     kinds = 0 if gates is None else gates.shape[2]
     size = state_dtype(k.dtype, p, k.device).itemsize
     state = dimension(k.shape[2], p) * max(1, kinds) * (v.shape[2] + 1) * size
@@ -53,9 +54,9 @@ def tokens_worth(k: Tensor, v: Tensor, gates: Tensor | None, p: int) -> int:
 
 
 def unit_of(k: Tensor, so_far: Tensor | None) -> Tensor:
-    """What to divide keys (N, S, D) by to keep powers in range, (N, 1, 1): that or, if it is larger, the one before.
+    """The unit (N, 1, 1) that keys (N, S, D) are divided by to keep powers in range; at least the previous one.
 
-    A power of two, so that to change it costs no precision.
+    A power of two, so that changing it costs no precision.
     """
     least = torch.finfo(k.dtype).tiny ** 0.8  # a reciprocal has room
     unit = lengths(k).amax(1, keepdim=True).clamp(min=least).log2().ceil().exp2()

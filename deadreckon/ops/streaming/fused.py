@@ -1,4 +1,4 @@
-"""Streaming on Triton kernels: what `stream.py` calls in place of PyTorch, and decoding."""
+"""Streaming on Triton kernels: the operations that `stream.py` calls in place of PyTorch's, and the decoder."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ WIDEST = 1024  # bytes of a key: a program has 64 of them in shared memory, or h
 SPARE = 16  # programs a head, at the least, and segments beyond those that PROGRAMS are for
 
 _Loaded = tuple[Tail, Past, Sequence[int], Sequence[int]]
-"""Of a past that goes to some rows: tail, rows, and how many tokens of each are masked."""
+"""A past loaded into some rows: tail, past, rows, and how many tokens of each are masked."""
 
 
 class KernelDecoder:
-    """A token by two kernels, which know segments by where they lie.
+    """Decodes a token with two kernels, which find segments by their addresses.
 
-    All that it holds stays where it is, also when another past is loaded: a CUDA graph may hold its steps.
+    All its tensors keep their addresses, also when another past is loaded, so that a CUDA graph can replay its steps.
 
     Args:
-        past: that it goes on from.
-        group: query heads a key head.
+        past: the cache to continue from.
+        group: query heads per key head.
         rows: sequences of any lengths that are decoded together, each with a past of its own that is loaded later.
     """
 
@@ -62,7 +62,7 @@ class KernelDecoder:
         held = {name: x.repeat(rows, *[1] * (x.dim() - 1)) for name, x in tail.waiting.storage.items()}
         heads, room, _ = held["k"].shape
         device = held["k"].device
-        # Where there is gradually more to be seen, programs see more each: their number is the same for ever.
+        # The number of programs is fixed: as the cache grows, each reads more.
         self.programs = PROGRAMS // heads + SPARE
         while self.programs < 2 * len(tail.segments):
             self.programs *= 2
@@ -114,10 +114,10 @@ class KernelDecoder:
         return True
 
     def _ending_together(self, rows: Sequence[int]) -> tuple[list[int], Fields]:
-        """The tails of rows, as many tokens of each: how much of it is padding, and the fields.
+        """The tails of rows, left-padded to equal length: the padding of each, and the fields.
 
-        Padding repeats a row's first token, which is at least a number. Its steps do nothing, or older keys would take
-        them; its gates go with it.
+        Padding repeats a row's first token, which is at least initialised. Its β is 0, or older keys would take its
+        steps; its gates are removed with it.
         """
         lengths, device = [self.tails[row].waiting.length for row in rows], self.last.k.device
         padding = [max(lengths) - length for length in lengths]
@@ -133,7 +133,7 @@ class KernelDecoder:
         return padding, fields
 
     def _copy(self, tail: Tail, rows: Sequence[int], real: Sequence[int]) -> None:
-        """Copies tails to where the kernels have them. Of a sequence with fewer real tokens these are the last."""
+        """Copies tails into the kernels' buffers; of a sequence with fewer real tokens, the last ones."""
         last, where, held = self.last, self._where(rows), tail.waiting.storage
         new = (*(held.get(name) for name in ("k", "v", "w", "beta", "gates")), tail.keys, tail.bias)
         tokens = tail.waiting.length
@@ -149,7 +149,7 @@ class KernelDecoder:
                 pair.unflatten(1, (self.rows, -1))[:, where] = there.unflatten(0, (len(rows), -1))
 
     def _where(self, rows: Sequence[int]) -> slice | Tensor:
-        """What rows are indexed by: a slice if they are neighbours, which nothing has to be sent to the device for."""
+        """The index of rows: a slice if they are consecutive, which needs no transfer to the device."""
         if list(rows) == list(range(rows[0], rows[0] + len(rows))):
             return slice(rows[0], rows[0] + len(rows))
         return sent(rows, self.last.k.device)
@@ -158,7 +158,7 @@ class KernelDecoder:
         return x.unflatten(0, (self.rows, -1))
 
     def _take(self, loaded: Sequence[_Loaded]) -> None:
-        """Tells the kernels how long tails are, which have been copied, and where segments and states are."""
+        """Writes the lengths of copied tails and the addresses of segments and states to the kernels' tables."""
         last, heads, every = self.last, len(self.last.k) // self.rows, list[int]()
         tokens, entries, parts = list[int](), list[list[list[int]]](), list[list[tuple[int, int, int]]]()
         for tail, past, rows, masked in loaded:
@@ -188,7 +188,7 @@ class KernelDecoder:
         self.parts[where, : self.programs] = _padded(parts, self.parts[:, : self.programs])
 
     def _tables(self, tail: Tail, masked: int) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-        """Where the segments of a row are, and which program sees what of them: nothing of its first tokens."""
+        """Tables of a row: the addresses of its segments, and which program reads which part; skips masked tokens."""
         base, single, starts = self.last.k, self.partial.greatest, list[int]()
         for segment, *_ in reversed(tail.segments):
             starts.insert(0, min(masked, segment.length))
@@ -211,7 +211,7 @@ class KernelDecoder:
         return entries, parts
 
     def _place_state(self, past: Past, rows: Sequence[int], where: slice | Tensor, state: State) -> None:
-        """Tells the kernels where the states of all tokens before the segments are, if there are any."""
+        """Writes the addresses of the states of all tokens before the segments, if any, to the kernels' tables."""
         assert past.longest is not None
 
         def put(here: Tensor, there: Tensor) -> None:
@@ -300,7 +300,7 @@ class KernelDecoder:
 
 
 def _padded(tables: Sequence[Sequence[Sequence[int]]], like: Tensor) -> Tensor:
-    """Tables of some rows as one tensor, with lines of zeros below."""
+    """Tables of some rows as one tensor, each padded with lines of zeros."""
     longest, empty = max(map(len, tables)), [0] * like.shape[2]
     lines = [[*table, *[empty] * (longest - len(table))] for table in tables]
     short = sent(lines, like.device, like.dtype).view(len(tables), longest, like.shape[2])
@@ -308,12 +308,12 @@ def _padded(tables: Sequence[Sequence[Sequence[int]]], like: Tensor) -> Tensor:
 
 
 def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers of the host on a device, for which it does not wait: they are few, and copied before this returns."""
+    """Copies a few host numbers to a device without synchronising; they are read before this returns."""
     return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def _no_state(held: Fields, rows: int, kinds: int, p: int) -> State:
-    """Room for what kernels know of the states of powers p."""
+    """Buffers for the units and addresses of states of powers p."""
     heads, _, width = held["k"].shape
     channels, dtype = channels_of(width, p, held["k"].device), state_dtype(torch.float32, p, held["k"].device)
     one, later = torch.ones(heads, device=channels.device), torch.zeros(heads, kinds, device=channels.device)
@@ -322,7 +322,7 @@ def _no_state(held: Fields, rows: int, kinds: int, p: int) -> State:
 
 
 def turned_next(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor | None) -> Turned:
-    """Turns a piece, which is the first one if there is no phase to start at."""
+    """Rotates a piece: the first one if there is no phase to start from."""
     if start is None:
         return turned(q, k, v, factors)
     turn = turned_token if q.shape[1] == 1 and q.dtype != torch.float64 else turned_later
@@ -330,7 +330,7 @@ def turned_next(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor
 
 
 def reason_against_first(q: Tensor, v: Tensor, factors: Factors) -> str | None:
-    """What kernels for a first piece would need and do not have: without gradients, halves may have wider keys."""
+    """What kernels for a first piece would need; None if they can. Without gradients 16-bit keys may be wider."""
     still = factors.transport is None and factors.score == "softmax"
     wide = q.shape[3] > WIDEST_HEAD and v.shape[3] <= WIDEST_HEAD // 2 and q.dtype != torch.float32
     if still and wide and not cramped(q):
@@ -339,7 +339,7 @@ def reason_against_first(q: Tensor, v: Tensor, factors: Factors) -> str | None:
 
 
 def reason_against_next(q: Tensor, v: Tensor, factors: Factors) -> str | None:
-    """What kernels for pieces after the first would need and do not have: they take more than those for the first."""
+    """What kernels for pieces after the first would need; None if they can. They take more than those for the first."""
     rotation, steps = factors.parts()
     if steps is not None:
         return reason_against(q, v, factors, packed=False)

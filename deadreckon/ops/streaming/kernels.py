@@ -1,16 +1,16 @@
-"""One more token of attention, split over the KV cache: two kernels, whatever lies behind.
+"""Decode kernels: attention of one new token, split over the KV cache, in two launches whatever the cache holds.
 
-The last tokens, the tail, have room for some more. What lies further back is closed, in segments that do not change.
-With Householder steps the tail's keys are kept in the frame of the newest token, in float32: a new token turns them
-all, each for itself, and the product of the tail's steps beside them; a segment is seen by the query through the tail's
-product and one more, that of all steps between the segment and the tail. Gates are added up in the same way. So no part
-waits for another: `_look` has a program for every 64 tokens of the tail and for every so many of the segments, and
-`_combine` adds up their partial results. Whatever grows is read from memory, where segments lie included: every launch
-is the same, as a CUDA graph needs it.
+The last tokens, the tail, are in storage with room for more. Earlier tokens are in closed segments that do not change.
+With Householder steps the tail's keys are kept in the frame of the newest token, in float32: a new token updates each
+of them, and the product of the tail's steps; the query reads a segment through the tail's product and one more, that of
+all steps between the segment and the tail. Gates are summed in the same way. So no part depends on another: `_look` has
+a program for every 64 tokens of the tail and for each share of the segments, and `_combine` reduces their partial
+results. Whatever grows, the addresses of segments included, is read from memory: every launch is the same, so that a
+CUDA graph can replay it.
 
-Even powers are looked at in the same way, and there are programs for the state of all tokens before the segments, each
-for some of its rows. Sticks are broken by each program as if they began with the nearest of its keys;
-it also says what it has left of them, and `_combine` goes through the parts from the nearest on.
+Even powers work in the same way, with further programs for the state of all tokens before the segments, each for some
+of its rows. With stick-breaking each program breaks a stick that begins at the nearest of its keys and also returns
+what is left of it, and `_combine` goes through the parts from the nearest on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deadreckon.ops.streaming.sticks import broken, nearer
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import DTYPES, matrix, mul, mul_exact, padded, power_of_two, store_matrix
 
-CHUNK = 64  # tokens of the tail that a program turns
+CHUNK = 64  # tokens of the tail per program
 STATE_PARTS = 66  # programs that read a state: of heads of 64 each one has 32 rows, one step of its loop
 STATE_TILE = 32 * 4 * 64  # numbers that it reads in a step, at most: 64 of a thread
 COMBINED = 16  # channels that a program adds up
@@ -34,9 +34,9 @@ FIELDS = 7  # of a segment: where keys, values, biases, later steps' product and
 
 
 class Last(NamedTuple):
-    """The last tokens: what they came with, and what they are now; N heads, room for some more tokens.
+    """The tail: the last tokens as they came, and in the frame of the newest; N heads, room for more tokens.
 
-    `products` and `totals` are there twice, for even and for odd numbers of tokens: all programs read the one while
+    `products` and `totals` are double-buffered, for even and for odd numbers of tokens: all programs read one while
     some write the other.
     """
 
@@ -53,9 +53,9 @@ class Last(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Of every program: outputs that are not normalised, their weights' sums and greatest logits.
+    """Partial results of every program: unnormalised outputs, sums of weights and greatest logits.
 
-    With sticks `weight` is 1, or 0 where there was nothing to see, and `greatest` the logarithm of what is left.
+    With stick-breaking `weight` is 1, or 0 where there were no keys, and `greatest` the logarithm of what is left.
     """
 
     out: Tensor  # (N, programs, G, E) TYPE: float32, float64 for powers beyond squares
@@ -65,7 +65,7 @@ class Partial(NamedTuple):
 
 @triton.jit
 def _weighted(b_e, b_v, DTYPE: tl.constexpr):
-    """Sums of values by their weights: these may all be tiny, and halves would have none of them."""
+    """Weighted sums of values. Weights are divided by the largest: all of them may underflow in half precision."""
     b_most = tl.maximum(tl.max(b_e, 1), 1e-30 if b_e.dtype == tl.float32 else 1e-200)[:, None]
     return mul_exact((b_e / b_most).to(tl.float32), b_v, DTYPE) * b_most
 
@@ -85,7 +85,7 @@ def _look_at_tail(
     D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
     DTYPE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Turns some of the tail, the new token among them perhaps, and attends to it."""
+    """Updates one chunk of the tail, perhaps with the new token in it, and attends to it."""
     channel, value, query = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BG)
     m_channel, m_value, m_query = channel < D, value < E, query < G
     row = i_part * CHUNK + tl.arange(0, CHUNK)
@@ -155,7 +155,7 @@ def _look_at_segment(
     D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr,
     BLOCK: tl.constexpr, DTYPE: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Carries the queries back to a segment, and attends to some of it."""
+    """Carries the queries back to a segment, and attends to a part of it."""
     channel, value = tl.arange(0, BD), tl.arange(0, BE)
     m_channel, m_value = channel < D, value < E
     segment, start, stop = tl.load(p_part), tl.load(p_part + 1), tl.load(p_part + 2)
@@ -289,7 +289,7 @@ def _combine(
     G: tl.constexpr, POWER: tl.constexpr, STICKS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     BLOCK: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up all programs' parts of some channels. The first TAIL of them are of the tail, the nearest last."""
+    """Reduces all programs' partial results, for some channels. The first TAIL are of the tail, the nearest last."""
     i_n, g, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     value = i_part * BE + tl.arange(0, BE)
     greatest = tl.full([], 0.0 if STICKS else -1e30, tl.float32)
@@ -315,7 +315,7 @@ def _combine(
         b_weight = tl.load(partial.weight + at, mask=m_part, other=0.0)
         m_out = m_part[:, None] & (value < E)[None, :]
         b_part = tl.load(partial.out + at[:, None] * E + value[None, :], mask=m_out, other=0.0)
-        b_part = tl.where((b_weight != 0)[:, None], b_part, 0.0)  # what is there of no weight may be anything
+        b_part = tl.where((b_weight != 0)[:, None], b_part, 0.0)  # without weight it may be uninitialised
         if STICKS:
             b_left = tl.where(b_weight != 0, b_greatest, 0.0)
             new, ratio = greatest + tl.sum(b_left, 0), 1.0
@@ -340,9 +340,9 @@ def _combine(
 
 
 def placed(x: Tensor | None, base: Tensor, alignment: int = 16) -> int:
-    """Where a tensor lies: how many numbers on from the first of `base`, in whole units of so many bytes.
+    """The address of a tensor, as an offset in elements from `base`, a multiple of `alignment` bytes.
 
-    For a kernel that cannot know how many tensors there are. (Of a bare address it would not know the alignment.)
+    For kernels that read any number of tensors. (With a bare address they would not know the alignment.)
     """
     if x is None:
         return 0
@@ -359,7 +359,7 @@ def is_narrow(k: Tensor, v: Tensor) -> bool:
 
 
 def chunk_for(k: Tensor, v: Tensor) -> int:
-    """Tokens of the tail that a program turns: fewer of wide heads, or one program alone had all shared memory."""
+    """Tokens of the tail per program: fewer with wide heads, or one program alone would take all shared memory."""
     return CHUNK if is_narrow(k, v) else CHUNK // 2
 
 
@@ -368,12 +368,12 @@ def look(
     last: Last, partial: Partial, state: State | None, segments: Tensor, parts: Tensor, scale: float,
     sticks: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The output (N, G, E) of the next token, which joins the last ones.
+    """The output (N, G, E) of the next token, which is added to the tail.
 
     q (N, G, D), k and w (N, D), v (N, E), beta (N,), gate (N, 1 | G); w and beta are None without Householder steps.
-    Of each row: segments (rows, segments, FIELDS) int64, as `placed` gives them; parts (rows, parts, 3) int32: a
-    segment, and from where to where in it, or nowhere, the nearest first; with powers the last STATE_PARTS say from
-    where to where in the state. All contiguous.
+    Per row: segments (rows, segments, FIELDS) int64, addresses by `placed`; parts (rows, parts, 3) int32: a segment,
+    start and end in it, or an empty range, the nearest first; with powers the last STATE_PARTS are ranges of rows of
+    the state. All contiguous.
     """
     heads, group, width = q.shape
     value_width, room, gates = v.shape[1], last.k.shape[1], 0 if gate is None else gate.shape[1]

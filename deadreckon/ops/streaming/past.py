@@ -1,4 +1,4 @@
-"""What attention keeps of the tokens behind it: the KV cache, for every transport, gate and score."""
+"""`Past`: the KV cache, for every transport, gate and score."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from deadreckon.ops.streaming.signature import Signature
 
 
 class Decoder(Protocol):
-    """What goes on from a past by single tokens, in place: one that was interrupted has to be loaded again."""
+    """Decodes single tokens from a past, in place: after an interruption it has to be loaded again."""
 
     plain: bool  # whether it serves without Householder steps, too
     group: int  # query heads a key head
 
     def __init__(self, past: Past, group: int) -> None:
-        """From the tokens that wait and the segments."""
+        """Loads the waiting tokens and the segments."""
 
     def load(self, past: Past) -> bool:
-        """Goes on from another past of the same sizes, if there is room for its segments."""
+        """Continues from another past of the same sizes; False if there is no room for its segments."""
 
     @property
     def waiting(self) -> Segment:
-        """The tokens as they came that are not in a closed segment."""
+        """The tokens that are not in a closed segment, as they came."""
 
     @property
     def full(self) -> bool:
-        """Whether it is time to close a segment, and to load again."""
+        """Whether it is time to close a segment and reload."""
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor | None, beta: Tensor | None, gate: Tensor | None, scale: float
@@ -47,31 +47,31 @@ class Decoder(Protocol):
         """
 
     def tensors(self) -> list[Tensor]:
-        """Everything held, but for the tokens that wait."""
+        """Everything held, except the waiting tokens."""
 
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """No gradients, and tensors that can be written to from anywhere: `torch.inference_mode` makes others."""
+    """No gradients, but normal tensors: inference tensors could be written to in `torch.inference_mode` only."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 @runtime_checkable
 class StaticDecoder(Decoder, Protocol):
-    """A decoder whose tensors stay where they are: a CUDA graph may hold its steps, and the host counts them."""
+    """A decoder whose tensors keep their addresses: a CUDA graph may replay its steps, and the host counts them."""
 
     def load(self, past: Past, rows: Sequence[int] = (0,), masked: Sequence[int] = (0,)) -> bool:
-        """As any decoder; where it serves several rows, the past's sequences go to these, all at once.
+        """As in `Decoder`; a decoder of several rows loads the past's sequences into these, all at once.
 
-        Of each the first `masked` tokens are not looked at.
+        The first `masked` tokens of each are not read.
         """
 
     def close(self, pasts: Sequence[Past], rows: Sequence[Sequence[int]]) -> bool:
-        """Closes the tails of rows, all at once, and loads them again, if there is room for their segments.
+        """Closes the tails of rows, all at once, and reloads them; False if there is no room for their segments.
 
-        Each past, which has counted its tokens, is of the sequences in so many of the rows: their tails are equally
-        long. One of them all is full, the others have two leaves at least.
+        Each past, whose tokens are already counted, holds the sequences of its rows, whose tails are equally long. At
+        least one tail is full, the others have two leaves at least.
         """
 
     def lengthen(self, row: int = 0, tokens: int = 1) -> Segment:
@@ -87,36 +87,36 @@ class StaticDecoder(Decoder, Protocol):
         """Forgets a token that was counted, but that no kernel has added."""
 
     def ahead(self) -> bool:
-        """Whether the kernels have added a token that is not counted. Waits for them."""
+        """Whether the kernels have added a token that is not counted. Synchronises with the device."""
 
     def unload(self, row: int = 0) -> None:
-        """Lets go of the segments of a row, at which the kernels no longer look."""
+        """Releases the segments of a row, which the kernels no longer read."""
 
     def release(self) -> None:
-        """Lets go of all segments before the next `load`. Nothing happens on the device."""
+        """Releases all segments before the next `load`. Nothing happens on the device."""
 
     def select(self, change: Change, past: Past) -> None:
-        """Goes on from other rows of the same past, which `change` chooses, and which have a past by now."""
+        """Continues with other batch rows, which `change` selects; `past` already holds those."""
 
 
 @dataclass
 class Past:
-    """All that :func:`deadreckon.attend_next` needs of the tokens behind it; `Past()` to begin with.
+    """The KV cache of :func:`deadreckon.attend_next`: all it needs of the preceding tokens; `Past()` to begin with.
 
-    A piece is computed on a :meth:`draft`, which takes the place of the past once the output is there: a piece that was
-    interrupted, by whatever exception, can be given again.
+    A piece is computed on a :meth:`draft`, which replaces the past once the output is there: after any exception the
+    same piece can be passed again.
 
     Attributes:
         signature: what every piece must have in common with the first.
-        length: how many tokens have been.
+        length: the number of tokens so far.
         segments: from the oldest to the youngest.
-        waiting: the last tokens as they came: with Householder steps, and while a decoder goes on.
+        waiting: the last tokens as they came: with Householder steps, and while a decoder is in use.
         phases: (B or 1, 65, ...) sums of step angles up to each of the last tokens, one more than `crop` can undo.
-        turned: how many of them are there, at the end; zeros stand before.
-        longest: what keys are divided by, with powers.
-        folded: all tokens before the segments, with powers.
-        decoder: what it takes to go on by single tokens. It works in place, so that it moves from the past to a draft;
-            without one, the next token makes another.
+        turned: how many of them are valid, at the end; the others are zeros.
+        longest: the unit that keys are divided by, with powers.
+        folded: the state of all tokens before the segments, with powers.
+        decoder: decodes single tokens. It works in place, so that it moves from the past to a draft; without one, the
+            next token creates another.
     """
 
     signature: Signature | None = None
@@ -130,7 +130,7 @@ class Past:
     decoder: Decoder | None = None
 
     def draft(self) -> Past:
-        """A copy to move on; see :meth:`become`."""
+        """A copy to compute the next piece on, which takes the decoder along; see :meth:`become`."""
         if self.decoder is not None and self.decoder.full and self.waiting is not None:
             self.waiting = self.waiting.kept()  # the decoder will write where they are
         draft = Past.__new__(Past)
@@ -139,11 +139,11 @@ class Past:
         return draft
 
     def become(self, draft: Past) -> None:
-        """Takes over all of a draft in one call of C, which no KeyboardInterrupt divides."""
+        """Takes over all of a draft in a single C call, which a KeyboardInterrupt cannot split."""
         vars(self).update(vars(draft))
 
     def fork(self) -> Past:
-        """Another continuation. Segments are shared from here on, not copied."""
+        """A past for another continuation. Segments are shared from here on, not copied."""
         for segment in self.segments:
             segment.shared = True
         waiting = None if self.waiting is None else self.waiting.kept()
@@ -151,19 +151,19 @@ class Past:
         return replace(self, segments=list(self.segments), waiting=waiting, phases=phases, decoder=None)
 
     def __deepcopy__(self, memo: object) -> Past:
-        """A copy of all but the decoder, which knows segments by where they lie."""
+        """A copy of all but the decoder, which holds addresses of segments."""
         if self.signature is None:
             return Past()
         return self._map(torch.clone, None if self.phases is None else self.phases.clone(), self.signature)
 
     def detach(self) -> None:
-        """Leaves the decoder to another past, in place."""
+        """Gives up the decoder, in place, for another past to take over."""
         waiting = None if self.waiting is None else self.waiting.kept()
         phases = None if self.phases is None else self.phases.clone()
         self.become(replace(self, waiting=waiting, phases=phases, decoder=None))
 
     def turn(self, phases: Tensor, tokens: int) -> None:
-        """Adds the phases (B or 1, ..., Hr, D/2) of a piece of so many tokens, or of the last of them."""
+        """Appends the phases (B or 1, ..., Hr, D/2) of a piece of `tokens` tokens, or of the last of them."""
         new = phases[:, -LEAF - 1 :]
         if self.phases is not None:
             before = self.phases[:, max(0, self.phases.shape[1] + new.shape[1] - LEAF - 1) :]
@@ -175,7 +175,7 @@ class Past:
         self.turned = min(self.turned + tokens, LEAF + 1)
 
     def select(self, rows: Tensor) -> Past:
-        """The past of these sequences of the batch, in this order, as often as they are named.
+        """The past of these sequences of the batch, in this order; a row may be repeated.
 
         Args:
             rows: (new batch,) integers.
@@ -201,7 +201,7 @@ class Past:
         return chosen
 
     def without_first(self, tokens: int, gated: bool = True) -> Past:
-        """Without its first tokens, which nothing can see since a gate is closed behind them; or without any gates."""
+        """Without its first tokens, which a closed gate hides from all that follow; or without any gates."""
         segments, waiting, folded = list(self.segments), self.waiting, self.length
         for held in (*segments, *([] if waiting is None else [waiting])):
             folded -= held.length
@@ -221,7 +221,7 @@ class Past:
         return past
 
     def _folded_without_gates(self, folded: Folded) -> Folded:
-        """The state as the last token sees it, if gates are open but for one, which may be closed behind all of it."""
+        """The state as the last token sees it, where gates are open except for one that may be closed before it all."""
         totals = [gates[1] for segment in self.segments if (gates := segment.gates()) is not None]
         if self.waiting is not None and "gates" in self.waiting.storage:
             totals.append(self.waiting["gates"].sum(1, keepdim=True))
@@ -258,20 +258,20 @@ class Past:
 
     @property
     def croppable(self) -> int:
-        """How many tokens :meth:`crop` can undo now, short of all.
+        """The number of tokens that :meth:`crop` can undo now (it can also undo all).
 
-        That is back to any of the last 64 tokens of the sequence at its longest: tokens that were undone before count.
-        Often it is more; what is folded or in a closed segment of Householder steps is out of reach.
+        At least back to any of the last 64 tokens of the sequence at its longest: tokens that were undone before count.
+        Often more; tokens that are folded or in a closed segment of Householder steps cannot be undone.
         """
         waiting = 0 if self.waiting is None else self.waiting.length
         allowed = waiting + sum(segment.length for segment in self.segments if segment.product is None)
         return allowed if self.phases is None else min(allowed, self.turned - 1)
 
     def crop(self, tokens: int) -> None:
-        """Undoes the last tokens, in place: as many as `croppable` says, or all.
+        """Undoes the last tokens, in place: up to `croppable`, or all.
 
         Raises:
-            ValueError: where that is more than there have been, or than is kept.
+            ValueError: if that is more than there are, or than can be undone.
         """
         check_crop(tokens, self.length, self.croppable)
         self.become(self._cropped(tokens))
@@ -296,7 +296,7 @@ class Past:
         return cropped
 
     def fold(self, p: int) -> None:
-        """Folds all but the last leaf of tokens, where that saves room: a leaf at a time once there is a state."""
+        """Folds all but the last leaf of tokens, where that saves memory: a leaf at a time once there is a state."""
         assert self.longest is not None
         first = self.segments[0]
         gates = first.gates()

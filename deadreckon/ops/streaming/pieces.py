@@ -1,11 +1,10 @@
-"""One piece of new tokens over the past, in PyTorch: what all ways to stream share.
+"""Attention of a piece of new tokens over the past, in PyTorch: what all streaming paths share.
 
     past.segments           past.waiting   new tokens
     [ keys in their own  ]  [ as they came | queries, keys ]
       end's frame, P
 
-One route tree over the tokens that wait and the new ones; then the new queries go back over the segments, youngest
-first.
+One route tree over the waiting tokens and the new ones; then the new queries go back over the segments, youngest first.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from deadreckon.ops.streaming.segments import Fields
 
 
 def fields_by_head(k: Tensor, v: Tensor, steps: Householder | None, log_gate: Tensor | None) -> Fields:
-    """What is kept of tokens (B, L, H, ...), as (N, L, ...): keys, values, and steps in the working dtype."""
+    """What is cached of tokens (B, L, H, ...), as (N, L, ...): keys, values, gates, steps in the working dtype."""
     heads = k.shape[2]
     fields: Fields = {name: by_head(x, heads).squeeze(2) for name, x in (("k", k), ("v", v))}
     if log_gate is not None:
@@ -43,7 +42,7 @@ def fields_by_head(k: Tensor, v: Tensor, steps: Householder | None, log_gate: Te
 
 
 def queries_by_head(q: Tensor, heads: int, score: Score) -> Tensor:
-    """(B, L, Hq, D) -> (N, L, G, D), in the working precision where half of it gains nothing."""
+    """(B, L, Hq, D) -> (N, L, G, D), upcast where half precision gains nothing."""
     return by_head(q.to(work(q.dtype)) if q.device.type == "cpu" or score != "softmax" else q, heads)
 
 
@@ -53,7 +52,7 @@ def from_heads(x: Tensor, batch: int) -> Tensor:
 
 
 def in_units(queries: Tensor, keys: Tensor, past: Past) -> Tensor:
-    """Queries (N, L, G, D) whose powers stay in range, with keys (N, L, D) that stay as they came; scale is 1."""
+    """Queries (N, L, G, D), scaled to keep powers in range with keys (N, L, D) as they are; updates `past.longest`."""
     past.longest = unit_of(keys.to(queries.dtype), past.longest)
     return queries / lengths(queries) / past.longest.unsqueeze(-1)
 
@@ -75,10 +74,10 @@ def problem_over(queries: Tensor, fields: Fields, score: Score, scale: float) ->
 
 
 def attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, past: Past) -> tuple[Tensor, Top, Fields]:
-    """Attention of new tokens over themselves and the past, which stays as it is.
+    """Attention of new tokens over themselves and the past, which is not changed.
 
     Returns:
-        The output (N, L, G, E), and the top of the tree and the fields of the tokens that wait and the new ones.
+        The output (N, L, G, E); the top of the tree and the fields, both of the waiting tokens and the new ones.
     """
     length = queries.shape[1]
     if past.waiting is not None:  # their keys are needed again, their outputs are not
@@ -96,12 +95,12 @@ def attend_piece(queries: Tensor, fields: Fields, score: Score, scale: float, pa
 def look_back(
     dense: DenseBlocks, queries: Tensor, sums: Tensor | None, out: Tensor, statistic: Tensor, past: Past
 ) -> None:
-    """Adds the segments, from the youngest to the oldest, to the output and statistic (N, L, G) of new tokens.
+    """Attends to the segments, youngest first, and adds them to the output and statistic (N, L, G) of new tokens.
 
     Their queries (N, L, G, D) are in the frame of the piece's first token, the sums (N, L, 1 | G) of gates count from
     there.
     """
-    if dense.stock == "cudnn":  # which would plan anew for every length of the past
+    if dense.stock == "cudnn":  # it would build a plan for every length of the past
         dense = replace(dense, stock="flash")
     queries, out, statistic = (x.unsqueeze(1) for x in (queries, out, statistic))
     shift = None if sums is None else sums.unsqueeze(1)

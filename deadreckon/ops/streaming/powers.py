@@ -1,4 +1,4 @@
-"""Even powers for one more token: weights of keys, and what the state of all keys before them adds.
+"""Even powers in decode: weights of keys, and the contribution of the state of all earlier keys.
 
 Beyond squares numbers are float64, as states are: a weight may be a small difference of large monomials, of which each
 program has some, and powers of small logits leave the range of float32.
@@ -34,7 +34,7 @@ def length_of(b_x, AXIS: tl.constexpr):
 
 @triton.jit
 def powered(b_s, b_bias, m_key, POWER: tl.constexpr, TYPE: tl.constexpr):
-    """Weights of keys that are to be seen, from logits and sums of log gates, (queries, keys)."""
+    """Weights of visible keys, from logits and sums of log gates, (queries, keys)."""
     b_square = b_s.to(TYPE) * b_s.to(TYPE)
     b_power = b_square
     for _ in tl.static_range(POWER // 2 - 1):
@@ -44,7 +44,7 @@ def powered(b_s, b_bias, m_key, POWER: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def gate_at(p_gate, mask):
-    """Log gates, of which none is so low that a sum of some would lose the digits of others."""
+    """Log gates, clamped to −1e4, so that in a sum none takes the digits of others."""
     return tl.maximum(tl.load(p_gate, mask=mask, other=0.0).to(tl.float32), -1e4)
 
 

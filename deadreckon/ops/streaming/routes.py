@@ -1,13 +1,13 @@
-"""Streaming along Householder steps: tokens wait, then whole leaves of them are closed to segments.
+"""Streaming with Householder steps: tokens wait, then whole leaves of them are closed into segments.
 
 A segment holds keys in the frame of its own end, and the product of its steps. Queries of a new piece are carried back
-to the piece's start, look at the nearest segment, cross it (one D × D product), look at the next. Two neighbours become
-one when the older is no longer than the younger, as the digits of a binary counter carry: so a key is rewritten
-O(log T) times, in the working precision, and a query crosses O(log T) products. Between carries segments do not change,
-and continuations of one prefix share them.
+to the piece's start, attend to the nearest segment, cross it (one D × D product), attend to the next. Two neighbours
+are merged when the older length has no more binary digits than the younger, like a carry of a binary counter: so a key
+is rewritten O(log T) times, in the working precision, and a query crosses O(log T) products. Between merges segments do
+not change, and continuations of one prefix share them.
 
-The last tokens, one leaf of them and less than another, wait as they came: their leaves are computed again with each
-piece, and `crop` can undo a leaf.
+The last tokens, one leaf of them and less than another (fewer at first), wait as they came: their leaves are recomputed
+with each piece, and `crop` can undo a leaf.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from deadreckon.ops.triton.householder.prefill import Ascended
 
 Ascend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float, int, bool], "Ascended"]
-"""Of q, k, v, w, beta, log_gate, scale, how many tokens to close, and whether queries go further back."""
+"""Takes q, k, v, w, beta, log_gate, scale, how many tokens to close, and whether queries go further back."""
 
 
 def attend_routes(
     q: Tensor, k: Tensor, v: Tensor, steps: Householder, log_gate: Tensor | None, score: Score, scale: float, past: Past
 ) -> Tensor:
-    """A piece by PyTorch, with any score: the tokens that will be closed first, then those that will wait."""
+    """A piece in PyTorch, with any score: first the tokens that will be closed, then those that will wait."""
     (batch, length, heads, _), dtype = k.shape, q.dtype
     fields, queries = fields_by_head(k, v, steps, log_gate), queries_by_head(q, heads, score)
     if isinstance(score, Power):
@@ -74,7 +74,7 @@ def attend_routes_fused(
     q: Tensor, k: Tensor, v: Tensor, steps: Householder, log_gate: Tensor | None, scale: float, past: Past,
     ascend: Ascend,
 ) -> Tensor:  # fmt: skip
-    """A piece by kernels, with softmax: tokens that wait and new ones are one tree, as in `attend`."""
+    """A piece by kernels, with softmax: waiting and new tokens are one tree, as in `attend`."""
     (batch, length, heads, _), dtype = k.shape, q.dtype
     w, beta, waiting = steps.w, steps.beta, past.waiting
     if waiting is not None:  # their keys are needed again, their outputs are not
@@ -107,12 +107,12 @@ def attend_routes_fused(
 
 
 def tokens_to_close(tokens: int) -> int:
-    """How many of so many become a segment, whole leaves of them: once there are two leaves, one always waits."""
+    """How many of these tokens become a segment, in whole leaves: once there are two leaves, one always waits."""
     return max(0, tokens // LEAF - 1) * LEAF
 
 
 def close_waiting(past: Past, tokens: int) -> None:
-    """Makes a segment of the oldest that wait."""
+    """Closes the oldest waiting tokens into a segment."""
     assert past.waiting is not None
     fields = past.waiting.kept().fields()
     oldest = {name: x[:, :tokens] for name, x in fields.items()}
@@ -124,12 +124,12 @@ def close_waiting(past: Past, tokens: int) -> None:
 
 
 def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
-    """Keys (N, S, D) carried along all steps behind them, and the product (N, D, D) of all steps.
+    """Keys (N, S, D) carried along all steps after their own, and the product (N, D, D) of all steps.
 
     Row by row, x H_1 ⋯ H_S = x − Σ_s y_s β_s w_s, where y_s = x · w_s − Σ_{r<s} y_r β_r (w_r · w_s): a triangular
-    system for all rows of a leaf. A key begins behind its own step: its y is 0 up to there. Then the older of two
-    neighbours crosses the younger, all pairs at once, until they are one: there are 2ⁿ leaves, the first of them
-    padding perhaps.
+    system for all rows of a leaf. A key begins after its own step: its y is 0 up to there. Then leaves are merged, all
+    pairs of neighbours at once, the older keys crossing the younger product: there are 2ⁿ leaves, the first perhaps
+    padding.
     """
     (heads, tokens, width), dtype = fields["k"].shape, work(fields["k"].dtype)
     identity = torch.eye(width, dtype=dtype, device=fields["k"].device).expand(heads, -1, -1)
@@ -145,7 +145,7 @@ def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
     rows = torch.cat([k, identity[:1].expand(len(k), -1, -1)], dim=1)
     along = rows @ w.mT
     along[:, :size].triu_(1)
-    system = beta.unsqueeze(2) * (w @ w.mT)  # what is not above its diagonal is not looked at
+    system = beta.unsqueeze(2) * (w @ w.mT)  # only the part above the diagonal is read
     along = torch.linalg.solve_triangular(system, along, upper=True, left=False, unitriangular=True)
     rows = torch.baddbmm(rows, along * beta.unsqueeze(1), w, alpha=-1)
     keys, products = rows[:, :size], rows[:, size:]
@@ -156,7 +156,7 @@ def in_newest_frame(fields: Fields) -> tuple[Tensor, Tensor]:
 
 
 def close(past: Past, top: Top, fields: Fields) -> None:
-    """Adds tokens as a segment."""
+    """Adds the tokens of a tree as a segment."""
     assert top.product is not None
     total = fields["k"].shape[1]
     keys = top.keys[:, :total].to(fields["k"].dtype)

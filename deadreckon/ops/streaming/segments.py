@@ -1,4 +1,4 @@
-"""Segments: neighbouring tokens of the past, by head, as the KV cache holds them."""
+"""Segments of the KV cache: neighbouring tokens, by head."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Change = Callable[[Tensor], Tensor]
 class Segment:
     """Some neighbouring tokens, (N, S, ...) of each field, in storage with room for more; N = B · H.
 
-    Segments hold keys and values. Where their end still moves, gates are there as running sums, (N, S, 1 | G); in
-    closed ones as the sums from each token to the end, `bias` (N, 1 | G, S), and of all, `total` (N, 1 | G, 1), with
-    Householder steps beside the product of the steps (N, D, D).
+    Segments hold keys and values. While a segment can still grow, its gates are running sums, (N, S, 1 | G); once it is
+    closed, sums from each token to the end, `bias` (N, 1 | G, S), and of all, `total` (N, 1 | G, 1). With Householder
+    steps it also holds the product of its steps (N, D, D).
 
-    What a segment holds never changes. One that is longer may use the same storage, beyond the end of this one.
+    The tokens of a segment never change. A longer segment may use the same storage, beyond the end of this one.
     """
 
     def __init__(
@@ -29,15 +29,15 @@ class Segment:
         self.storage = fields
         self.length = next(iter(fields.values())).shape[1]
         self.product, self.bias, self.total = product, bias, total
-        self.shared = False  # with another continuation, which might write to the same room
+        self.shared = False  # with another continuation, which might write to the same storage
         self.has_room = False  # storage may be somebody else's, until it has grown
-        self.lent = False  # storage is a decoder's, which goes on to write to it
+        self.lent = False  # storage is a decoder's, which will write to it
 
     def __getitem__(self, name: str) -> Tensor:
         return self.storage[name][:, : self.length]
 
     def fields(self) -> Fields:
-        """Without the room."""
+        """The fields, without unused storage."""
         return {name: self[name] for name in self.storage}
 
     @property
@@ -51,7 +51,7 @@ class Segment:
         return None if self.bias is None or self.total is None else (self.bias.mT, self.total.mT)
 
     def extended(self, fields: Fields) -> Segment:
-        """With more tokens at the end. Full storage grows by a sixteenth, which costs as much as a lookup."""
+        """With more tokens at the end. Full storage grows by a sixteenth, which costs as much as reading the cache."""
         assert not self.shared
         added = next(iter(fields.values())).shape[1]
         storage = dict(self.storage)
@@ -67,7 +67,7 @@ class Segment:
         return longer
 
     def closed(self) -> Segment:
-        """As one that does not grow, as kernels take it: gates count to its end, storage is contiguous and aligned."""
+        """Closed, as kernels take it: gates are sums to its end, storage is contiguous and aligned."""
         tight = {name: x for name, x in self.storage.items() if name != "sums"}
         for name, x in tight.items():
             if not x.is_contiguous() or x.data_ptr() % 16:
@@ -80,7 +80,7 @@ class Segment:
         return closed
 
     def of_length(self, tokens: int) -> Segment:
-        """With fewer tokens at the end, or with some more that were written to the storage."""
+        """With fewer tokens at the end, or with more that are already in the storage."""
         assert self.product is None
         bias, total = self.bias, self.total
         if bias is not None and total is not None and tokens < self.length:
@@ -102,26 +102,26 @@ class Segment:
         return Segment(fields, self.product, bias, total)
 
     def without_gates(self) -> Segment:
-        """Where they are all open."""
+        """The same without gates, which must all be open."""
         fields = {name: x for name, x in self.storage.items() if name not in ("sums", "gates")}
         other = Segment(fields, self.product)
         other.length, other.shared, other.has_room, other.lent = self.length, self.shared, self.has_room, self.lent
         return other
 
     def of_heads(self, which: slice) -> Segment:
-        """Of some heads, where they are."""
+        """Some of its heads, as views."""
         parts = (None if x is None else x[which] for x in (self.product, self.bias, self.total))
         other = Segment({name: x[which] for name, x in self.storage.items()}, *parts)
         other.length, other.shared, other.has_room, other.lent = self.length, self.shared, self.has_room, self.lent
         return other
 
     def map(self, change: Change) -> Segment:
-        """A segment of its own, every tensor changed along its first dimension."""
+        """A separate segment, with `change` applied to every tensor, along its first dimension."""
         fields = {name: change(x) for name, x in self.fields().items()}
         return Segment(fields, *(None if x is None else change(x) for x in (self.product, self.bias, self.total)))
 
     def kept(self) -> Segment:
-        """As it is now, whatever a decoder writes: itself, or a copy of what is in a decoder's storage."""
+        """A segment that no decoder will overwrite: itself, or a copy if its storage is a decoder's."""
         return self.map(torch.clone) if self.lent else self
 
     def tensors(self) -> list[Tensor]:
@@ -139,7 +139,7 @@ def counted_to_end(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def joined(older: Segment, younger: Segment) -> Segment:
-    """One segment from two neighbours, both closed: the older keys cross the younger's steps, if there are any."""
+    """Merges two closed neighbours: the older keys cross the younger's steps, if there are any."""
     keys, product = older["k"], None
     if older.product is not None and younger.product is not None:
         keys = (keys.to(younger.product.dtype) @ younger.product).to(keys.dtype)
@@ -155,9 +155,9 @@ def joined(older: Segment, younger: Segment) -> Segment:
 
 
 def add_closed(segments: list[Segment], segment: Segment) -> None:
-    """Appends a closed one. Two become one when the older has no more binary digits, as those of a counter carry.
+    """Appends a closed segment; merges the last two while the older length has no more binary digits, like a carry.
 
-    So there are never more than a length has digits, whatever the lengths of those that come.
+    So there are never more segments than their total length has digits, whatever lengths are appended.
     """
     segments.append(segment)
     while len(segments) > 1 and segments[-2].length.bit_length() <= segments[-1].length.bit_length():

@@ -1,4 +1,4 @@
-"""What all pieces of one sequence have in common, so that a piece that does not belong to its past is refused."""
+"""`Signature`: what all pieces of one sequence must have in common, or they are rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deadreckon.ops.factors import Factors, Power
 
 
 class Signature(NamedTuple):
-    """Sizes, dtype, device and factors of a piece; a past records those of its first. Cheap: every token has one."""
+    """Sizes, dtype, device and factors of a piece; a past records those of its first. Cheap: every token builds one."""
 
     batch: int
     query_heads: int
@@ -20,7 +20,7 @@ class Signature(NamedTuple):
     value_width: int
     dtype: torch.dtype
     device: torch.device
-    rotation: tuple[int, bool] | None  # how many heads have angles of their own, and whether values turn
+    rotation: tuple[int, bool] | None  # how many heads have angles of their own, and whether values rotate
     householder: bool
     gate_heads: int | None
     score: str | int  # its name, or the power
@@ -28,7 +28,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float) -> Signature:
-        """Of arguments that are checked, with gates as (B, T, heads)."""
+        """The signature of validated arguments, with gates as (B, T, heads)."""
         batch, _, query_heads, width = q.shape
         _, log_gate, score = factors
         rotation, steps = factors.parts()
@@ -39,7 +39,7 @@ class Signature(NamedTuple):
         )  # fmt: skip
 
     def check(self, piece: Signature) -> None:
-        """Raises a ValueError that names the first argument in which a piece differs from the pieces before."""
+        """Raises a ValueError that names the first argument in which a piece differs from the preceding ones."""
         if self == piece:
             return
         for field, argument in _ARGUMENTS.items():
@@ -62,11 +62,11 @@ _ARGUMENTS = {
     "score": "score: expected",
     "scale": "scale: expected",
 }
-"""Field -> the argument of `attend_next` that it is about, and how a message about it begins."""
+"""Field -> the beginning of its error message, with the argument of `attend_next` that it is about."""
 
 
 def _said(field: str, signature: Signature) -> str:
-    """What a signature says of a field, for messages."""
+    """A signature's field, as error messages show it."""
     if field in ("rotation", "householder"):
         turns = signature.rotation
         kinds = [f"Rotation of {turns[0]} heads, values={turns[1]}"] if turns else []

@@ -1,4 +1,4 @@
-"""Sticks that one more token breaks: what each key takes, and what all nearer ones have left of them.
+"""Stick-breaking in decode: the weight of each key, and what all nearer keys leave of the stick.
 
 Logarithms are of base 2. Sums over keys are taken in float64: a key's own term is subtracted from a sum that has it,
 and it may be hundreds of times what the nearer keys add up to.
@@ -12,14 +12,14 @@ import triton.language as tl
 
 @triton.jit
 def nearer(b_left, AXIS: tl.constexpr, FROM_END: tl.constexpr):
-    """The logarithm of what all nearer keys (parts) leave, from what each one does; the nearest is first, or last."""
+    """The logarithm of what all nearer keys (parts) leave, from that of each alone; the nearest is first, or last."""
     b_exact = b_left.to(tl.float64)
     return (tl.cumsum(b_exact, AXIS, reverse=FROM_END) - b_exact).to(tl.float32)
 
 
 @triton.jit
 def broken(b_s, b_bias, b_shorter, m_key):
-    """Weights of keys, the nearest last, and the logarithm of what they leave of sticks that were so short before.
+    """Weights of keys, the nearest last, and the logarithm of what they leave of sticks, b_shorter before them.
 
     Logits b_s (queries, keys), sums of log gates that broadcast to them, b_shorter (queries,).
     """

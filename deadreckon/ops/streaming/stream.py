@@ -1,20 +1,20 @@
-"""Attention while a sequence comes in pieces, any pieces: prefill, chunks, single tokens. What lies behind is `Past`.
+"""Streaming attention over pieces of any length: prefill, chunks, single tokens. The KV cache is `Past`.
 
     transport     score     piece                          how
-    Rotation      any       any                            turned by its phase, then as without it
+    Rotation      any       any                            rotated by its phase, then as without it
     Householder   softmax   one token, later               `decode_token`: two kernels, or a few products
                   softmax   long, or first, with kernels   `attend_routes_fused`: the tree of `attend`, and the segments
                   any       any other                      `attend_routes`: the same in PyTorch
     none          Power     one token, with kernels        `decode_token`: two kernels
                   Power     later, or no kernels           `attend_powers`: chunks; keys fold to a state
-                  any       first                          `attend_first`: `attend`, and the KV cache is kept
+                  any       first                          `attend_first`: `attend`; keys and values are cached
                   others    one token, with kernels        `decode_token`: two kernels
                   others    later                          `attend_cached`: over the KV cache, which grows
 
-Without Householder steps nothing ever changes its frame, and there is one segment, the KV cache, that grows (or one for
-each continuation that shares what is behind, or some that decoding by kernels has closed). With powers it does not grow
-for ever: once the state takes less room than keys and values do, all but the last leaf are folded into it, and from
-then on a leaf at a time.
+Without Householder steps nothing ever changes its frame, and there is one segment that grows (or one for each
+continuation that shares a prefix, or some that the decode kernels have closed). With powers it stops growing: once the
+state takes less memory than keys and values, all but the last leaf are folded into it, and from then on a leaf at a
+time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LARGEST = 1 << 24  # rows of a state that kernels read: they have a table of the
 
 
 class Kernels(NamedTuple):
-    """The operations that an implementation brings."""
+    """The operations that an implementation provides."""
 
     attend: Callable[[Tensor, Tensor, Tensor, Factors, float, None], Tensor]
     turned: Callable[[Tensor, Tensor, Tensor, Factors, Tensor | None], Turned]
@@ -61,9 +61,9 @@ PYTORCH = Kernels(attend_blockwise, turned, None, TokenDecoder)
 def attend_stream(
     q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels = PYTORCH
 ) -> Tensor:
-    """Attention of the next piece (B, L, ...) over itself and the past, which then ends with it. No gradients.
+    """Attention of the next piece (B, L, ...) over the past and itself; appends it to the past. No gradients.
 
-    The past moves on whole, once the output is there, or not at all.
+    The past is updated as a whole, once the output is there, or not at all.
     """
     signature = Signature.of(q, k, v, factors, scale)
     if past.signature is not None:
@@ -76,7 +76,7 @@ def attend_stream(
 
 
 def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels) -> Tensor:
-    """Picks the way; see the table above."""
+    """Dispatches as in the table above."""
     _, log_gate, score = factors
     rotation, steps = factors.parts()
     q, scale = usual_scale(q, scale, score)
@@ -106,7 +106,7 @@ def _advance(q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, pa
 def attend_turned(
     q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, past: Past, kernels: Kernels
 ) -> Tensor:
-    """Turns the piece by phases that go on from those of the past. The KV cache holds keys as they are turned."""
+    """Rotates the piece by phases that continue those of the past. The KV cache holds rotated keys."""
     turn = kernels.turned(q, k, v, factors, None if past.phases is None else past.phases[:, -1:])
     past.turn(turn.last_phases(LEAF + 1), q.shape[1])
     output = _advance(turn.q, turn.k, turn.v, turn.factors, scale, past, kernels)
@@ -116,7 +116,7 @@ def attend_turned(
 def attend_first(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score: Score, scale: float, past: Past, kernels: Kernels
 ) -> Tensor:
-    """The first piece is attention as in training, and the KV cache is what it was given."""
+    """The first piece: attention as in training; its keys, values and gates become the KV cache."""
     output = kernels.attend(q, k, v, Factors(None, log_gate, score), scale, None)
     fields = fields_by_head(k, v, None, log_gate)
     if log_gate is not None:
@@ -142,7 +142,7 @@ def attend_cached(
 
 
 def attend_powers(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, score: Power, past: Past) -> Tensor:
-    """Even powers, a chunk at a time where keys fold. Rows are divided by their sums, so that no scale matters."""
+    """Even powers, a chunk at a time if keys are folded. Rows are divided by their sums, so that no scale matters."""
     batch, length, heads, width = k.shape
     folds = score.form != "attention"
     if past.waiting is not None:  # a decoder's tail
@@ -163,7 +163,7 @@ def attend_powers(q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, scor
 
 
 def extend_cache(past: Past, top: Top, fields: Fields) -> None:
-    """Appends tokens to the KV cache, in a segment of their own if the last one is another continuation's, too."""
+    """Appends tokens to the KV cache, in a new segment if the last is closed or shared with another continuation."""
     kept = {"k": fields["k"], "v": fields["v"]}
     last = past.segments[-1] if past.segments else None
     if last is not None and (last.shared or last.bias is not None):

@@ -1,4 +1,4 @@
-"""Attention on Triton kernels, one folder a mechanism: its operator and its kernels.
+"""Attention on Triton kernels, one folder per mechanism: its operator and its kernels.
 
 No module here is imported until used: without triton, none can be.
 

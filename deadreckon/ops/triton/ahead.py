@@ -1,8 +1,8 @@
-"""Kernels of an operator, compiled all at once: PaTH has two dozen, of a second or two each, one after the other.
+"""Parallel compilation of an operator's kernels: PaTH has two dozen, of a second or two each, one after the other.
 
-An operator that may be put on tape does not read what is in a tensor. So it can be gone through before its first call
-with launches that only compile, by as many threads as there are cores (Triton compiles without Python's lock), and what
-it computes then is thrown away.
+An operator that may be taped (`tape.py`) reads no tensor's data. So before its first call it is run once with launches
+that only compile, on as many threads as there are cores (Triton compiles without the GIL), and the results are
+discarded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _state = threading.local()  # backward passes have threads of their own
 
 
 def wanted() -> bool:
-    """Whether operators are to be gone through first."""
+    """Whether operators compile their kernels ahead of their first call."""
     return os.environ.get(SWITCH, "1") != "0"
 
 
@@ -31,7 +31,7 @@ def compiling() -> bool:
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Launches in here compile kernels, which are there when it ends."""
+    """A region in which launches only compile; when it ends, all kernels are compiled."""
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
         _state.on = True
         try:

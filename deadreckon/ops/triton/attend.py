@@ -1,10 +1,10 @@
-"""Attention on Triton kernels. Each kind is one operator and one for its backward pass, so that `torch.compile`,
-checkpointing and CUDA graphs see nothing of what is inside.
+"""Attention on Triton kernels. Each kind is one custom op and one for its backward pass, opaque to `torch.compile`,
+checkpointing and CUDA graphs.
 
 Rotations are applied up front, in one pass; plain softmax then goes to PyTorch's own attention; gates are inside a
-flash kernel of ours (`gated/`); Householder routes climb the tree (`householder/`); sticks have their kernel, and even
-powers theirs (`power/`). Heads that are too wide for the kernels of gates or routes are left to `blockwise`, whose tree
-is mostly PyTorch's kernels: wide products are what they are good at.
+flash kernel of ours (`gated/`); Householder routes climb the tree (`householder/`); stick-breaking (`stick/`) and even
+powers (`power/`) have kernels of their own. Heads that are too wide for the kernels of gates or routes are left to
+`blockwise`, whose tree is mostly PyTorch's kernels, which are good at wide products.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDEST_HEAD = 256  # channels; those of keys may be more where there are no grad
 
 
 def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
-    """What a kernel for these inputs would need and does not have, if there is none."""
+    """What a kernel for these inputs would need; None if there is a kernel."""
     _, log_gate, score = factors
     _, steps = factors.parts()
     if q.dtype not in DTYPES:
@@ -60,7 +60,7 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
 
 
 def _widest_head(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> int:
-    """Up to what D and E the tiles of softmax and sticks are in a multiprocessor's shared memory."""
+    """The widest D and E for which the tiles of softmax and stick-breaking fit into shared memory."""
     _, steps = factors.parts()
     widest = 128 if steps is not None else WIDEST_HEAD
     has_large_tiles = steps is not None or factors.log_gate is not None or packed
@@ -73,14 +73,14 @@ def attend_fused(
     q: Tensor, k: Tensor, v: Tensor, factors: Factors, scale: float, cu_seqlens: Tensor | None,
     documents: list[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """See :func:`deadreckon.attend`; the arguments are already checked, and there is no reason against.
+    """See :func:`deadreckon.attend`; the arguments are already checked, and supported by the kernels.
 
-    `documents` are the numbers of cu_seqlens, where the host knows them: with powers they are batches of documents.
+    `documents` are cu_seqlens as integers, where the host knows them: with powers, documents are then batched.
     """
     _, log_gate, score = factors
     rotation, steps = factors.parts()
     q, scale = usual_scale(q, scale, score)
-    if rotation is not None:  # phases go on from document to document: only differences matter
+    if rotation is not None:  # phases run on across documents: only differences matter
         turn = turned(q, k, v, factors)
         return turn.back(attend_fused(turn.q, turn.k, turn.v, turn.factors, scale, cu_seqlens, documents))
     if isinstance(score, Power) and cu_seqlens is not None:
@@ -101,7 +101,7 @@ def attend_fused(
 
 
 def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> Turned:
-    """As :func:`deadreckon.ops.blockwise.rotation.turned`, from the beginning; phases are in turns."""
+    """As :func:`deadreckon.ops.blockwise.rotation.turned`, from the first token; phases are in full turns."""
     rotation, steps = factors.parts()
     assert rotation is not None
     k, v, log_gate = for_each_query_head(q, k, v, factors.log_gate, rotation)

@@ -1,10 +1,10 @@
-"""PRISM's cursors without gradients: what takes PyTorch a launch for every token, every layer or a pass over T × T.
+"""Inference kernels for PRISM's cursors: PyTorch takes a launch for every token, every layer or a pass over T × T.
 
     gru      h_t from h_{t−1}, all tokens in one launch: the hidden-to-hidden matrix stays in registers
     jumps    softmax over [keys so far, no jump], by place up to P − 2, all later ones together; nothing of size T × T
-    jump     the same of one token, whose key is written to the cache first
+    jump     the same for one token, whose key is written to the cache first
 
-Places (B or 1, T) are those of tokens in their rows; before 0 there is padding, at which a row is where it starts.
+Places (B or 1, T) are positions of tokens in their rows; those below 0 are padding, where a row has its initial state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYS = 512  # that a program of one token looks at together: cursors of a single
 
 @triton.jit
 def slot_of(place, KEPT: tl.constexpr):
-    """Where what is kept by place lies, of places before 0, too."""
+    """The slot of a place in a ring buffer of KEPT, for places below 0, too."""
     slot = place % KEPT
     return tl.where(slot < 0, slot + KEPT, slot)
 
@@ -35,7 +35,7 @@ def _gru(
     p_x, p_b, p_u, p_c, p_first, p_place, p_state, p_out, s_place, T,
     H: tl.constexpr, BH: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """One row. With KEPT, of one token, the state before is found, and that after it left, by place."""
+    """One row. With KEPT, for one token, states are read from and written to a ring buffer by place."""
     i_b = tl.program_id(0).to(tl.int64)
     past, unit = tl.arange(0, BH), tl.arange(0, BH)
     m_unit = unit < H
@@ -67,7 +67,7 @@ def _gru(
     b_z = tl.load(p_x + H, mask=m_unit, other=0.0)
     b_n = tl.load(p_x + 2 * H, mask=m_unit, other=0.0)
     for t in range(T):
-        # The next token's are on their way while this one is computed.
+        # Prefetches the next token's inputs.
         m_next = m_unit & (t + 1 < T)
         p_x += 3 * H
         b_next_r = tl.load(p_x, mask=m_next, other=0.0)
@@ -90,12 +90,12 @@ def _gru(
 def gru(
     x: Tensor, b: Tensor, u: Tensor, c: Tensor, first: Tensor | None, places: Tensor, state: Tensor, by_place: bool
 ) -> Tensor:
-    """Hidden states (B, T, H), float32, of what comes from the input, x (B, T, 3 H).
+    """Hidden states (B, T, H), float32, from input projections x (B, T, 3 H).
 
     Args:
         b, c: (3 H,) biases of the input's and the past's map, whose matrix is u (3 H, H); each in any precision.
         first: (H,) the state at padding; zero by default.
-        state: (B, H) float32, before the first token; or, by place, of one token, (B, kept, H), moved on in place.
+        state: (B, H) float32, before the first token; or, by place, for one token, (B, kept, H), updated in place.
     """
     batch, length, rows = x.shape
     hidden = rows // 3
@@ -113,7 +113,7 @@ def gru(
 
 
 def stride_of(places: Tensor) -> int:
-    """From row to row; one row serves all."""
+    """The stride of places from row to row; 0 if one row serves all."""
     assert places.shape[1] == 1 or places.stride(1) == 1
     return places.stride(0) if places.shape[0] > 1 else 0
 
@@ -133,7 +133,7 @@ def _jumps(
     p_q, p_k, p_none, p_place, p_out, scale, s_place, s_qb, s_qt, s_kb, s_kf, s_ks, T, F,
     P: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one cursor: once over all keys for the sum, once more over those that have a place."""
+    """A tile of tokens of one cursor: once over all keys for the sum, once more over those that have a place."""
     i_t, i_f, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row, width = i_t * TILE + tl.arange(0, TILE), tl.arange(0, BW)
     m_row, m_width = row < T, width < W
@@ -178,7 +178,7 @@ def _jump(
     p_q, p_k, p_new, p_none, p_place, p_out, scale, s_place, s_kb, s_kf, F,
     P: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One token of one cursor. Each lane has a sum of its own: until the end no thread waits for another."""
+    """One token of one cursor. Each lane has a sum of its own: threads synchronise only at the end."""
     i_f, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     width, lane = tl.arange(0, BW), tl.arange(0, STEP)
     m_width = width < W
@@ -215,13 +215,13 @@ def _jump(
 
 
 def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
-    """Where cursors jump to: (B, T, F, P + 1), the last for not at all.
+    """Probabilities of where cursors jump to: (B, T, F, P + 1), the last of no jump.
 
     Args:
         q: (B, T, F, W) float32, of any layout in B and T.
         keys: (B, F, S, W) in any precision, by place; S beyond all places.
         none: (B, T, F) logits of no jump.
-        dtype: of what all this was computed from: of halves, products need be no more precise than three of halves.
+        dtype: of the inputs of all this: for 16 bits, products are precise enough as three 16-bit products.
     """
     batch, length, cursors, width = q.shape
     out = none.new_empty(batch, length, cursors, positions + 1)
@@ -235,9 +235,9 @@ def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int,
 
 
 def jump(q: Tensor, keys: Tensor, new: Tensor, none: Tensor, places: Tensor, positions: int) -> Tensor:
-    """The same of one token, q and new (B, 1, F, W), whose key takes its place among keys (B, F, S, W), contiguous.
+    """The same for one token, q and new (B, 1, F, W), whose key is written to keys (B, F, S, W), contiguous, by place.
 
-    The key is rounded as those are.
+    The key is rounded to their dtype.
     """
     batch, _, cursors, width = q.shape
     out = none.new_empty(batch, 1, cursors, positions + 1)

@@ -6,9 +6,9 @@ or w = a without `unit`. In PyTorch these are a dozen passes forward and two doz
 
     da = (dw − w (w · dw)) / √(‖a‖² + ε)      dx_t = Σ_i f_i ⊙ dy_{t+i}      df_i = Σ_t dy_t ⊙ x_{t−i}
 
-x (B, R + T, C) has R tokens of the piece before at its beginning; places (B or 1, T) say how many tokens of its
-document come before each. dy is written and read once more, since tokens need that of those behind them; where w = y it
-is the gradient that came. Sums over tokens are taken tile by tile, then over tiles: the same bits every time.
+x (B, R + T, C) begins with R tokens of the preceding piece; places (B or 1, T) say how many tokens of its document come
+before each. dy is written and read once more, since tokens need that of later ones; where w = y it is the incoming
+gradient. Sums over tokens are taken tile by tile, then over tiles: bit-reproducible.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _arrive(
 
 @triton.jit
 def _behind(p_dy, p_place, token, lag, channel, m_channel, T, C):
-    """dy of the tokens behind these by a lag, zeros where there is none or it is of another document."""
+    """dy of the tokens that follow these by a lag, zeros where there is none or it is of another document."""
     later = token + lag
     there = (later >= 0) & (later < T)
     there = there & (tl.load(p_place + later, mask=there, other=-1) >= lag)

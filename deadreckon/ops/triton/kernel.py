@@ -1,11 +1,11 @@
-"""Kernels whose launches take less of the host: Triton binds and inspects some thirty arguments anew at every launch.
+"""Kernels with a low launch overhead: Triton binds and inspects some thirty arguments again at every launch.
 
-A call of PaTH on a packed row of 65 536 tokens is ninety launches, forward and backward. Half of the host's time was
-Triton's, most of it to find out which of the kernels that it has compiled these arguments are for. Arguments with the
-same types, numbers and alignment are for the same one.
+A call of PaTH on a packed row of 65 536 tokens is ninety launches, forward and backward. Half of the host time was
+Triton's, most of it to look up the compiled kernel for the arguments. Here that is cached, by types, numbers and
+alignment.
 
-Tiles are made for an H100. A GPU with less shared memory takes the same kernels with fewer stages of their loops'
-software pipeline, if it has to: the same numbers, a little later.
+Tiles are made for an H100. A GPU with less shared memory runs the same kernels with fewer pipeline stages
+(`num_stages`), if it has to: the same numbers, a little slower.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MOST = 4096  # kinds of calls that are remembered of a kernel: lengths may all b
 
 
 def _kind(argument: Any) -> Any:
-    """What Triton may compile a kernel for, or more: numbers count with their values, tensors by type and alignment."""
+    """What Triton may specialise a kernel on, or more: the values of numbers, the dtype and alignment of tensors."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() & 15
     return _kinds(argument) if isinstance(argument, tuple) else argument
 
 
 def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of all arguments: most are numbers, which take no call."""
+    """The kinds of all arguments: most are numbers, which take no call."""
     return tuple([x if type(x) in NUMBERS else _kind(x) for x in arguments])
 
 
@@ -66,7 +66,7 @@ class Kernel:
     def _launch(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
     ) -> tuple[Any, list[Any], bool]:
-        """Launches it; returns what does so once more, the rest of its arguments, and whether it is compiled."""
+        """Launches it; returns a function that launches it again, the rest of its arguments, and if it is compiled."""
         key = arguments[0].get_device(), _kinds(arguments), tuple(constants.items())
         known = self.compiled.get(key)
         if known is not None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits, each of which becomes its own gradient.
+"""Fused cross-entropy that overwrites logits with their gradients.
 
     loss = log Σ_v exp l_v − l_target      ∂loss/∂l_v = softmax(l)_v − [v = target]
 
@@ -23,7 +23,7 @@ def _cross_entropy(p_logit, p_target, p_loss, s_row, V, BLOCK: tl.constexpr, LEA
     row = tl.program_id(0).to(tl.int64)
     p_logit += row * s_row
     target = tl.load(p_target + row)
-    # Before the gradient may be in its place: other threads write that. A target that there is not has no loss.
+    # Read before other threads overwrite it with the gradient. A target out of range makes the loss NaN.
     logit = tl.load(p_logit + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
     b_most = tl.full([BLOCK], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK], tl.float32)
@@ -46,7 +46,7 @@ def _cross_entropy(p_logit, p_target, p_loss, s_row, V, BLOCK: tl.constexpr, LEA
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, learn: bool) -> Tensor:
-    """The losses (N,) of logits (N, V), rows of which are contiguous, in float32; `learn`: logits become gradients."""
+    """The float32 losses (N,) of logits (N, V), whose rows are contiguous; `learn`: logits become gradients."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     with torch.cuda.device_of(logits):
         _cross_entropy[(len(logits),)](

@@ -1,4 +1,4 @@
-"""A residual and the norm behind it, in one pass over memory each way.
+"""Fused residual add and RMSNorm, in one pass over memory each way.
 
     s = x + y      n = s ⊙ g / √(mean s² + ε)
 
@@ -6,7 +6,7 @@ PyTorch takes four passes, with the cast of n to what linear maps read. Backward
 
     dx = dy = ds + (dn ⊙ g − ŝ mean(dn ⊙ g ⊙ ŝ)) / √(mean s² + ε)      dg = Σ dn ⊙ ŝ      ŝ = s / √(mean s² + ε)
 
-Sums over tokens are taken program by program, then over programs: the same bits every time.
+Sums over tokens are taken program by program, then over programs: bit-reproducible.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _backward(
     p_s, p_gain, p_inverse, p_dn, p_ds, p_dx, p_dy, p_dgain, tiles, ROWS, C,
     BC: tl.constexpr, TILE: tl.constexpr, STAYS: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """Of so many tiles; STAYS: whether there is a ds; CAST: whether dy has another type than dx."""
+    """Gradients of `tiles` tiles; STAYS: whether there is a ds; CAST: whether dy has another dtype than dx."""
     channel, first = tl.arange(0, BC), tl.program_id(0) * tiles
     b_gain = tl.load(p_gain + channel, mask=channel < C, other=0.0).to(tl.float32)
     b_dgain = tl.zeros([BC], tl.float32)

@@ -1,4 +1,4 @@
-"""What the operators share: empty tensors for results and gradients, and what they save for the backward pass."""
+"""Helpers that the custom ops share: empty tensors for results and gradients, saving for the backward pass."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What happens to each number for itself around attention, in one pass each way.
+"""Elementwise kernels around attention, in one pass each way.
 
 swiglu     y = silu(g) · u;  backward from g and u alone, where PyTorch keeps silu(g), too
 strength   β = 2σ(a), in float32
 log gate   log f = scale · log σ(a), in float32
 
-COUNT is one of the arguments that Triton looks at: of a multiple of 16 numbers each thread loads and stores eight at a
-time, of which it could not know otherwise whether all are there.
+Triton specialises on COUNT: if it is a multiple of 16, each thread loads and stores eight numbers at a time. Otherwise
+it could not know whether all eight are there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sigmoid(b_x):
 
 @triton.jit
 def log_sigmoid(b_x):
-    """To an ulp or two."""
+    """Accurate to an ulp or two."""
     b_e = tl.exp(-tl.abs(b_x))
     b_one = 1 + b_e  # what it has rounded away, the ratio brings back
     b_log = tl.where(b_one == 1, b_e, tl.log(b_one) * (b_e / tl.where(b_one == 1, 1.0, b_one - 1)))

@@ -1,17 +1,17 @@
-"""Learned rotations: add up step angles, turn queries, keys and values, and turn outputs back, each in one pass.
+"""Rotation kernels: sum step angles, rotate queries, keys and values, and rotate outputs back, each in one pass.
 
 A phase is a running sum of step angles modulo one turn, good to 1e-6 rad after a million steps. So steps are summed in
 fixed point: a float64 of turns between 2 and 4 holds 51 bits below the point, which move to the top of an int64. Whole
 turns then overflow away, and integer sums are exact in any order: rounding a step costs 2⁻⁵² turns, a million equal
 steps (RoPE) 1.4e-9 rad. (With 32 bits it would be 7e-4 rad.) Kernels exchange the sum as float32 *turns* in [−½, ½],
-off by at most 2⁻²⁶ turns = 1e-7 rad, whose quarters come off without rounding before sine and cosine.
+off by at most 2⁻²⁶ turns = 1e-7 rad, whose quarters are subtracted exactly before sine and cosine.
 
-Forward: totals of tiles of tokens, their running sum, then one kernel finishes the sum within its tile and turns what
-is there. Backward: y = R(φ) x gives dx = R(−φ) dy and dφ_m = x_m dx_{m+D/2} − x_{m+D/2} dx_m, summed over the heads
-that share φ; step t turns all later tokens, so its gradient is the sum of dφ from t on: tiles again, from the end. (The
-y would do as well as the x, but they are rounded, and these sums are long.) In such a sum, routes that do not cross the
-step cancel, but not what rounding took from dx: where gates make routes short, float32 gives angles' gradients to 1e-6
-at 300 tokens and 2e-6 at 1000. Angles that need no gradient cost none of this.
+Forward: totals of tiles of tokens, their running sum, then one kernel finishes the sum within its tile and rotates its
+tokens. Backward: y = R(φ) x gives dx = R(−φ) dy and dφ_m = x_m dx_{m+D/2} − x_{m+D/2} dx_m, summed over the heads that
+share φ; step t rotates all later tokens, so its gradient is the sum of dφ from t on: tiles again, from the end. (The y
+would do as well as the x, but they are rounded, and these sums are long.) In such a sum, routes that do not cross the
+step cancel, but the rounding errors of dx do not: where gates make routes short, float32 gives angles' gradients to
+1e-6 at 300 tokens and 2e-6 at 1000. Angles that need no gradient cost none of this.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _turn_heads(
     p_x, s_x, p_y, p_z, group, i_r, i_part, i_b, token, channel, mask, b_cos, b_sin, b_cross, T, TURNS, PARTS,
     D: tl.constexpr, CROSS: tl.constexpr,
 ):  # fmt: skip
-    """y, contiguous, is x turned, for one part of the heads that share angles; to b_cross is added Σ z × y."""
+    """y, contiguous, is x rotated, for one part of the heads that share angles; adds Σ z × y to b_cross."""
     s_b, s_t, s_h = s_x
     share = (group + PARTS - 1) // PARTS
     first = i_r * group + i_part * share
@@ -146,7 +146,7 @@ def _turn_by_steps(
     p_before += ((i_row * TILES + i_tile) * TURNS + i_r) * (D // 2)
     b_before = tl.load(p_before + channel, mask=channel < D // 2, other=0)
     b_sum = tl.cumsum(_fixed(b_angle), 0) + b_before[None, :]
-    b_phase = b_sum.to(tl.float32) * UNIT + b_angle * 0  # an angle that is no number is not forgotten
+    b_phase = b_sum.to(tl.float32) * UNIT + b_angle * 0  # propagates NaN and infinity
     if (i_part == 0) & (i_b < ROWS):
         phase = ((i_b * T + token[:, None]) * TURNS + i_r) * (D // 2) + channel[None, :]
         tl.store(p_phase + phase, b_phase, mask=mask)
@@ -175,7 +175,7 @@ def _turn_by_phase(
     D: tl.constexpr, COUNT: tl.constexpr, SIGN: tl.constexpr,
     CROSS: tl.constexpr, PHASE_USED: tl.constexpr, TOTALS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """y is x turned by SIGN · phase. If y is a gradient and z its tensor: the gradient of the phase, per turn."""
+    """y is x rotated by SIGN · phase. If y is a gradient and z its tensor: the gradient of the phase, per turn."""
     i_tile, i_r, i_part, i_b, token, channel, mask = _place(T, TURNS, PARTS, D, BT, BD)
     i_row = tl.minimum(i_b, ROWS - 1)
     phase = ((i_row * T + token[:, None]) * TURNS + i_r) * (D // 2) + channel[None, :]
@@ -223,7 +223,7 @@ def _step_gradient(p_gradient, p_after, p_angle, T, TURNS, TILES, D: tl.constexp
 
 
 class _Grid(NamedTuple):
-    """How a launch is cut."""
+    """The tiles and programs of a launch."""
 
     BT: int  # tokens of a tile
     BD: int  # pairs, filled up to a power of two
@@ -247,7 +247,7 @@ def _sum_before(totals: Tensor, reverse: bool) -> None:
 
 @torch.library.custom_op("deadreckon::turn", mutates_args=())
 def _turn(q: Tensor, k: Tensor, v: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and v turned (nothing in v's place if there is none), and the phase."""
+    """q, k and v rotated (an empty tensor if v is None), and the phase."""
     q, k, angles = dense(q), dense(k), dense(angles)
     values = k if v is None else dense(v)
     (B, T, _, D), (rows, _, turns, pairs) = q.shape, angles.shape
@@ -282,9 +282,9 @@ def _by_phase(
     grad_phase: Tensor | None,
     totals: bool,
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """Tensors turned by sign · phase; if that makes them gradients of `inputs`, the phase's gradient and its totals.
+    """Tensors rotated by sign · phase; if these are gradients of `inputs`, also the phase's gradient and its totals.
 
-    `grad_phase`, from where else the phase was used, is added to its gradient.
+    `grad_phase`, from other uses of the phase, is added to its gradient.
     """
     tensors, phase = [dense(x) for x in tensors], phase.contiguous()
     outputs = [x.new_empty(x.shape) for x in tensors]
@@ -325,7 +325,7 @@ def _over_sharers(gradient: Tensor | None, rows: int) -> Tensor | None:
 def _turn_backward(
     gradients: Sequence[Tensor], inputs: Sequence[Tensor], grad_phase: Tensor | None, phase: Tensor, steps: bool
 ) -> list[Tensor]:
-    """Gradients of what was turned, in their order, and last, if asked for, of the steps."""
+    """Gradients of the rotated tensors, in order, and last, if `steps`, of the step angles."""
     outputs, gradient, after = _by_phase(gradients, phase, -1, inputs if steps else [], grad_phase, steps)
     if not steps:
         return outputs
@@ -413,7 +413,7 @@ _turn_by.register_autograd(_turn_by_grad, setup_context=_turn_by_setup)
 
 
 def distinct(angles: Tensor) -> Tensor:
-    """Without the copies that `expand` made over batch and heads, unless each of them has its gradient."""
+    """Angles without the copies that `expand` made over batch and heads, unless each of them has its gradient."""
     if not angles.requires_grad:
         for dim in (0, 2):
             if angles.shape[dim] > 1 and angles.stride(dim) == 0:
@@ -424,7 +424,7 @@ def distinct(angles: Tensor) -> Tensor:
 def turn_by_steps(
     q: Tensor, k: Tensor, v: Tensor, angles: Tensor, values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k and, if values, v turned by the running sums of step angles, and these sums, which `turn_by` takes.
+    """q, k and, if values, v rotated by the running sums of step angles, and these sums, which `turn_by` takes.
 
     q (B, T, Hq, D), k and v (B, T, H, D), angles (B or 1, T, Hr, D/2) in radians, Hr a divisor of both Hq and H; the
     phase (B or 1, T, Hr or 1, D/2) is in turns. Heads share angles in consecutive groups.
@@ -439,7 +439,7 @@ def turn_by_steps(
 
 
 def turn_by(x: Tensor, phase: Tensor, sign: int) -> Tensor:
-    """x (B, T, heads, D) turned by the phase that `turn_by_steps` gave (sign 1), or by its opposite (−1)."""
+    """x (B, T, heads, D) rotated by the phase that `turn_by_steps` returned (sign 1), or by its opposite (−1)."""
     assert x.shape[2] % phase.shape[2] == 0
     assert x.shape[3] == 2 * phase.shape[3]
     return torch.ops.deadreckon.turn_by(x, phase, sign)

@@ -1,19 +1,19 @@
-"""What an operator launches, written down and launched again: a route tree is worked out once for each kind of call.
+"""Tapes: the kernel launches of an operator, recorded once for each kind of call and then replayed.
 
 PaTH-FoX, forward and backward, is some fifty kernels and a few operations of PyTorch, with views, grids and buffers
-that follow from shapes alone. To work these out takes Python several times as long as to launch what comes of it, and a
-GPU that is quicker waits for the host. So the second call of a kind is written down: buffers with their sizes,
-kernels with their arguments as places in buffers, PyTorch's operations. From the third on it is read off.
+that follow from shapes alone. Computing these in Python takes several times as long as the launches themselves, and a
+fast GPU waits for the host. So the second call of a kind is recorded: buffers with their sizes, kernels with their
+arguments as places in buffers, PyTorch's operations. From the third on it is replayed.
 
     inputs ─┐                         ┌─ new buffer 3: (16, 4097, 64), bfloat16
             ├─ tape, by kind of call ─┤  kernel, grid, (input 0 + 0, buffer 3 + 128, 4096, …)
     key  ───┘                         └─ operation: buffer 5 = cumsum(buffer 4), drop 4
 
-A kind of call: types, shapes, strides and alignment of tensors, which of them share memory, all else by its value.
-What is written down keeps no tensor: buffers are allocated anew in every call, and freed after their last use, in
-stream order, by PyTorch's allocator. So it is as safe as what it was written from, also while a CUDA graph is captured.
+A kind of call: dtypes, shapes, strides and alignment of tensors, which of them share memory, all else by its value.
+A tape holds no tensor: buffers are allocated in every call and freed after their last use, in stream order, by
+PyTorch's allocator. So a replay is as safe as the call that was recorded, also during CUDA graph capture.
 
-A function may be put on tape if what it does follows from the kind of call: it does not read what is in a tensor.
+A function may be taped if what it does follows from the kind of call: it does not read tensor data.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _recorders = threading.local()  # backward passes have threads of their own
 
 
 def recorder() -> Recorder | None:
-    """What this thread writes down with, if it does."""
+    """The recorder that is active in this thread, if any."""
     return getattr(_recorders, "current", None)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor in a buffer."""
+    """Where in a buffer a tensor is."""
 
     buffer: int
     size: tuple[int, ...]
@@ -92,7 +92,7 @@ class _Launch(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """An operation of PyTorch, with places for tensors, and the buffers that come of it."""
+    """An operation of PyTorch, with places for tensors, and the buffers of its results."""
 
     function: Callable[..., Any]
     arguments: list[Any]
@@ -121,7 +121,7 @@ class _Call:
         self.by_address = by_address
 
     def hold(self, buffer: int, x: Tensor) -> None:
-        """Puts it there: all of its storage, wherever in it x begins."""
+        """Makes x's storage the buffer: all of it, wherever in it x begins."""
         self.buffers[buffer] = x
         self.starts[buffer] = x.data_ptr() - int(x.storage_offset()) * x.element_size()
 
@@ -138,7 +138,7 @@ class _Call:
         return whole.as_strided(place.size, place.stride, place.start)
 
     def given(self, place: Any) -> Any:
-        """What kernels are given of a place; anything else as it is."""
+        """A kernel's argument for a place, an address or a tensor; anything else as it is."""
         if type(place) is not Place or not self.by_address:
             return self.tensor(place)
         return self.starts[place.buffer] + place.start * place.type.itemsize
@@ -149,7 +149,7 @@ def _has_places(x: Any) -> bool:
 
 
 def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tuples, lists and dictionaries of changed things."""
+    """Applies `change` to all items of nested tuples, lists and dictionaries."""
     if isinstance(x, tuple | list):
         items = [_mapped(item, change) for item in x]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
@@ -168,7 +168,7 @@ class Tape(NamedTuple):
     by_address: bool
 
     def play(self, tensors: Sequence[Tensor]) -> Any:
-        """The same with other tensors."""
+        """Replays the call with other tensors."""
         call = _Call(tensors, self.buffers, self.by_address)
         for which, buffer in self.inputs:
             call.hold(buffer, tensors[which])
@@ -181,10 +181,10 @@ class Tape(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what this thread does with tensors while it is entered.
+    """Records what this thread does with tensors while it is entered.
 
-    Memory is known by its storage. Of a storage that is gone a weak reference is left, and so nothing else, such as the
-    number in ``x[0] = 1``, which comes to be unseen, is taken for it.
+    Memory is identified by its storage. Weak references to freed storages are kept, so that no other one is mistaken
+    for them, such as that of the number in ``x[0] = 1``, whose creation is not dispatched.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -233,7 +233,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done here is not written down: the interpreter's own operations, for one."""
+        """A region that is not recorded: for the interpreter's own operations, for one."""
         _recorders.current = None
         try:
             with _disable_current_modes():
@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):
             _recorders.current = self
 
     def launch(self, run: Callable[..., Any], arguments: Sequence[Any], by_address: bool) -> None:
-        """Writes down a kernel's launch."""
+        """Records a kernel launch."""
         self.by_address = by_address
         places = [_mapped(x, self._place) for x in arguments]
         _mapped(places, self._use)
@@ -255,7 +255,7 @@ class Recorder(TorchDispatchMode):
         self.steps.append(_Launch(run, places, tensors, others).play)
 
     def _place(self, x: Any, seen: list[int] | None = None) -> Any:
-        """Where a tensor is; anything else as it is."""
+        """The place of a tensor; anything else as it is."""
         if not isinstance(x, Tensor):
             return x
         storage = _storage(x)
@@ -266,19 +266,19 @@ class Recorder(TorchDispatchMode):
         return Place(self.known[storage], tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
     def _new(self, x: Tensor) -> int:
-        """The buffer that a tensor, which the next step makes, is in."""
+        """A new buffer, for a tensor that the next step creates."""
         self.weak.append(StorageWeakRef(x.untyped_storage()))
         self.known[self.weak[-1].cdata] = len(self.used)
         self.used.append(len(self.steps))
         return len(self.used) - 1
 
     def _use(self, place: Any) -> None:
-        """The next step uses it."""
+        """Marks a place as used by the next step."""
         if type(place) is Place:
             self.used[place.buffer] = len(self.steps)
 
     def tape(self, results: Any) -> Tape:
-        """What was written down, by a call with these results."""
+        """The tape of the recorded call, which returned these results."""
         places = _mapped(results, self._place)
         kept = {buffer for _, buffer in self.inputs}
         _mapped(places, lambda x: kept.add(x.buffer) if type(x) is Place else None)
@@ -295,10 +295,10 @@ def _storage(x: Tensor) -> int:
 
 
 class Taped:
-    """A function of tensors, numbers and None, and of tuples of them, that is put on tape: see above.
+    """A decorator that tapes a function of tensors, numbers, None and tuples of them: see above.
 
     Attributes:
-        on: whether it is at all; by default on a GPU, unless the environment says otherwise.
+        on: whether to tape; None: on a GPU, unless the environment disables it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -309,9 +309,9 @@ class Taped:
         self.on: bool | None = None
 
     def followed_by(self, other: Taped, arguments: Callable[[tuple[Any, ...], Any], tuple[Any, ...] | None]) -> None:
-        """Says what will be called next, such as the backward pass: its kernels are compiled beside these.
+        """Declares what will be called next, such as the backward pass: its kernels are compiled along with these.
 
-        arguments: of that call, about, from those of this one and its results; None if there will be none.
+        arguments: from this call's arguments and results, approximate ones of the next; None if there will be none.
         """
         self.next = other, arguments
 
@@ -336,7 +336,7 @@ class Taped:
         return results
 
     def _compile(self, arguments: tuple[Any, ...]) -> None:
-        """Compiles all kernels of a first call, if that is wanted and can be: see `ahead.py`."""
+        """Compiles all kernels of a first call in parallel, if enabled and possible: see `ahead.py`."""
         if not wanted() or (arguments[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if _mapped(arguments, _sort) not in self.compiled:
@@ -344,7 +344,7 @@ class Taped:
                 self._go_through(arguments)
 
     def _go_through(self, arguments: tuple[Any, ...] | None) -> None:
-        """Calls it, and what is called next, while launches only compile."""
+        """Calls the function, and what is called next, while launches only compile."""
         sort = _mapped(arguments, _sort)
         if arguments is not None and sort not in self.compiled:
             self.compiled.add(sort)
@@ -355,14 +355,14 @@ class Taped:
 
 
 def _sort(x: Any) -> Any:
-    """What kernels are compiled for, about: types, widths of heads, and levels, as many as a length has digits."""
+    """Roughly what kernels are specialised on: dtypes, head widths, and levels, as many as a length has digits."""
     if isinstance(x, Tensor):
         return x.dtype, x.device, x.shape[-1:], x.shape[1].bit_length() if x.dim() > 1 else 0
     return x if isinstance(x, bool) else type(x)
 
 
 def _kind(tensors: list[Tensor], x: Any) -> Any:
-    """Of a tensor, which is noted, all but what is in it; anything else is its own kind."""
+    """All of a tensor but its data, appending it to `tensors`; anything else is its own kind."""
     if not isinstance(x, Tensor):
         return x
     tensors.append(x)
@@ -370,7 +370,7 @@ def _kind(tensors: list[Tensor], x: Any) -> Any:
 
 
 def _surroundings(tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Which tensors share memory, and settings of PyTorch that kernels are chosen by."""
+    """Which tensors share memory, and the PyTorch settings that affect the choice of kernels."""
     storages, kind = [_storage(x) for x in tensors], tensors[0].device.type
     return (
         tuple([storages.index(x) for x in storages]),

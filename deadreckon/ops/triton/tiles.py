@@ -1,4 +1,4 @@
-"""What kernels share: loads and stores of tiles, and products of tiles as precise as they need to be."""
+"""Building blocks of kernels: loads and stores of tiles, and products of tiles as precise as they need to be."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ceil_div(number: int, size: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below."""
+    """The least power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -124,7 +124,7 @@ def store_tile(p_x, row, s_r, value, W: tl.constexpr, BW: tl.constexpr):
 
 @triton.jit
 def matrix(p_x, W: tl.constexpr, BW: tl.constexpr):
-    """A (D, D) product."""
+    """Loads a (D, D) product."""
     channel = tl.arange(0, BW)
     offsets = channel[:, None] * W + channel[None, :]
     if W != BW:
@@ -161,7 +161,7 @@ def zeroed(b_x, b_poison):
 
 @triton.jit
 def mul_single(a, b):
-    """a @ b in single precision: each factor as three bfloat16, which together have all its digits.
+    """a @ b in float32 precision: each factor as three bfloat16, which together have all its digits.
 
     (Triton's own way, in tf32, takes more shared memory than there is. The interpreter has no bfloat16 products.)
     """
@@ -190,7 +190,10 @@ def mul(a, b, DTYPE: tl.constexpr):
 
 @triton.jit
 def mul_exact(a, b, DTYPE: tl.constexpr):
-    """a @ b nearly in single precision, of factors that may be halves: what low halves lose is 2⁻¹⁶ or less."""
+    """a @ b nearly in float32 precision: with a 16-bit DTYPE, float32 factors are split into a high and a low part.
+
+    What the low parts lose is 2⁻¹⁶ or less.
+    """
     if tl.float32 == DTYPE:
         return mul_single(a.to(DTYPE), b.to(DTYPE))
     high_a, high_b = a.to(DTYPE), b.to(DTYPE)
@@ -207,7 +210,7 @@ def mul_exact(a, b, DTYPE: tl.constexpr):
 
 @triton.jit
 def through(b_x, b_p, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr):
-    """x P or x Pᵀ, for half x with P as a high and a low half."""
+    """x P or x Pᵀ, for 16-bit x with P as a high and a low part."""
     if tl.float32 == DTYPE:
         if TRANSPOSED:
             b_p = tl.trans(b_p)

@@ -1,10 +1,10 @@
-"""What PaTH and its kin compute from one more token, in two kernels: a decoding step waits for each launch.
+"""Decode kernels of PaTH and related encodings, for one token: two launches, since a step waits for each.
 
-    maps         several linear maps of one x, each with bias and what follows it: β = 2σ(a), log f = s · log σ(a)
-    directions   the map up from a low rank, the convolution with recent inputs, unit length, and the inputs moved on
+    maps         several linear maps of one x, each with bias and an ending: β = 2σ(a), log f = s · log σ(a)
+    directions   the map up from a low rank, the convolution with recent inputs, unit length, and the updated inputs
 
-A product with a vector takes as long as its weights take to be read. Programs have a few rows of them each, for one
-sequence of the batch; sums are in float32, and rounded where PyTorch's operations would round them.
+A matrix-vector product takes as long as reading its weights. Each program has a few rows of them, for one sequence of
+the batch; sums are in float32, and rounded where PyTorch's operations would round them.
 """
 
 from __future__ import annotations
@@ -147,16 +147,16 @@ def directions(
     epsilon: float,
     unit: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The direction w (B, 1, H, D) float32 of one more token, and recent inputs (B, S, C) that end with it.
+    """The direction w (B, 1, H, D) float32 of the next token, and recent inputs (B, S, C) that end with it.
 
-    Without `unit` it is the convolution itself, behind its activation.
+    Without `unit` it is the activated convolution.
 
     Args:
         low: (B, 1, rank).
         up: (C, rank) weights of the map from it.
-        recent: (B, S, C), the last S inputs of the convolution, as many as it looks back or more.
+        recent: (B, S, C), the last S inputs of the convolution, at least as many as it reaches back.
         filters: (width, C).
-        places: (B or 1, 1), how many tokens of its document come before.
+        places: (B or 1, 1), the number of tokens before it in its document.
     """
     low, recent, filters = low.contiguous(), recent.contiguous(), filters.contiguous()
     (batch, size, channels), width = recent.shape, recent.shape[2] // heads

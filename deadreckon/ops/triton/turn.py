@@ -1,6 +1,6 @@
-"""Rotations of one more token: its phases and all that turns with it, in one kernel.
+"""Rotation of one token in decode: its phases and all tensors that they rotate, in one kernel.
 
-In PyTorch these are some thirty operations on a few thousand numbers, and a decoding step waits for each of them.
+In PyTorch these are some thirty operations on a few thousand numbers, and a decode step waits for each of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _turn_heads(
     p_x, s_x, p_y, i_b, i_r, channel, m_channel, b_cos, b_sin, GROUP: tl.constexpr, TURNS: tl.constexpr,
     BG: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """y (B, heads, D), contiguous, is x turned, for the heads that share angles."""
+    """y (B, heads, D), contiguous, is x rotated, for the heads that share angles."""
     s_b, _, s_h = s_x
     member = tl.arange(0, BG)
     head = i_r * GROUP + member
@@ -76,7 +76,7 @@ def _turn_token(
 def turned_token(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor) -> Turned:
     """As :func:`deadreckon.ops.blockwise.rotation.turned`, for one token (B, 1, …) after phases (B or 1, 1, Hr, D/2).
 
-    Phases are float64: steps of a whole stream add up in them.
+    Phases are float64: they accumulate the steps of a whole stream.
     """
     rotation, steps = factors.parts()
     assert rotation is not None

@@ -1,4 +1,4 @@
-"""Superpositions of a head's cursors behind its queries or keys, scaled: for all tokens in one pass over memory.
+"""Appends a head's scaled cursor superpositions to its queries or keys, for all tokens in one pass over memory.
 
     wide = [m x, g_c s e_c for c = 1 … C]      s = norm / ‖e‖, e all C superpositions of a head
 
@@ -6,8 +6,8 @@ PyTorch takes some ten passes, some of them in single precision. Backward, with 
 
     dx = m dx̂      dm = Σ ⟨x, dx̂⟩      de_c = s (g_c dê_c − e_c Σ_i g_i ⟨e_i, dê_i⟩ / ‖e‖²)      dg_c = Σ s ⟨e_c, dê_c⟩
 
-Sums over tokens are taken program by program, then over programs: the same bits every time. Where there are no
-gradients, `gathered` finds the superpositions of a layer among those of all.
+Sums over tokens are taken program by program, then over programs: bit-reproducible. Without gradients, `gathered` picks
+the superpositions of a layer from those of all layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _place(
     p_x, p_e, s_x, s_xh, s_e, s_eh, s_ec, N, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     BE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of one head of a tile of tokens: where numbers lie, which there are, and the cursor of each wave."""
+    """For one head of a tile of tokens: pointers and masks, and the indices of channels and waves."""
     row, i_h = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     channel, wave = tl.arange(0, BD), tl.arange(0, BE)
     m_x = (row < N)[:, None] & (channel < D)[None, :]
@@ -76,7 +76,7 @@ def _backward(
     b_de = tl.load(p_dwide + D + wave[None, :], mask=m_e, other=0.0).to(tl.float32)
     b_e = tl.load(p_e, mask=m_e, other=0.0).to(tl.float32)
     b_square = tl.sum(b_e * b_e, 1)
-    b_square = tl.where(b_square == 0, float("nan"), b_square)  # of rows that there are not; of others no number either
+    b_square = tl.where(b_square == 0, float("nan"), b_square)  # for rows beyond N; NaN for a norm of zero, too
     b_scale = norm / tl.sqrt(b_square)
     if SCALED:
         i_part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + i_h
@@ -118,7 +118,7 @@ class Widened(torch.autograd.Function):
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """x (B, T, …), copied unless tokens lie at equal distances, each with its last dimension in one piece."""
+    """x (B, T, …), copied unless tokens have one stride across the batch and the last dimension is contiguous."""
     return x if x.stride(0) == x.shape[1] * x.stride(1) and x.stride(-1) == 1 else x.contiguous()
 
 
@@ -130,7 +130,7 @@ def _tile(e: Tensor) -> dict[str, int]:
 def _launch(
     kernel: Kernel, x: Tensor, e: Tensor, mix: Tensor | None, gain: Tensor | None, rest: tuple[Tensor, ...], norm: float
 ) -> None:
-    """A program for each head of each tile of tokens; `rest`: what a kernel takes behind the scales."""
+    """A program for each head of each tile of tokens; `rest`: the kernel's arguments after the scales."""
     options, (batch, length, heads, width), (cursors, waves) = _tile(e), x.shape, e.shape[3:]
     tokens = batch * length
     with torch.cuda.device_of(x):
@@ -184,7 +184,7 @@ def gathered(
 
     Args:
         e: (B, T, F, r) superpositions of all filters; those of a head are scaled to one norm.
-        table: (P, r), where cursors are that step forward with every token.
+        table: (P, r), superpositions by place of the cursors that step forward with every token.
         order: (Hq + H, C) int32, which filter a cursor is, query heads first; −1 for those in the table.
         mix: (Hq,) logits of μ; alpha: (Hq, C).
     """

@@ -1,4 +1,4 @@
-"""The long-context suite: questions behind long texts, answered by generation. One task a file; see `question`."""
+"""The long-context suite: questions about long texts, answered by generation. One task per file; see `question`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BABILONG = tuple(f"babilong-qa{number}" for number in range(1, 6))
 def make_long_tasks(
     names: Sequence[str] = (), *, babi: str = "", books: str = "", part: str = "test"
 ) -> dict[str, LongTask]:
-    """Tasks of the suite by name; by default all, without BABILong where its data is not given.
+    """Tasks of the suite by name; by default all, without BABILong if its data is not given.
 
     Args:
         names: of `LONG_TASKS` and `BABILONG`; "babilong" for all of the latter.
         babi: bAbI's facts and questions, see :func:`deadreckon.tasks.long.babilong.read_babilong`.
-        books: texts to scatter them in.
-        part: of bAbI's stories: "test", or "train" for rows to train on.
+        books: background texts for BABILong.
+        part: split of bAbI's stories and of the books: "test" or "train".
     """
     if bool(babi) != bool(books):
         raise ValueError(f"babi, books: expected both or none, got babi={babi!r}, books={books!r}")

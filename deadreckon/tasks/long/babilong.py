@@ -15,11 +15,11 @@
     Answer:                                                                                       -> hallway.
 
 Facts and questions are bAbI's (Weston et al. 2015), qa1 to qa5: one, two or three supporting facts, relations of two
-and three arguments. The facts of a question stand in their order, each at a random place between sentences of a book,
-which follow each other from a random one on. Its size is the number of these sentences. Right if the target is the only
-one of the task's answers that occurs in the first sentence of what is said, but for those in the question. (Kuratov et
-al. 2024. The words of the prompt are ours, as is the choice of sentences: six words or more, and
-of stories: up to 32 facts, 12 in examples.)
+and three arguments. The facts of a question keep their order, each at a random position between consecutive sentences
+of a book, from a random one on. The size is the number of these sentences. Correct if the target, and none of the
+task's other answers except those in the question, occurs in the first sentence of the answer. (Kuratov et al. 2024. The
+prompt's wording is ours, as is the choice of sentences, six words or more, and of stories, up to 32 facts, 12 in
+examples.)
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ INSTRUCTION = (
 EXAMPLES = 2
 SHORTEST = 6  # words of a sentence
 PARTS = ("train", "test")
-TESTED = 5  # one in so many stories and sentences is for tests
+TESTED = 5  # one in so many stories and sentences is in the test split
 MOST_FACTS = 32  # of a question
 EXAMPLE_FACTS = 12
-SENTENCE = re.compile(  # the blank behind one: no abbreviation or initial stands before it, and a capital follows
+SENTENCE = re.compile(  # the blank after a sentence: not after an abbreviation or initial, and before a capital
     r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)]))(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)\s+(?=[\"'“‘(]*[A-Z])"
 )
 
@@ -63,9 +63,9 @@ class BabiLong:
     """One of bAbI's tasks among sentences of books.
 
     Args:
-        stories: what is asked.
+        stories: to draw questions from.
         examples: stories to draw the two examples from.
-        sentences: of books, one after another.
+        sentences: of books, in order.
     """
 
     stories: Sequence[Story]
@@ -81,11 +81,11 @@ class BabiLong:
 
     @cached_property
     def labels(self) -> set[str]:
-        """The answers that occur in this task, in small letters."""
+        """The answers that occur in this task, in lower case."""
         return {story.answer.lower() for story in (*self.stories, *self.examples)}
 
     def ask(self, number: int, length: int, size: int, random: Random) -> Question:
-        """A story in a book."""
+        """A story, scattered in a book."""
         story = self.stories[random.randrange(len(self.stories))]
         shots = [
             _show(" ".join(shot.facts), shot, f" {shot.answer}.") for shot in random.sample(self.examples, EXAMPLES)
@@ -119,8 +119,8 @@ def read_babilong(babi: str | Path, books: str | Path, part: str = "test") -> di
     Args:
         babi: a file of JSON lines with bAbI's own lines in "text" and the name of their task in "task".
         books: see :func:`deadreckon.tasks.text.read_documents`.
-        part: which stories are asked: every fifth ("test"), or the others ("train"), of which the examples are too; and
-            which sentences stand around them: the last fifth, or the others.
+        part: the split of stories: every fifth ("test"), or the others ("train"), from which examples are always drawn;
+            and of sentences: the last fifth, or the others.
     """
     if part not in PARTS:
         raise ValueError(f"part: expected one of {', '.join(PARTS)}; got {part!r}")
@@ -140,9 +140,9 @@ def read_babilong(babi: str | Path, books: str | Path, part: str = "test") -> di
 
 
 def parse_stories(text: str) -> list[list[Story]]:
-    """bAbI's lines as stories, each with its questions and what was told before them.
+    """Parses bAbI's lines: for each story its questions, each with all facts before it.
 
-    A line is "3 Where is John? <tab>hallway<tab>1", or without tabs a fact; a story begins with number 1.
+    A line is "3 Where is John? <tab>hallway<tab>1", or without tabs a fact; a story starts with number 1.
     """
     stories: list[list[Story]] = []
     facts: list[str] = []
@@ -163,7 +163,7 @@ def parse_stories(text: str) -> list[list[Story]]:
 
 @lru_cache(maxsize=2)
 def _sentences(books: str) -> tuple[str, ...]:
-    """All sentences of books that are long enough, in their order."""
+    """All sentences of books that are long enough, in order."""
     sentences = (" ".join(sentence.split()) for book in read_documents(books) for sentence in SENTENCE.split(book))
     long_enough = tuple(sentence for sentence in sentences if sentence.count(" ") >= SHORTEST - 1)
     if len(long_enough) < TESTED:

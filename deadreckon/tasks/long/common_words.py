@@ -6,10 +6,10 @@
     Question: What are the 10 most common words in the above list? Answer: The top 10 words that appear most often in
     the list are:                                                             -> 1. harbour 2. lantern 3. …
 
-Ten words occur 30 times each, the others three times; before it stands a list of 40 words, 10 and 3 times, with its
-answer. Below 4096 tokens it is 6 times and once, after a list of 20 words, 3 times and once. Its size is the number of
-other words. Score: the share of the ten that occur in the answer, of up to 120 tokens. (Hsieh et al. 2024, whose words
-these are. Lists are drawn from English words of our own. Answers name words in the order of the list.)
+Ten words occur 30 times each, the others three times; an example with 40 words, 10 and 3 times, and its answer precedes
+it. Below 4096 tokens it is 6 times and once, and the example has 20 words, 3 times and once. The size is the number of
+other words. Score: the share of the ten that occur in the answer, of up to 120 tokens. (Hsieh et al. 2024, whose prompt
+this is. Words are from our own list. Answers name words in order of first occurrence.)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CommonWords:
 
     @property
     def most(self) -> int:
-        """As many as there are words."""
+        """All other words of the word list."""
         return len(words()) - COMMON
 
     def ask(self, number: int, length: int, size: int, random: Random) -> Question:
@@ -62,7 +62,7 @@ class CommonWords:
 
 
 def _list(others: int, repeats: Repeats, random: Random) -> tuple[str, tuple[str, ...]]:
-    """A prompt, and its common words in the order of the list."""
+    """A prompt, and its common words in order of first occurrence."""
     drawn: dict[str, None] = {}
     while len(drawn) < COMMON + others:
         drawn[random.choice(words())] = None

@@ -7,8 +7,8 @@
     are:                                                                         -> kwzyab, ojcmrt, ueupof.
 
 Words are six random letters; the k-th most frequent of n words occurs n k^−2 / ζ(2) times, rounded down, and the first
-is the noise "...". There are as many different words as the fiftieth part of the prompt's tokens. Its size is n. Score:
-the share of the three that occur in the answer, of up to 50 tokens. (Hsieh et al. 2024, whose words these are.)
+is the noise "...". There is one different word per 50 tokens of the prompt. The size is n. Score: the share of the
+three that occur in the answer, of up to 50 tokens. (Hsieh et al. 2024, whose prompt this is.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FrequentWords:
     most: int | None = None
 
     def ask(self, number: int, length: int, size: int, random: Random) -> Question:
-        """The text, of `size` words before rounding."""
+        """The text, with `size` words before rounding."""
         different = max(ASKED + 2, (length - self.new_tokens) // TOKENS_A_WORD)
         vocabulary: dict[str, None] = {NOISE_WORD: None}
         while len(vocabulary) < different:

@@ -1,4 +1,4 @@
-"""RULER's needles: sentences that give a key a value, what is asked about them, and how answers are scored."""
+"""RULER's needles in a haystack: sentences that give a key a value, and the prompt that asks for it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ NEW_TOKENS = 128
 
 
 def needle(kind: str, key: str, value: str) -> str:
-    """The sentence that says it."""
+    """The sentence that gives the key its value."""
     return NEEDLE.format(kind=kind, key=key, value=value)
 
 
 def question(kind: str, key: str, value: str, lines: list[str]) -> Question:
-    """What is asked after these lines, one of which says it."""
+    """The question about a key, after lines of which one is its needle."""
     place = lines.index(needle(kind, key, value))
     prompt = TEMPLATE.format(kind=kind, key=key, context="\n".join(lines))
     return Question(prompt, f" {value}.", (value,), depth=place / max(len(lines) - 1, 1))

@@ -1,4 +1,4 @@
-"""One needle in a haystack of needles: RULER's niah_multikey_2, and niah_multikey_3 with UUIDs.
+"""One needle in a haystack of other needles: RULER's niah_multikey_2, and niah_multikey_3 with UUIDs.
 
     A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the
     number afterwards.
@@ -8,9 +8,9 @@
     What is the special magic number for quiet-harbour mentioned in the provided text? The special magic number for
     quiet-harbour mentioned in the provided text is                                              -> 7182818
 
-With UUIDs, keys and values are UUIDs, and the number is called a uuid. Its size is the number of other needles. Score:
-whether the value occurs in the answer, of up to 128 tokens. (Hsieh et al. 2024, whose words these are. Keys are two
-words with a hyphen, as there, out of a list of our own; no key occurs twice.)
+With UUIDs, keys and values are UUIDs, and the number is called a uuid. The size is the number of other needles. Score:
+whether the value occurs in the answer, of up to 128 tokens. (Hsieh et al. 2024, whose prompt this is. Keys are two
+words with a hyphen, as there, but from our own word list; no key occurs twice.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NiahMultikey:
     """The task.
 
     Args:
-        uuids: whether keys and values are UUIDs, not words and numbers of seven digits.
+        uuids: whether keys and values are UUIDs, instead of words and seven-digit numbers.
     """
 
     uuids: bool = False
@@ -38,7 +38,7 @@ class NiahMultikey:
     most: int | None = None
 
     def ask(self, number: int, length: int, size: int, random: Random) -> Question:
-        """One needle that is asked for, anywhere among others."""
+        """The needle that is asked for, at a random position among others."""
         kind = "uuid" if self.uuids else "number"
         pairs: dict[str, str] = {}
         while len(pairs) < size + 1:

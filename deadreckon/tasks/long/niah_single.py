@@ -8,8 +8,8 @@
     What is the special magic number for quiet-harbour mentioned in the provided text? The special magic number for
     quiet-harbour mentioned in the provided text is                                              -> 7182818
 
-Its size is the number of lines of noise. Score: whether the number occurs in the answer, of up to 128 tokens. (Hsieh et
-al. 2024, whose words these are. Keys are two words with a hyphen, as there, out of a list of our own.)
+The size is the number of lines of noise. Score: whether the number occurs in the answer, of up to 128 tokens. (Hsieh et
+al. 2024, whose prompt this is. Keys are two words with a hyphen, as there, but from our own word list.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NiahSingle:
     most: int | None = None
 
     def ask(self, number: int, length: int, size: int, random: Random) -> Question:
-        """One needle, anywhere in lines of noise."""
+        """One needle at a random position in lines of noise."""
         key, value = draw_key(random), str(random.randint(1_000_000, 9_999_999))
         lines = insert([NOISE] * size, [niah.needle("number", key, value)], random)
         return niah.question("number", key, value, lines)

@@ -1,4 +1,4 @@
-"""Passkey retrieval: a number at a certain depth of a text that says nothing else.
+"""Passkey retrieval: a number at a given depth of a text of repeated noise.
 
     There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you about
     the important information there.
@@ -7,9 +7,9 @@
     The grass is green. The sky is blue. …
     What is the pass key? The pass key is                                                          -> 81501
 
-Its size is the number of sentences around the pass key. Questions go through the depths in turn, from the beginning of
-the text (0) to its end (1). Right if the first number in the answer is the pass key. (Mohtashami and Jaggi 2023, whose
-prompt this is, with five digits as in Chen et al. 2023; they draw depths.)
+The size is the number of sentences around the pass key. Questions cycle through the depths, from the start of the text
+(0) to its end (1). Correct if the first number in the answer is the pass key. (Mohtashami and Jaggi 2023, whose prompt
+this is, with five digits as in Chen et al. 2023; they draw random depths.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSTRUCTION = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
     "I will quiz you about the important information there."
 )
-SENTENCES = tuple(re.findall(r"[^.]+\.", NOISE))  # all but the first with a blank before them
+SENTENCES = tuple(re.findall(r"[^.]+\.", NOISE))  # all but the first start with a blank
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Passkey:
     """The task.
 
     Args:
-        depths: how many there are, evenly spaced.
+        depths: number of depths, evenly spaced.
     """
 
     depths: int = 11
@@ -45,7 +45,7 @@ class Passkey:
             raise ValueError(f"depths: expected 2 or more, got {self.depths}")
 
     def ask(self, number: int, length: int, size: int, random: Random) -> Question:
-        """One prompt, its depth by its number."""
+        """One prompt; its number determines the depth."""
         key = str(random.randint(10_000, 99_999))
         depth = number % self.depths / (self.depths - 1)
         before = round(depth * size)
@@ -62,6 +62,6 @@ class Passkey:
 
 
 def noise(sentences: int) -> str:
-    """So many sentences, over and over."""
+    """So many sentences of noise, repeated."""
     repeats, rest = divmod(sentences, len(SENTENCES))
     return " ".join([NOISE] * repeats + ["".join(SENTENCES[:rest])] * (rest > 0))

@@ -1,4 +1,4 @@
-"""PhoneBook: the number of a person, in a text where every line could be asked for.
+"""PhoneBook: look up a person's number in a list where any entry may be asked for.
 
     Nora Becker: 7351942680
     Ivan Shah: 9120457713
@@ -11,8 +11,8 @@
 
     Ivan Shah:                                                                               -> 9120457713
 
-Two entries again, then a name. Its size is the number of entries. Right if the first line of the answer is the number.
-(Jelassi et al. 2024; names are drawn from a list of our own, none twice.)
+Two entries are repeated as examples, then a name. The size is the number of entries. Correct if the first line of the
+answer is the number. (Jelassi et al. 2024; names are from our own list, without repetition.)
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class PhoneBook:
 
     @property
     def most(self) -> int:
-        """Half of all names, so that drawing one that is new does not take long."""
+        """Half of all names, so that drawing a new one does not take long."""
         return count_names() // 2
 
     def ask(self, number: int, length: int, size: int, random: Random) -> Question:
-        """Entries in any order, two of them again, and the name of a third."""
+        """Entries in random order, two of them repeated, and the name of a third."""
         book: dict[str, int] = {}
         while len(book) < size:
             book.setdefault(draw_name(random), random.randint(6_000_000_000, 9_999_999_999))

@@ -1,12 +1,12 @@
-"""What a long-context task is: a question behind as much text as a length allows, answered by generation.
+"""The interface of long-context tasks: a question about as much text as a length allows, answered by generation.
 
-A task asks its questions at any size, in its own units (lines, sentences, words). `fit` finds the greatest size at
-which the prompt and the tokens of the answer stay within a length, in the tokens of any tokenizer:
+A task generates prompts of any size, in its own units (lines, sentences, words). `fit` finds the largest size at which
+prompt and answer fit into a length in tokens, with any tokenizer:
 
     |<-------------------- length -------------------->|
     | instruction | haystack, `size` units | question  | answer, up to `new_tokens` |
 
-The same seed, length and number give the same question, and a larger size the same one in more text.
+The same seed, length and number give the same question; a larger size gives the same question in more text.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt and what is to be said after it.
+    """One prompt and its answer.
 
     Attributes:
         prompt: everything that a model reads.
-        answer: what it should say then, from the blank on that comes first.
+        answer: the expected continuation, with its leading blank.
         references: the strings that the score looks for.
-        asked: the question alone, where the score depends on it.
-        depth: where in the text the answer stands, from 0 to 1, where that is known.
+        asked: the question alone, if the score depends on it.
+        depth: relative position of the answer in the text, from 0 to 1, or None.
     """
 
     prompt: str
@@ -39,11 +39,11 @@ class Question:
 
 
 class LongTask(Protocol):
-    """What a task of the suite must offer."""
+    """The interface of the suite's tasks."""
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens an answer may have."""
+        """Maximum number of tokens to generate for an answer."""
 
     @property
     def least(self) -> int:
@@ -51,25 +51,25 @@ class LongTask(Protocol):
 
     @property
     def most(self) -> int | None:
-        """The greatest size, where there is one."""
+        """The largest size, or None."""
 
     def ask(self, number: int, length: int, size: int, random: Random) -> Question:
-        """The question of that number, in text of a size.
+        """A question by its number, in text of a given size.
 
         Args:
-            number: which question; tasks with a grid, such as depths, go through it by number.
-            length: what the prompt is fitted to, for tasks whose rules depend on it.
-            size: how much text, in the task's own units.
-            random: fresh, and the same for every size.
+            number: index of the question; tasks with a grid, such as depths, cycle through it.
+            length: target length in tokens, for tasks whose rules depend on it.
+            size: amount of text, in the task's own units.
+            random: freshly seeded, with the same seed for every size.
         """
 
     def score(self, question: Question, said: str) -> float:
-        """How right what was generated is, from 0 to 1, by the rule of the task's authors."""
+        """The score of a generated answer, from 0 to 1, by the metric of the task's authors."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A question at the greatest size that a length allows."""
+    """A question at the largest size that fits into a length."""
 
     question: Question
     size: int
@@ -79,14 +79,14 @@ class Fitted:
 def fit(
     task: LongTask, number: int, length: int, count: Callable[[str], int], seed: int = 0, near: int | None = None
 ) -> Fitted:
-    """The question whose prompt and `new_tokens` take as much of `length` tokens as they can.
+    """The question at the largest size at which its prompt and `new_tokens` fit into `length` tokens.
 
     Args:
-        count: the tokens of a prompt.
-        near: a size to try first, such as that of the question before.
+        count: counts the tokens of a prompt.
+        near: a size to try first, such as that of the previous question.
 
     Raises:
-        ValueError: if even the smallest prompt is too long, or all of the task's text too short.
+        ValueError: if the smallest prompt is too long, or all of the task's text is too short.
     """
     room = length - task.new_tokens
 
@@ -123,7 +123,7 @@ def fit(
 
 
 def check_room(tasks: Mapping[str, LongTask], length: int, count: Callable[[str], int]) -> None:
-    """Raises a ValueError if a length is too short for one of the tasks, by its first question."""
+    """Raises a ValueError if the first question of one of the tasks does not fit into a length at its least size."""
     for name, task in tasks.items():
         least = count(draw(task, 0, length, task.least).prompt) + task.new_tokens
         if least > length:
@@ -131,17 +131,17 @@ def check_room(tasks: Mapping[str, LongTask], length: int, count: Callable[[str]
 
 
 def draw(task: LongTask, number: int, length: int, size: int, seed: int = 0) -> Question:
-    """The question of a number at a size; alike for every size but for the amount of text."""
+    """A question by number and size; sizes differ only in the amount of text."""
     return task.ask(number, length, size, Random(f"{type(task).__name__} {seed} {number}"))
 
 
 def share_found(references: tuple[str, ...], said: str) -> float:
-    """RULER's score: the share of the strings that occur in what was said, in whatever case."""
+    """RULER's score: the share of the strings that occur in the answer, case-insensitively."""
     return sum(reference.lower() in said.lower() for reference in references) / len(references)
 
 
 def insert(lines: list[str], needles: list[str], random: Random) -> list[str]:
-    """Lines with needles before some of them, each before another, in their order."""
+    """Inserts needles before randomly chosen different lines, in order."""
     places = sorted(random.sample(range(len(lines)), len(needles)))
     mixed, done = [], 0
     for place, needle in zip(places, needles, strict=True):

@@ -1,12 +1,11 @@
-"""Questions of the long-context suite as rows to train on: a prompt, its answer and the end, of which the prompt is not
-scored.
+"""Training rows from the long-context suite: a prompt, its answer and the end token; the prompt is not scored.
 
     A special magic number is hidden … is: 7182818. … mentioned in the provided text is 7182818.<|end|>
                                                                                        ^^^^^^^^^^^^^^^^ scored
 
-Each row is of one task, each task alike, and has as many tokens as its length or a little fewer. Sizes come from the
-tokens that a unit of a task has on average, and shrink where that was too much: exact fits (`question.fit`) would cost
-a training loop more time.
+Each row is of one task, drawn uniformly from those that fit, and has as many tokens as its length or a few less. Sizes
+are estimated from the average number of tokens per unit of a task, and reduced if the row is too long: exact fits
+(`question.fit`) would slow training down.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from deadreckon.tasks import task
 from deadreckon.tasks.long.question import LongTask, draw
 from deadreckon.tasks.tokens import end_of
 
-MOST_TRIES = 100  # questions of a row that do not fit, before it is said
-MEASURED = 64  # units more than the least, to measure what a unit takes
+MOST_TRIES = 100  # questions per row that do not fit, before an error is raised
+MEASURED = 64  # units above the least size, to measure tokens per unit
 
 
 class Scale(NamedTuple):
-    """Tokens of a row at the least size, and of every unit more."""
+    """Tokens of a row at the least size, and of each additional unit."""
 
     base: int
     unit: float
@@ -51,7 +50,7 @@ class Questions:
 
     Args:
         tasks: of the suite, by name.
-        tokenizer: with the end of documents in it.
+        tokenizer: one with an end-of-document token.
     """
 
     tasks: dict[str, LongTask]
@@ -63,12 +62,12 @@ class Questions:
 
     @property
     def document_end(self) -> int:
-        """What `task.draw` packs at, and rows end in."""
+        """The token that rows end in, after which `task.draw` starts a new document."""
         return end_of(self.tokenizer)
 
     @cached_property
     def lengths(self) -> Sequence[int]:
-        """From the shortest row of the task that needs least."""
+        """From the shortest row of any task."""
         return range(min(scale.base for scale in self._scales.values()), task.ENDLESS)
 
     @cached_property
@@ -81,7 +80,7 @@ class Questions:
         return scales
 
     def sample(self, count: int, length: int | range, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows of at most their lengths, and their answers."""
+        """Rows of at most their lengths, and labels for their answers."""
         lengths = task.draw_lengths(count, length, self.lengths, generator).tolist()
         random = Random(int(torch.randint(0, 1 << 62, (1,), generator=generator)))
         rows: list[tuple[list[int], list[int]]] = [([], [])] * count
@@ -95,7 +94,7 @@ class Questions:
                 elif (least := self.tasks[plan.name].least) < plan.size:
                     size = least + int(0.95 * (plan.size - least) * plan.length / whole)
                     plans[row] = plan._replace(size=size)
-                else:  # a question that is longer than others: take another
+                else:  # too long even at the least size: take another question
                     plans[row], tries = self._plan(plan.length, random), tries + 1
                     if tries > MOST_TRIES * count:
                         raise ValueError(
@@ -116,12 +115,12 @@ class Questions:
         return Plan(name, random.getrandbits(40), length, min(size, size if one.most is None else one.most))
 
     def _encode(self, plans: list[Plan]) -> list[tuple[list[int], list[int]]]:
-        """Tokens of prompts and of answers with their ends."""
+        """Tokens of prompts, and of answers with the end token."""
         asked = [draw(self.tasks[one.name], one.number, one.length, one.size) for one in plans]
         texts = [text for question in asked for text in (question.prompt, question.answer)]
         ids = [encoded.ids for encoded in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         return [(prompt, [*answer, self.document_end]) for prompt, answer in zip(ids[::2], ids[1::2], strict=True)]
 
     def spell(self, tokens: Tensor) -> str:
-        """The text, its end included."""
+        """The text, including end tokens."""
         return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False))

@@ -1,4 +1,4 @@
-"""Variable tracking, RULER's vt: which variables have a value, through a chain of assignments among noise.
+"""Variable tracking, RULER's vt: which variables have a given value, through a chain of assignments in noise.
 
     Memorize and track the chain(s) of variable assignment hidden in the following text.
 
@@ -12,10 +12,10 @@
     of variable assignment in the text above, 5 variables are assgined the value 31415, they are:
                                                                                 -> KQZPW BMRTX LLAHE OOVNS TGIYC
 
-Before it stands a smaller example of the same kind with its answer, in which names have three letters. One chain of
-four hops, five letters a name. Its size is the number of lines of noise. Score: the share of the five names that occur
-in the answer, of up to 30 tokens. (Hsieh et al. 2024, whose words and blanks these are, to the letter. They fill the
-example up to 500 tokens; here it has ten lines of noise, whatever the tokenizer.)
+A smaller example with its answer, in which names have three letters, precedes it. One chain of four hops, five letters
+per name. The size is the number of lines of noise. Score: the share of the five names that occur in the answer, of up
+to 30 tokens. (Hsieh et al. 2024, whose prompt this is, including white space. They extend the example to 500 tokens;
+here it has ten lines of noise, with any tokenizer.)
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class VariableTracking:
         while len(names) < self.hops + 1:
             names["".join(random.choices(ascii_uppercase, k=letters))] = None
         chain, value = list(names), str(random.randint(10_000, 99_999))
-        # As RULER has it: a blank at the end of each assignment but the first, and one between all parts.
+        # As in RULER: a blank at the end of each assignment but the first, and one between all parts.
         assignments = [f"VAR {chain[0]} = {value}"]
         assignments += [f"VAR {name} = VAR {before} " for before, name in pairwise(chain)]
         context = " ".join(insert([f"{NOISE}\n"] * size, assignments, random))

@@ -1,8 +1,8 @@
 """English words and people's names to draw from.
 
-names.txt has first names and, behind an empty line, surnames. words.txt has some five thousand words of 4 to 12 letters
+names.txt has first names and, after an empty line, surnames. words.txt has some five thousand words of 4 to 12 letters
 that occur in five or more of 69 novels from before 1919; proper names and regular inflections are left out, and no word
-is part of another, so that a search for one in an answer does not find it in another.
+is a substring of another, so that substring search in an answer finds no false match.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from random import Random
 
 @cache
 def words() -> tuple[str, ...]:
-    """All words, in the order of the alphabet."""
+    """All words, in alphabetical order."""
     return tuple((files(__package__) / "words.txt").read_text().split())
 
 

@@ -250,7 +250,7 @@ def _key_gradients(
                 inner, end, origin_q, key, b_end, D, E, BD, BE, BM, GATED, False, True, PRECISION,
             )  # fmt: skip
         if GATED:
-            # Keys have their sums where they stand in the sequence, which is not where their queries do.
+            # Sums by key are stored at the key's own position in the sequence, unlike those by query.
             p_to = p_by_key + i_b * s_lb + i_h * s_lh + i_g * s_lg + (origin_k + key).to(tl.int64) * s_lr
             if not CAUSAL:
                 b_by_key += tl.load(p_to, mask=m_key, other=0.0)

@@ -1,6 +1,6 @@
-"""Softmax attention with forget gates: the forward kernel.
+"""Softmax attention with forget gates: the flash-style forward kernel.
 
-A program has a tile of queries and goes over the keys they see with a running maximum and sum, as flash attention does.
+A program has a tile of queries and loops over the keys they see with a running maximum and sum, as FlashAttention does.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def first_keys(
     p_first, p_start, origin_q, origin_k, first_row, row, rows, whole,
     BN: tl.constexpr, PRUNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Where the documents of a tile's rows start, and the first of them; the first key that any row sees or gates leave
-    to any, and the first from which on keys are of the same document as all rows."""
+    """Where the documents of a tile's rows start, and the first of them; the first key that any row sees within reach
+    of its gates, and the first from which on keys are of the same document as all rows."""
     begin = 0
     if PRUNED:
         reached = tl.load(p_first + (origin_q + first_row) // 64)
@@ -98,7 +98,7 @@ def _forward_along(
             b_s = tl.where(visible, b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_from = b_new
-        if MASKED and PACKED:  # a row may have seen nothing yet, and -inf less itself is no number
+        if MASKED and PACKED:  # a row may have seen nothing yet, and -inf - (-inf) is NaN
             b_from = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_p = tl.exp2(b_s - b_from[:, None])
         decay = tl.exp2(b_max - b_from)

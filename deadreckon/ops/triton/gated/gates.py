@@ -8,8 +8,8 @@ left from each token to there (`left`, float32, and what rounding took from it, 
 
 Keys of an earlier tile than their query's: three sums on the way from j to i, none of which goes beyond i, so that
 nothing cancels. A tile needs one scalar and one vector of them. In the query's own tile it is a difference of two sums
-that may be long, where a gate that forgets all is before or behind both: of pairs (left, rest), rounded once. So a
-logit is off by 2⁻²⁴ times the log gates between its key and its query, whatever others there are.
+that may both be large, if a closed gate precedes or follows both: of pairs (left, rest), rounded once. So a logit is
+off by 2⁻²⁴ times the log gates between its key and its query, whatever others there are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRUNED = 2048  # tokens from which on it pays to ask what gates leave in reach
 
 @triton.jit
 def _gates(p_gate, token, s_t, mask, floor):
-    """Log gates in base 2, not below the floor, 0 for those that are no numbers; and what these poison, 0 or NaN."""
+    """Log gates in base 2, clamped to the floor, 0 where not finite; and the poison of these, 0 or NaN."""
     b_gate = tl.load(p_gate + token * s_t, mask=mask, other=0.0).to(tl.float32)
     b_gate = tl.where(b_gate < floor, floor, b_gate)
     b_poison = b_gate * 0
@@ -59,9 +59,9 @@ def _block_sums(p_gate, p_left, p_rest, p_total, p_most, s_b, s_t, s_h, T, BLOCK
 def gate_sums(log_gate: Tensor, heads: int) -> tuple[Sums, Tensor]:
     """log_gate (B, T, H or Hq) -> running sums for B·H key heads and 1 or G gates of each.
 
-    And the greatest log gate of each block, (B·H, 1 | G, blocks), infinite where one is no number.
+    And the greatest log gate of each block, (B·H, 1 | G, blocks), infinite where one is not finite.
 
-    A gate below −1e4 is taken as −1e4: its exponential is zero too, and sums of it are still numbers.
+    Gates are clamped to −1e4: the exponential is zero too, and sums stay finite.
     """
     batch, length, gates = log_gate.shape
     blocks = ceil_div(length, EDGE)
@@ -85,14 +85,14 @@ def _longest(p_x, p_out, s_x, T, TILES, HEADS, W: tl.constexpr, BW: tl.constexpr
     row = i_tile * 64 + tl.arange(0, 64)
     b_x = load_rows(p_x + i_b * s_b + i_h * s_h, row, s_t, tl.arange(0, BW), row < T, W, BW).to(tl.float32)
     b_square = tl.sum(b_x * b_x, 1)
-    b_square = tl.where(b_square == b_square, b_square, float("inf"))  # a maximum passes over what is no number
+    b_square = tl.where(b_square == b_square, b_square, float("inf"))  # a maximum would ignore NaN
     tl.store(p_out + (i_b * HEADS + i_h) * TILES + i_tile, tl.max(b_square, 0))
 
 
 def longest(x: Tensor) -> Tensor:
-    """The greatest square of a length of x (B, T, heads, D) in each 64 tokens: (B, heads, blocks).
+    """The largest squared norm of x (B, T, heads, D) in each 64 tokens: (B, heads, blocks).
 
-    Infinite where one is no number.
+    Infinite where one is NaN.
     """
     batch, length, heads, width = x.shape
     tiles = ceil_div(length, 64)
@@ -112,14 +112,14 @@ def _growth(p_w, p_beta, p_out, s_w, s_beta, T, TILES, HEADS, W: tl.constexpr, B
     b_w = load_rows(p_w + i_b * s_w[0] + i_h * s_w[2], row, s_w[1], tl.arange(0, BW), row < T, W, BW).to(tl.float32)
     p_beta += i_b * s_beta[0] + i_h * s_beta[2]
     b_beta = tl.load(p_beta + row.to(tl.int64) * s_beta[1], mask=row < T, other=0.0).to(tl.float32)
-    # Of what lies along w; all else stays as it is.
+    # The factor along w; orthogonal to w vectors stay as they are.
     b_norm = tl.abs(1 - b_beta * tl.sum(b_w * b_w, 1))
     b_log = tl.where(b_norm > 1, tl.log(b_norm), b_norm * 0)  # what is no number stays none
     tl.store(p_out + (i_b * HEADS + i_h) * TILES + i_tile, tl.sum(b_log, 0))
 
 
 def growth_of(w: Tensor, beta: Tensor) -> Tensor:
-    """How many times as long 64 steps I − β w wᵀ may make a vector, as its logarithm: (B·H, blocks).
+    """The log of the largest factor by which 64 steps I − β w wᵀ may lengthen a vector: (B·H, blocks).
 
     0 where β is in 0..2 and ‖w‖ is 1.
     """
@@ -134,7 +134,7 @@ def growth_of(w: Tensor, beta: Tensor) -> Tensor:
 
 @triton.jit
 def _greatest(p_x, count, BB: tl.constexpr):
-    """Of so many numbers."""
+    """The maximum of `count` numbers."""
     block = tl.arange(0, BB)
     b_most = tl.full([BB], float("-inf"), tl.float32)
     for start in range(0, count, BB):
@@ -163,9 +163,9 @@ def _reach(
             place = start + tl.arange(0, BB)
             b_growth += tl.load(p_growth + i_n * BLOCKS + place, mask=place < BLOCKS, other=0.0)
         growth = tl.sum(b_growth, 0)
-        bound *= tl.where(growth < 60, tl.exp(growth), float("inf"))  # so much leaves all in reach, as no number does
+        bound *= tl.where(growth < 60, tl.exp(growth), float("inf"))  # beyond that, as with NaN, all is in reach
     bound = (bound + beside) * 1.4426950408889634
-    # Sums of gates that grow bound nothing, nor does what is no number.
+    # With positive log gates or NaN there is no bound.
     bounds = (bound == bound) & (_greatest(p_most + i_c * BLOCKS, BLOCKS, BB) <= 0)
     bound = tl.where(bounds, bound, float("inf")).to(tl.float64)
     block = i_chunk * BB + tl.arange(0, BB)
@@ -191,11 +191,10 @@ def _reach(
 
 
 def reach_of(q: Tensor, k: Tensor, edge: Tensor, most: Tensor, scale: float, growth: Tensor | None = None) -> Reach:
-    """Which keys gates leave in reach, exactly to the output's precision; `edge` is of their sums, `most` beside them.
+    """Which keys gates leave in reach, exactly to the output's precision; `edge` and `most` are from `gate_sums`.
 
     No logit exceeds b = scale · max‖q‖ · max‖k‖ · growth in size, and a query always sees itself. So keys whose gates
-    add up to less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 for halves, 20 for single
-    precision.
+    add up to less than −(2 b + log T + m) have together less than e⁻ᵐ of its weight: m is 10 in 16 bits, 20 in float32.
     """
     count, gates, blocks = edge.shape
     heads, length = k.shape[2], k.shape[1]
@@ -211,18 +210,18 @@ def reach_of(q: Tensor, k: Tensor, edge: Tensor, most: Tensor, scale: float, gro
 
 
 def pruned(k: Tensor, log_gate: Tensor | None) -> bool:
-    """Whether gates are asked what they leave in reach: always while a tracer's length stands for any."""
+    """Whether keys out of the gates' reach are skipped: in long sequences, and always if the length is symbolic."""
     return log_gate is not None and (isinstance(k.shape[1], torch.SymInt) or k.shape[1] >= PRUNED)
 
 
 def room_for_reach(k: Tensor, log_gate: Tensor | None, prune: bool) -> Tensor:
-    """As operators return it, in one dimension, which is never 1; empty where nothing is pruned."""
+    """An uninitialised `Reach` as operators return it: one dimension, its size never 1, 0 where nothing is pruned."""
     blocks = k.shape[0] * log_gate.shape[2] * -(-k.shape[1] // EDGE) if prune and log_gate is not None else 0
     return k.new_empty(2 * blocks, dtype=torch.int32)
 
 
 def reach_in(room: Tensor, k: Tensor, log_gate: Tensor | None) -> Reach | None:
-    """What an operator returned, as a view; None where nothing is pruned."""
+    """The `Reach` that an operator returned, as a view; None where nothing is pruned."""
     if log_gate is None or not room.numel():
         return None
     batch, _, heads, _ = k.shape

@@ -1,4 +1,4 @@
-"""What the gated kernels take besides q, k and v, and how they are tiled and launched."""
+"""Arguments of the gated kernels besides q, k and v; how the kernels are tiled and launched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TILINGS = {
     },
 }
 
-# Forward, of halves with 512 channels: as many queries as there is room for, so that keys are read less often.
+# Forward, in 16 bits with 512 channels: as many queries as fit, so that keys are read less often.
 WIDE = Tiling(128, 32, 8, 2)
 
 
@@ -83,7 +83,7 @@ def gates_since(p_left, p_rest, p_edge, token, mask, reference):
 
 @triton.jit
 def difference(b_row, b_column):
-    """Of two float64 vectors, (rows, columns), float32 and as if rounded once: each number is a pair of float32."""
+    """The difference of two float64 vectors, (rows, columns) float32, as if rounded once: numbers are float32 pairs."""
     b_high, b_high_column = b_row.to(tl.float32), b_column.to(tl.float32)
     b_rest = (b_row - b_high.to(tl.float64)).to(tl.float32)
     b_rest_column = (b_column - b_high_column.to(tl.float64)).to(tl.float32)
@@ -91,7 +91,7 @@ def difference(b_row, b_column):
 
 
 class Reach(NamedTuple):
-    """The keys and queries that can still matter to each other through the gates, by block of 64 tokens; both rise."""
+    """The keys and queries in each other's reach through the gates, by block of 64 tokens; both are ascending."""
 
     both: Tensor  # (2, B·H, 1 | G, blocks) int32
 
@@ -133,7 +133,7 @@ class Pairs(NamedTuple):
 
 
 def _tiling(kernel: str, q: Tensor, v: Tensor) -> Tiling:
-    """As measured on Hopper; wide heads and single precision take smaller tiles, and still smaller ones elsewhere."""
+    """As tuned on Hopper; wide heads and float32 take smaller tiles, and still smaller ones on other GPUs."""
     widest = max(padded(q.shape[-1]), padded(v.shape[-1])) * q.element_size() // 2
     if kernel == "forward" and widest == 512 and q.dtype != torch.float32 and roomy(q):
         return WIDE

@@ -63,9 +63,9 @@ def _forward_pass(
 def gated_forward(
     q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None, prune: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax attention with forget gates, or packed, or both; `prune`: gates are asked what they leave in reach.
+    """Softmax attention with forget gates, or packed, or both; `prune`: skips keys out of the gates' reach.
 
-    Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what is in reach.
+    Returns output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), and the reach, flattened.
     """
     with torch.cuda.device_of(q):
         return _forward_pass(q, k, v, log_gate, documents_of(cu_seqlens, q.shape[1]), prune, scale)

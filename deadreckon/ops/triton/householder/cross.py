@@ -5,7 +5,7 @@ Pairs of blocks lie one after the other. With P the product of a block's steps, 
     queries of the right block ← P_left q      keys of the left block ← P_rightᵀ k      P ← P_left P_right
 
 in place; on the way down the gradients go back through all three. Rows are tokens times the queries of a group; P and
-its gradient are float32 and are multiplied as a high and a low half where rows are halves.
+its gradient are float32, multiplied as a high and a low part where rows have 16 bits.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class Side(NamedTuple):
 
 @triton.jit
 def _related(p_bound, row, origin, rows, step, GROUP, QUERIES: tl.constexpr):
-    """Which rows' documents reach into the other block of the pair, and which beyond it; with p_bound where they do.
+    """Which rows' documents reach into the other block of the pair, and which beyond it; p_bound: how far they reach.
 
-    Queries of a right block look at the left one and cross it to what is before, where their document begins. Keys of a
-    left block are looked at from the right one and cross it to what is after, where it ends.
+    Queries of a right block attend to the left one and cross it to earlier tokens: p_bound is where their document
+    begins. Keys of a left block are attended to from the right one and cross it to later tokens: p_bound is where it
+    ends.
     """
     row = tl.minimum(row, rows - 1)
     if QUERIES:
@@ -63,7 +64,7 @@ def _related(p_bound, row, origin, rows, step, GROUP, QUERIES: tl.constexpr):
 
 @triton.jit
 def _kept(p_bound, row, origin, rows, GROUP, QUERIES: tl.constexpr):
-    """Whether dense attention loads this tile on its way back: it does so with up to 128 tokens at a time."""
+    """Whether the backward pass of dense attention loads this tile: it loads up to 128 tokens at a time."""
     if QUERIES:
         first = tl.min(row, 0) // GROUP // 128 * 128
         return tl.load(p_bound + origin // GROUP + tl.minimum(first, rows // GROUP - 1)) < origin // GROUP
@@ -119,7 +120,8 @@ def _cross_back(
 ):  # fmt: skip
     """Gradients of rows before they crossed, the block's own (fresh) added; and this chunk's part of P's gradient.
 
-    Packed: of rows that see or are seen from the other block. Others have no gradients from here up, nor room for any.
+    Packed: of rows that see or are seen from the other block. Others have no gradients from this level up; theirs is
+    not written.
     """
     i_chunk, i_block = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
     i_n, i_pair = (i_block // count).to(tl.int64), i_block % count
@@ -222,7 +224,7 @@ def place(
 ) -> None:
     """Fills the rows of x (n, rows, D) before or from the boundary on with fresh ones, the others with zeros.
 
-    With documents, only rows of such as go across the boundary: see `_cross_back`.
+    With documents, only rows whose document crosses the boundary: see `_cross_back`.
     """
     count, rows, width = x.shape
     tiles = ceil_div(rows, 128)
@@ -253,8 +255,8 @@ def cross(
 ) -> Tensor | None:  # fmt: skip
     """Rows of x (n, rows, D) cross the product of a block: x P, or x Pᵀ if transposed; in place, or into those of `to`.
 
-    The blocks' products are those from `first` on, one in `every`. Rows of documents that end before what they
-    would see stay as they are. Returns what the rows were before, (n, count, rows, D), if it shall be kept.
+    The blocks' products are those from `first` on, one in `every`. Tiles whose documents do not reach beyond the block
+    stay as they are. Returns the rows as they were before, (n, count, rows, D), if `keep`.
     """
     chunks, tiles = _chunks(side)
     if x.shape[0] * side.blocks * chunks < FEW:
@@ -306,7 +308,7 @@ def multiply(products: Tensor, dtype: torch.dtype) -> Tensor:
 def multiply_back(
     products: Tensor, above: Tensor | None, parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype
 ) -> Tensor:
-    """Gradients of products, (n, blocks, D, D), from those above and from the parts that `cross_back` gave by run."""
+    """Gradients of products, (n, blocks, D, D), from those above and from the parts that `cross_back` gives by run."""
     grad = torch.empty_like(products)
     width, first = products.shape[-1], 0
     for left, right in parts:

@@ -1,4 +1,4 @@
-"""What stages hand on, head by head: n key heads, T padded to whole leaves, G queries for each key."""
+"""Tensors that the stages pass on, head-major: n key heads, T padded to whole leaves, G queries for each key."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Place = tuple[int, int, int, int]
 class Frames(NamedTuple):
     """Queries at the start of their block, keys at its end, values beside them; and each block's product of steps.
 
-    Products of leaves are rounded to the type of the queries, which is as precise as what walks past them; where that
-    is a half, what was rounded off lies beside them: products of products need it.
+    Products of leaves are rounded to the dtype of the queries, which is as precise as the queries that cross them; with
+    16 bits the rounding error is kept in `rest`: products of products need it.
     """
 
     queries: Tensor  # (n, T, G, D)
@@ -29,7 +29,7 @@ class Frames(NamedTuple):
 
     @classmethod
     def room(cls, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Frames:
-        """Room for those of leaves, of so many key heads of q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E)."""
+        """Empty frames of leaves, for `heads` key heads of q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E)."""
         leaves, width = ceil_div(k.shape[1], LEAF), k.shape[3]
         return cls(*_rows(q, k, v, heads), *q.new_empty(_parts(q), heads, leaves, width, width))
 
@@ -37,44 +37,44 @@ class Frames(NamedTuple):
 class Saved(NamedTuple):
     """What the forward pass saves of leaves for the backward pass, all heads: recomputing it costs as much again.
 
-    Shapes do not depend on a branch, and no size can be one in some lengths alone: a tracer's length stands for any.
+    Shapes depend on no branch, and no size is 1 for some lengths alone, so that a symbolic length stays general.
     """
 
     queries: Tensor  # see `Frames`; these four are not written to where one leaf is all there is
     keys: Tensor
     values: Tensor
-    products: Tensor  # (1 | 2, N, leaves · D, D): products and, of halves, the rest of them
+    products: Tensor  # (1 | 2, N, leaves · D, D): products and, in 16 bits, their rounding errors
     inverse: Tensor  # (N, leaves · 64, 64): M⁻¹ of `leaf.py`
 
     @classmethod
     def room(cls, q: Tensor, k: Tensor, v: Tensor) -> Saved:
-        """To be written to."""
+        """Empty tensors to write to."""
         heads, leaves, width = k.shape[0] * k.shape[2], ceil_div(k.shape[1], LEAF), k.shape[3]
         products = q.new_empty(_parts(q), heads, leaves * width, width)
         return cls(*_rows(q, k, v, heads), products, q.new_empty(heads, leaves * LEAF, LEAF))
 
     @classmethod
     def nothing(cls, q: Tensor) -> Saved:
-        """Where there will be no backward pass."""
+        """Tensors of no size: there is no backward pass, or it recomputes."""
         return cls(*(q.new_empty(0) for _ in range(5)))
 
     def frames(self, heads: slice) -> Frames:
-        """Views of those of some heads."""
+        """The frames of some heads, as views."""
         products = self.products[:, heads].unflatten(2, (-1, self.products.shape[3]))
         return Frames(self.queries[heads], self.keys[heads], self.values[heads], *products)
 
     def inverses(self, heads: slice) -> Tensor:
-        """A view (n, leaves, 64, 64) of those of some heads."""
+        """The inverses of some heads, a view (n, leaves, 64, 64)."""
         return self.inverse[heads].unflatten(1, (-1, LEAF))
 
 
 def _parts(q: Tensor) -> int:
-    """How many numbers of q's type a product's entry takes."""
+    """How many numbers of q's dtype an entry of a product takes."""
     return 1 if q.dtype == torch.float32 else 2
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for queries, keys and values of so many key heads, padded to whole leaves."""
+    """Empty tensors for queries, keys and values of `heads` key heads, padded to whole leaves."""
     tokens, group = ceil_div(k.shape[1], LEAF) * LEAF, q.shape[2] // k.shape[2]
     queries = buffer(q, heads, tokens, group, k.shape[3])
     return queries, buffer(q, heads, tokens, k.shape[3]), buffer(q, heads, tokens, v.shape[3])
@@ -94,7 +94,7 @@ class Back(NamedTuple):
 def buffer(like: Tensor, heads: int, tokens: int, *shape: int) -> Tensor:
     """(n, T, ...) with room for one more token in each head.
 
-    PyTorch finds cuDNN's plans by the layout of q, k and v alone. This gives them a layout that is used nowhere else,
+    PyTorch caches cuDNN's plans by the layout of q, k and v alone. This gives them a layout that is used nowhere else,
     always with the same layout of output and gradient.
     """
     return like.new_empty(heads, tokens + 1, *shape)[:, :tokens]

@@ -8,17 +8,17 @@ With W the leaf's directions, B = diag(β), rows for tokens, M = I + strictLower
     P = I − Wᵀ Jᵀ W      the whole leaf, first step leftmost
 
 M is inverted by substitution in blocks of 16 and then block by block, never through its powers, which would grow. What
-goes into P is computed in (nearly) single precision even for half inputs, by splitting factors into a high and a low
-half: routes cross many leaves. All else is as precise as the inputs.
+goes into P is computed in (nearly) float32 precision even for 16-bit inputs, by splitting factors into a high and a low
+part: routes cross many leaves. All else is as precise as the inputs.
 
-Going back, with dZ the gradient of the logits and U = dQ̃ Wᵀ + dZ Cᵀ,
+Backward, with dZ the gradient of the logits and U = dQ̃ Wᵀ + dZ Cᵀ,
 
     dA = −lower(U Jᵀ)    dJ = −(Aᵀ U + W dK̃ᵀ Cᵀ + W dPᵀ Wᵀ)    dC = −strictLower((A J)ᵀ dZ + Jᵀ W dK̃ᵀ)
     dM = −strictLower(M⁻ᵀ dJ Jᵀ)    dβ = rows of (dM ∘ W Wᵀ) + columns of (M⁻¹ ∘ dJ)
     dQ = dQ̃ + dA W + dZ K    dK = dK̃ + dZᵀ Q + dCᵀ W
     dW = dAᵀ Q + dC K − (A J)ᵀ dQ̃ − J C dK̃ − J W dP − Jᵀ W dPᵀ + (B dM + (B dM)ᵀ) W
 
-Sums over the queries of a group are taken in the program: a leaf and key head is one program's.
+Sums over the queries of a group are taken inside a program: there is one program per leaf and key head.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _leaf(p_start, first, LEAVES, HEADS, PACKED: tl.constexpr):
     lower = i_row[:, None] >= i_row[None, :]
     strict = i_row[:, None] > i_row[None, :]
     visible = lower
-    if PACKED:  # routes into another document are computed with the others, and nobody looks
+    if PACKED:  # routes into another document are computed with the others, but never used
         visible = lower & (tl.load(p_start + token)[:, None] <= token[None, :])
     return i_leaf, i_n, (i_n + first) // HEADS, (i_n + first) % HEADS, i_row, token, lower, strict, visible
 
@@ -185,7 +185,7 @@ def sum_runs(
         i_pair, at = at // (left + right), at % (left + right)
         inside = (i_tile * 64 >= start) & (i_pair < count) & (at < left) & (row >= 0)
         offset = ((i_n * count + i_pair) * left + at) * W
-        if PACKED:  # keys that are looked at from the run's right blocks, of which the last run has none
+        if PACKED:  # keys that are seen from the run's right blocks, of which the last run has none
             inside = inside & ((b_end > start + i_pair * (left + right) + left) | (right == 0))
             if tl.max(inside.to(tl.int32), 0) > 0:  # few runs have any
                 b_total += load_rows(p_x + offset, row, W, channel, inside, W, BW).to(tl.float32)
@@ -221,7 +221,7 @@ def _leaf_backward(
     p_inverse += (i_n * LEAVES + i_leaf) * 4096
     b_j = (tl.load(p_inverse + square).to(tl.float32) * b_beta[None, :]).to(DTYPE)
     b_c = tl.where(strict, mul(b_w, tl.trans(b_k), DTYPE), 0.0).to(DTYPE)
-    b_dj = tl.zeros([64, 64], tl.float32)  # dJ and dC with their signs turned
+    b_dj = tl.zeros([64, 64], tl.float32)  # −dJ and −dC
     b_dc = tl.zeros([64, 64], tl.float32)
     b_dk = tl.zeros([64, BD], tl.float32)
     b_dw = tl.zeros([64, BD], tl.float32)
@@ -229,7 +229,7 @@ def _leaf_backward(
         b_q = load_rows(p_q + i_b * s_qb + (i_h * GROUP + g) * s_qh, token, s_qt, channel, m_token, D, BD)
         b_a = tl.where(lower, mul(b_q, tl.trans(b_w), DTYPE), 0.0).to(DTYPE)
         b_aj = mul(b_a, b_j, DTYPE).to(DTYPE)
-        if tl.float32 == DTYPE:  # loaded anew, or its parts would stay in shared memory, of which there is too little
+        if tl.float32 == DTYPE:  # reloaded, or its parts would stay in shared memory, of which there is too little
             b_k = load_rows(p_k + i_b * s_kb + i_h * s_kh, token, s_kt, channel, m_token, D, BD)
         b_s = (mul(b_q, tl.trans(b_k), DTYPE) - mul(b_aj, b_c, DTYPE)) * scale2
         at = i_n * s_fl + token * GROUP + g
@@ -298,10 +298,9 @@ def _leaf_backward(
 
 
 def in_fours(parts: list[tuple[Any, Place]]) -> tuple[tuple[Any, ...], tuple[Place, ...]]:
-    """What runs have, and their places, with empty runs up to a multiple of four; numbers n of places as 16 n + 8.
+    """Tensors of runs and their places, padded with empty runs to a multiple of four; numbers n of places as 16 n + 8.
 
-    So few kernels are compiled: of numbers in tuples, Triton has a kernel of its own for each that is 1 and for each
-    that is a multiple of 16.
+    So few kernels are compiled: Triton specialises on each number in a tuple that is 1 or a multiple of 16.
     """
     parts = parts + [(x, (0, 0, 1, 1)) for x, _ in parts[:1] * (-len(parts) % 4)]
     return tuple(x for x, _ in parts), tuple(tuple(16 * n + 8 for n in place) for _, place in parts)  # type: ignore[misc]
@@ -335,7 +334,7 @@ class Leaves(NamedTuple):
         return self.q, self.k, self.v, self.w, self.beta, *sums, *(self.documents or unused)
 
     def _strides(self) -> tuple[Any, ...]:
-        """Those of β are numbers, not a tuple: kernels are not to be compiled anew for each length."""
+        """Strides of the inputs; those of β as numbers, not a tuple, or kernels would be recompiled for each length."""
         return *strides(self.q, self.k, self.v, self.w), *self.beta.stride()
 
     def _sizes(self) -> tuple[int, ...]:
@@ -381,5 +380,5 @@ class Leaves(NamedTuple):
 
 
 def _registers(q: Tensor) -> dict[str, int]:
-    """Fewer registers than the compiler would take, where a third program on a multiprocessor is worth more."""
+    """A limit on registers, where a third program on a multiprocessor is worth more than the registers."""
     return {"maxnreg": 168} if q.is_cuda and q.element_size() == 2 and q.shape[3] <= 64 else {}

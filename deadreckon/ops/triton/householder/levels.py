@@ -24,7 +24,7 @@ from deadreckon.ops.triton.householder.prefill import Closed
 
 
 class Rows(NamedTuple):
-    """What going back through dense blocks needs of each query, head by head."""
+    """What the backward pass of dense blocks needs of each query, head-major."""
 
     out: Tensor  # (n, T, G, E)
     back: Back
@@ -110,7 +110,7 @@ class Levels:
         return queries, Side(run.start, run.pairs, run.left, step)
 
     def _rise(self, runs: list[Run], products: Tensor, keep: bool) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Takes frames up a level; returns queries and keys as they were, if that is kept, and the new products."""
+        """Takes frames up a level; returns queries and keys as they were, if `keep`, and the new products."""
         kept, first, documents = [], 0, self.routes.documents
         for run in runs:
             queries, keys = self._sides(run)

@@ -1,4 +1,4 @@
-"""Rows that were attended to in parts become whole: outputs weighted by their log-sum-exp, all levels in one pass."""
+"""Merging partial attention outputs by their log-sum-exp, all levels in one pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deadreckon.ops.triton.tiles import ceil_div, padded, place_of
 
 @triton.jit
 def _add_run(b_out, b_lse, p_x, p_lse, i_row, m_run, channel, E: tl.constexpr):
-    """Rows with what one run has for those of them that are in it."""
+    """Merges the partial outputs of one run into the rows (m_run) that it has."""
     b_run_lse = tl.load(p_lse + i_row, mask=m_run, other=float("-inf"))
     mask = (channel < E)[None, :] & m_run[:, None]
     b_x = tl.load(p_x + i_row[:, None] * E + channel[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -53,7 +53,7 @@ def _merge(
         i_pair, place = place // (left + right), place % (left + right)
         m_run = (i_tile * 64 >= start) & (i_pair < count) & (place >= left) & (row >= 0)
         i_row = ((i_n * count + i_pair) * right + (place - left) + row) * GROUP + i_g
-        if PACKED:  # rows that look at the run's keys: what stands elsewhere was never written
+        if PACKED:  # rows that see the run's keys: all others were never written
             m_run = m_run & (b_start < start + i_pair * (left + right) + left)
             if tl.max(m_run.to(tl.int32), 0) > 0:  # few runs have any
                 b_out, b_lse = _add_run(b_out, b_lse, p_x, p_lse_x, i_row, m_run, channel, E)
@@ -79,12 +79,12 @@ def merge(out: Tensor, lse: Tensor, parts: list[Part], to: Tensor, lse_to: Tenso
 ) -> None:  # fmt: skip
     """Blocks' out (n, T, G, E) and lse (n, T, G) with the parts of all levels -> to (B, T, Hq, E) and lse_to (n, T, G).
 
-    Out and lse may be written to on the way. The heads are key heads `first` … of B·H; T is padded to whole leaves, in
-    `to` it is not.
+    out and lse may be overwritten. The heads are key heads `first` … of B·H; T is padded to whole leaves, except in
+    `to`.
     """
     count, tokens, group, width = out.shape[0], lse_to.shape[1], out.shape[2], out.shape[3]
     passes = max(1, ceil_div(len(parts), TOGETHER))
-    # A pass never writes what it reads: its threads are not in step.
+    # A pass never writes what it reads: its threads are not synchronised.
     buffers = (lse, lse_to) if passes % 2 else (lse_to, lse)
     if passes % 2 == 0:
         lse_to.copy_(lse)

@@ -15,12 +15,11 @@ Forward, for a slice of key heads at a time: (1) leaves, (2) the walk inside blo
 block's start and keys to its end, (3) levels of dense attention, (4) merge: all parts of a row by their log-sum-exp.
 
 Backward, the other way around, with the log-sum-exp of *whole* rows, so that every part has its exact gradient as in
-ring attention: levels from the top down, the walk once more and back, leaves. Frames of leaves are saved (unless they
-too are to be computed again), all else is computed again, directions by their formula. Nothing inverts a step, nothing
-uses atomics.
+ring attention: levels from the top down, the walk once more and back, leaves. Frames of leaves are saved (unless
+`recompute` is set); all else is recomputed, directions by their formula. Nothing inverts a step, nothing uses atomics.
 
 Gates ride along as sums that each stage subtracts; packed documents as masks where they begin and end: what crosses a
-boundary is computed with the rest, and nobody looks.
+boundary is computed with the rest, but never used.
 """
 
 from __future__ import annotations
@@ -75,12 +74,12 @@ class Heads(NamedTuple):
         return buffer(self.leaves.q, self.leaves.taken, self.leaves.leaves * LEAF, *shape)
 
     def frames_of_blocks(self) -> tuple[Tensor, Tensor]:
-        """Room for queries (n, T padded, G, D) and keys (n, T padded, D)."""
+        """Empty tensors for queries (n, T padded, G, D) and keys (n, T padded, D)."""
         width = self.leaves.k.shape[3]
         return self.buffer(self.leaves.group, width), self.buffer(width)
 
     def with_leaves(self) -> Heads:
-        """The same, with what the forward pass has not saved of leaves."""
+        """The same, after recomputing what the forward pass has not saved of leaves."""
         leaves = self.leaves
         inverse = leaves.q.new_empty(leaves.taken, leaves.leaves, LEAF, LEAF)
         out = self.buffer(leaves.group, leaves.v.shape[3])
@@ -88,7 +87,7 @@ class Heads(NamedTuple):
         return self._replace(inverse=inverse)
 
     def walk(self) -> Walk:
-        """Of these heads, which have more than one leaf."""
+        """The walk of these heads, which have more than one leaf."""
         assert self.frames is not None
         return Walk(self.frames, self.routes.sums, self.routes.documents, self.routes.scale)
 
@@ -96,7 +95,7 @@ class Heads(NamedTuple):
 def _forward(
     heads: Heads, out: Tensor, lse: Tensor, closed: Closed | None = None, to_top: bool = False
 ) -> Tensor | None:
-    """Writes out (B, T, Hq, E) and lse (n, T padded, G) of these heads; closes the first tokens, if that is asked for.
+    """Writes out (B, T, Hq, E) and lse (n, T padded, G) of these heads; fills `closed` with the first tokens, if given.
 
     With to_top (and more than one leaf), returns queries (n, T padded, G, D) in the frame of the first token.
     """
@@ -153,9 +152,9 @@ def _backward(
 
 
 def slices(heads: int, rows: int, width: int) -> Iterator[slice]:
-    """Key heads that are worked on together, as equal as can be, where all of them have so many rows of queries.
+    """Slices of key heads that are processed together, as equal as possible; `rows` are the query rows of all heads.
 
-    Of wider ones fewer: products of steps have the square of the width.
+    Fewer of wide heads: products of steps grow with the square of the width.
     """
     parts = max(1, min(heads, rows * max(LEAF, width) ** 2 // (ROWS * LEAF**2)))
     return (slice(first, end) for first, end in pairwise(heads * part // parts for part in range(parts + 1)))
@@ -214,10 +213,10 @@ def householder_forward(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, cu_seqlens: Tensor | None,
     prune: bool, scale: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention along Householder routes, gated or not, packed or not; `prune`: gates are asked what is in reach.
+    """Attention along Householder routes, gated or not, packed or not; `prune`: skips keys out of the gates' reach.
 
-    Output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), what gates leave in reach, and :class:`Saved`, which is empty
-    unless there will be a backward pass that does not compute it again.
+    Returns output (B, T, Hq, E), log-sum-exp (B·H, T padded, G), the reach, flattened, and :class:`Saved`, which is
+    empty unless `keep`.
     """
     with torch.cuda.device_of(q):
         return _forward_pass(q, k, v, w, beta, log_gate, documents_of(cu_seqlens, q.shape[1]), prune, scale, keep)
@@ -252,7 +251,7 @@ def _backward_pass(
 
 
 def _arguments_of_backward_pass(arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
-    """Where results are kept there will be one."""
+    """Arguments of the backward pass, to compile its kernels ahead; None if nothing is kept for one."""
     *inputs, documents, _, scale, keep = arguments
     out, lse, reach, *saved = results
     if not keep:
@@ -299,7 +298,7 @@ householder_forward.register_autograd(_gradients, setup_context=_save)
 
 
 def directions(w: Tensor) -> Tensor:
-    """As kernels take them."""
+    """Directions as kernels take them: stride 1 along channels, no float64."""
     return dense(w.float() if w.dtype == torch.float64 else w)
 
 
@@ -319,7 +318,7 @@ def ascend(
     q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, log_gate: Tensor | None, scale: float, closed: int = 0,
     to_top: bool = False,
 ) -> Ascended:  # fmt: skip
-    """The forward pass, and what a sequence that comes in pieces keeps of it: `closed` tokens, queries at the top."""
+    """The forward pass for streaming, which also returns `closed` tokens as a segment and, if to_top, queries there."""
     with torch.cuda.device_of(q), without_autocast(q):  # products are of single precision, also when read off a tape
         return _ascend(q, k, v, directions(w), beta, log_gate, scale, closed, to_top)
 

@@ -5,8 +5,8 @@ end, then crosses that leaf's product, attends to the one before, and so on to t
 are the route tree's (`levels.py`), which needs queries at the block's start (where the walk ends) and keys at its end:
 these cross the product of all leaves after their own.
 
-Going back, queries walk once more and leave behind what they were at each leaf and what their gradient is there; then
-each leaf gathers from the queries that have passed: no atomics, and every sum has one order.
+Backward, queries walk once more and store their value and their gradient at each leaf; then each leaf gathers from the
+queries that have passed: no atomics, and every sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _slot(i_n, i_leaf, walked, LEAVES, WALK: tl.constexpr):
 
 @triton.jit
 def _within(p_start, i_leaf, walked):
-    """How many leaves back the queries of a leaf still find their document, at most `walked`."""
+    """How many leaves back the document of a leaf's queries reaches, at most `walked`."""
     return tl.minimum(walked, i_leaf - tl.load(p_start + i_leaf * 64) // 64)
 
 
@@ -242,7 +242,7 @@ def _gather(
 
 @triton.jit
 def _product_times(p_product, p_rest, b_x, D: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr):
-    """P x, nearly in single precision, for a leaf's P as it is kept."""
+    """P x, nearly in float32 precision, for a leaf's P as it is stored."""
     b_p = matrix(p_product, D, BD)
     if tl.float32 == DTYPE:
         return mul_single(b_p, b_x)
@@ -259,7 +259,7 @@ def _suffixes(
 ):  # fmt: skip
     """For each leaf the product of those after it in its block, which its keys cross; and that of the whole block.
 
-    64 columns of them, since columns have nothing to do with each other.
+    A program computes 64 columns, which are independent of each other.
     """
     parts: tl.constexpr = BD // 64
     blocks = (LEAVES + WALK - 1) // WALK

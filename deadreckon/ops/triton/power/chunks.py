@@ -35,7 +35,7 @@ PADDING = 128  # transposed sequences are padded to a multiple of so many tokens
 
 
 def tiling_for(kernel: str, width: int, x: Tensor) -> Tiling:
-    """For the dtype and the device of x."""
+    """The tiling of a kernel for the dtype and the device of x."""
     if kernel in ("queries", "keys") and width > 64 and x.dtype == torch.float32 and cramped(x):
         return SMALL
     return (SINGLE if x.dtype == torch.float32 else HALF)[kernel][64 if width <= 64 else 128]

@@ -73,7 +73,7 @@ def _per_query(x: Tensor, chunks: Chunks) -> Tensor:
 
 
 def _working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float16 overflows in long sums."""
+    """float32 also for float16, which overflows in long sums."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
@@ -126,10 +126,10 @@ def power_forward(
     """Output (B, T, Hq, E) and final state; then what the backward pass needs: 1 / sums, units, and states.
 
     These have the rows of all chunks one after the other, (N, chunks · rows, E) and (N, chunks · U, U): a size that is
-    one in some lengths alone would cut what a tracer's length stands for.
+    1 for some lengths alone would restrict a symbolic length.
 
     `values` and `moments` are the initial state, or None. `chunk` is the tokens of a chunk; 0: all of them. `states`:
-    whether there are any before a chunk, from an initial state or a chunk before it.
+    whether any chunk has a state before it, from an initial state or a preceding chunk.
     """
     chunks, dtype = Chunks.of(q, k, chunk), _working_dtype(q.dtype)
     out = q.new_empty(chunks.batch, chunks.length, q.shape[2], v.shape[3])
@@ -167,7 +167,7 @@ def _(
 
 
 class _StateGradients(NamedTuple):
-    """What queries and keys receive from beyond their chunk."""
+    """Gradients that queries and keys receive from beyond their chunk."""
 
     queries: Tensor | None  # (N G, T, D) from earlier keys
     keys: Tensor  # (N, T, D) from later queries
@@ -329,8 +329,8 @@ def attend_power(
 ) -> tuple[Tensor, PowerState | None]:  # fmt: skip
     """q (B, T, Hq, D), k (B, T, H, D), v (B, T, H, E), log_gate (B, T, H or Hq) or None -> (B, T, Hq, E).
 
-    In chunks, it starts from `state` and returns the final one if `final`. Gates of query heads make as many states, as
-    if each query head had keys of its own.
+    In chunks, it starts from `state` and returns the final one if `final`. With gates per query head there is a state
+    for each, as if each query head had keys of its own.
     """
     assert form == "chunked" or (state is None and not final)
     if p not in WIDEST[form]:
@@ -347,7 +347,7 @@ def attend_power(
     q, k, v = (dense(x) for x in (q, k, v))
     initial = (None, None) if state is None else _symmetrised(state)
     chunk = chunk_for(state_width(k.shape[3], p)) if form == "chunked" else 0
-    # A tracer's length stands for any, and what the operator returns must not depend on a branch.
+    # With a symbolic length, the shapes that the operator returns must not depend on a branch.
     states = state is not None or (chunk > 0 and (isinstance(q.shape[1], torch.SymInt) or q.shape[1] > chunk))
     out, values, moments, *_ = power_forward(q, k, v, log_gate, *initial, p, chunk, states, final)
     return out, _symmetrised(PowerState(values, moments)) if final else None

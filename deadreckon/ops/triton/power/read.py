@@ -1,4 +1,4 @@
-"""Reading states: what queries read forward, and the gradients through it backward.
+"""Kernels that read states: queries forward, and the gradients through it backward.
 
 A query x reads Σ x_a x_b S[a, b], where S is the state before its chunk, and the sum of its weights from the moments.
 Backward, keys read the states of later chunks in the same way. The products x_a x_b of a pair of blocks are made in
@@ -155,7 +155,7 @@ def _read_gradient(
 def read_gradient(
     chunks: Chunks, x: Tensor, y: Tensor, weight: Tensor | None, factor: Tensor, states: States
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of factor · (y · values + weight · sums), values and sums as x (heads, T, D) reads them.
+    """Gradient of factor · (y · values + weight · sums), with values and sums as x (heads, T, D) reads them.
 
     y is (B, T, heads of a sequence, E), weight and factor are (heads, T). Returns the gradient of x, (heads, T, D)
     float32, and x · gradient / 2, (heads, T), which is what gates receive.

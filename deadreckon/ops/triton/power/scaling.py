@@ -1,4 +1,4 @@
-"""Inputs as the kernels take them: normalised by powers of two so that no power overflows, decays, transposes."""
+"""Preprocessing: inputs normalised by powers of two so that no power overflows, decays, transposes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _decays(p_left, p_rest, p_edge, p_rise, p_fall, p_whole, T, CHUNK, CHUNKS, B
 
 
 class Decays(NamedTuple):
-    """What gates leave: from the chunk's start to each token, from each token to the chunk's end, and across it."""
+    """Products of gates: from the chunk's start to each token, from each token to the chunk's end, and across it."""
 
     rise: Tensor  # (N, T)
     fall: Tensor  # (N, T)

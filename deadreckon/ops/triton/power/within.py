@@ -1,10 +1,10 @@
 """Attention within chunks, forward and backward.
 
-Weights are powers of q · k times what gates leave between them; there is no softmax, so tiles just add up. A tile takes
-first the keys before it, which need no mask, then its own; a tile of fewer than 64 has those of its block of 64 among
-its own, since sums of gates refer to the edges of blocks. What was read from states is added at the end, before rows
-are divided by the sums of their weights. The backward pass computes weights twice, by rows for dq and by columns for dk
-and dv, and so needs no atomics.
+Weights are powers of q · k times the gates between them; there is no softmax, so tiles just add up. A tile takes first
+the keys before it, which need no mask, then its own; a tile of fewer than 64 has those of its block of 64 among its
+own, since sums of gates refer to the edges of blocks. What was read from states is added at the end, before rows are
+divided by the sums of their weights. The backward pass computes weights twice, by rows for dq and by columns for dk and
+dv, and so needs no atomics.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _query_gates(p_left, p_rest, p_edge, first_row, row, m_row, BM: tl.constexpr
 
 @triton.jit
 def _faded(b_tile_gate, b_step_gate, SIGN: tl.constexpr, MASKED: tl.constexpr):
-    """What gates leave from keys to queries; without a mask, to a reference between them.
+    """Products of gates from keys to queries; without a mask, to a reference between them.
 
     From sums of log gates (base 2) since the reference: of the program's tile, which is of queries if SIGN is 1, of
     keys if it is -1, and of a step of its loop.

@@ -1,4 +1,4 @@
-"""Writing states: what the keys of each chunk add, carried from chunk to chunk.
+"""Kernels that write states: what the keys of each chunk add, carried from chunk to chunk.
 
 A program owns a few pairs of blocks of a state and goes over the chunks in order: it stores what it has summed so far,
 the state *before* the chunk, then multiplies it with the chunk's decay and adds the chunk's keys. Where heads are few,

@@ -104,7 +104,7 @@ def _query_gradients(
             b_dq, b_left, b_debt, b_q, b_do, p_k, p_v, p_lefts, p_debts, scale2, s_kt, s_vt,
             end, alive, first, row, T, D, E, BD, BE, BM, BN, RATIO, False, PRECISION, FAST,
         )  # fmt: skip
-        for j in range(alive, count):  # dk and dv look at `lefts` alone to see that nothing is left
+        for j in range(alive, count):  # dk and dv read only `lefts` to see that nothing is left
             tile = end - 1 - j
             m_state = m_row & (tile % RATIO == RATIO - 1)
             tl.store(p_lefts + (tile // RATIO - first).to(tl.int64) * T + row, b_left, mask=m_state)

@@ -1,6 +1,6 @@
 """Stick-breaking attention: the forward kernel.
 
-A program has a tile of queries and takes keys from near to far; every CHECK tiles it looks whether anything is left.
+A program has a tile of queries and takes keys from near to far; every CHECK tiles it checks whether anything is left.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _forward(
 
 
 def attend_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, rest: Tensor) -> None:
-    """Writes out (B, T, Hq, E) and, in half precision, what rounding took from it to rest, of the same shape."""
+    """Writes out (B, T, Hq, E) and, in half precision, its rounding residual to rest, of the same shape."""
     batch, length, heads, _ = q.shape
     tiling = tiling_for("forward", k, v)
     _forward[(ceil_div(length, tiling.tile) * batch * heads,)](

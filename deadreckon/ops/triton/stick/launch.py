@@ -1,4 +1,4 @@
-"""How the stick-breaking kernels are tiled and launched."""
+"""Tiling and launch options of the stick-breaking kernels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def strip_for(heads: int) -> int:
 
 
 def constants(k: Tensor, v: Tensor) -> dict[str, int | bool | str]:
-    """What all kernels are compiled for: widths, and how to multiply and divide."""
+    """Constants that all kernels are compiled with: widths, and how to multiply and divide."""
     width, value_width = k.shape[3], v.shape[3]
     return {
         "D": width,
@@ -71,5 +71,5 @@ def constants(k: Tensor, v: Tensor) -> dict[str, int | bool | str]:
 
 
 def rest_scale(dtype: torch.dtype) -> int:
-    """The factor of what rounding took from o before that is rounded itself; 0: o is not rounded, and has no rest."""
+    """The factor of o's rounding residual before that is rounded itself; 0: o is not rounded, and has no residual."""
     return {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2048}[dtype]  # float16 has no small numbers

@@ -4,22 +4,21 @@
 
 Forward (`forward.py`): with e = exp z the steps are 1 − σ = 1/(1 + e), and what is left of a row's stick is their
 product, kept as such: no logarithm. Keys come from near to far. In a tile (`sticks.py`), a key needs the product of the
-steps of all nearer keys. What is left only falls. Below 2^-29, a thirtieth of float32's precision, a row is done
-(`left` becomes 0), and tiles with nothing left are skipped; an e above 2^30 is taken for 2^30, which breaks the stick
-all the same.
+steps of all nearer keys. What is left only decreases. Below 2^-29, a thirtieth of float32's precision, a row is done
+(`left` becomes 0), and tiles with nothing left are skipped; e is clamped to 2^30, which breaks the stick all the same.
 
 Backward (`backward.py`): with g_ij = do_i·v_j and m_ij = A_ij g_ij,  dz_ij = m_ij − σ(z_ij) Σ_{s≤j} m_is.  The sum over
 farther keys is do_i·o_i less that over nearer ones, so this too runs from near to far, and nothing is restored by
 division. But the two must be sums of the same numbers: the weights are rounded in m as they were in o, and o is kept to
-twice the working precision, by a second tensor with what rounding took, its *rest*. What error remains is multiplied
+twice the working precision, with its rounding residual in a second tensor, its *rest*. What error remains is multiplied
 with Σ_j σ_ij, which is about 20 when a row is done, whatever T.
 
 dq runs along keys; dk and dv along queries, for each tile of keys from what is left of the rows, and what they still
 owe, at the tile's near edge. dq's kernel writes these two numbers. To keep memory linear in T it does so for one strip
-of keys, whose dk and dv follow at once, then for the next strip down, going on from where the rows were. No atomics.
+of keys, whose dk and dv follow at once, then for the next strip down, continuing from the rows' state. No atomics.
 
-Packed documents are laid side by side by length (`blockwise/documents.py`), inside operators of their own: a graph need
-not know how many there are.
+Packed documents are batched by length (`blockwise/documents.py`), inside custom ops of their own, so that a graph does
+not depend on their number.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from deadreckon.ops.triton.stick.launch import WIDEST, rest_scale
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x, or a copy if its channels lie apart or its tokens so far apart that a tile overruns 32 bits."""
+    """x, or a contiguous copy if its channels are strided, or if offsets within a tile would overflow 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(1) < 2**23 else x.contiguous()
 
 
 @torch.library.custom_op("deadreckon::stick_breaking_forward", mutates_args=())
 def stick_breaking_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The output (B, T, Hq, E), and for the backward pass what rounding took from it (nothing in float32)."""
+    """The output (B, T, Hq, E) and, for the backward pass, its rounding residual (empty in float32)."""
     q, k, v = _dense(q), _dense(k), _dense(v)
     out, rest = _forward_outputs(q, v)
     with torch.cuda.device_of(q):
@@ -92,7 +91,7 @@ stick_breaking_forward.register_autograd(_gradients, setup_context=save)
 
 @torch.library.custom_op("deadreckon::stick_breaking_packed", mutates_args=())
 def packed_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """As `stick_breaking_forward`, of the documents of one row, whose boundaries (N + 1,) are checked when it runs."""
+    """As `stick_breaking_forward`, for the documents of one row; validates boundaries (N + 1,) when it runs."""
     results = _forward_outputs(q, v)
     for batch in batches(boundaries(cu_seqlens, q.shape[1]), q.device):
         outputs = stick_breaking_forward(batch.rows(q), batch.rows(k), batch.rows(v), scale)

@@ -1,6 +1,6 @@
-"""One tile of sticks: which keys stand in which columns, what is left of each row after them, and its derivative.
+"""Stick-breaking in one tile: the order of keys in its columns, what is left of each row after them, its derivative.
 
-A thread holds a quarter of the columns of each of its rows, and *which* keys stand in them is ours to choose: sixteen
+A thread holds a quarter of the columns of each of its rows, and *which* keys these hold is ours to choose: sixteen
 neighbours (of 64), so that most products are of registers, and one division serves four keys.
 """
 
@@ -41,7 +41,7 @@ def _apart(b_x, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _together(b_0, b_1, b_2, b_3, BM: tl.constexpr, BN: tl.constexpr):
-    """What `_apart` took apart."""
+    """The inverse of `_apart`."""
     b_x = tl.reshape(tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3)), (BM, 4, BN // 8, 2))
     return tl.reshape(tl.permute(b_x, (0, 2, 1, 3)), (BM, BN))
 
@@ -91,7 +91,7 @@ def _inverse(b_x, FAST: tl.constexpr):
 
 @triton.jit
 def rounded(b_x, TYPE: tl.constexpr, FAST: tl.constexpr):
-    """b_x as it would be after storing it in TYPE."""
+    """b_x rounded to TYPE, as float32."""
     if FAST and tl.bfloat16 == TYPE:  # in pairs, or conversions take as long as exponentials
         return tl.inline_asm_elementwise(
             "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
