@@ -31,6 +31,13 @@ def test_import_brings_torch_alone() -> None:
     assert python(code).split() == ["False", "[]", "False"]  # torch alone brings no triton, a list of recipes no models
 
 
+def test_a_reader_may_see_enough() -> None:
+    """Piped into a program that has ended, the command line ends without a word."""
+    command = f"{sys.executable} -m deadreckon --help | true"
+    found = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert found.stderr == ""
+
+
 def test_import_is_quick() -> None:
     code = (
         "import torch, time; began = time.process_time(); import deadreckon; deadreckon.attend; "

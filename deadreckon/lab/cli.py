@@ -6,6 +6,7 @@ heavy modules.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
@@ -362,7 +363,7 @@ class Convert:
 
 @dataclass(frozen=True)
 class Bench:
-    """Run a benchmark against other libraries, after checking our results; `attention` by default."""
+    """Run a benchmark: by default `attention`, which times other libraries, too, after checking our results."""
 
     benchmark: Annotated[Benchmark, arg(name="")] = field(default_factory=Attention)
 
@@ -425,6 +426,9 @@ def main() -> None:
             description="Attention with data-dependent position encodings.",
         )  # fmt: skip
         chosen.run()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; rich ends its own output like this
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (ValueError, OSError) as error:
         Console(stderr=True).print("[red]error[/]:", Text(str(error)), highlight=False)
         sys.exit(2)
