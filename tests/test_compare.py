@@ -212,6 +212,8 @@ def test_fewest_layers_by_length() -> None:
     assert about.endswith("by number of layers") and counts == ["", "1", "2", "3"] and lengths == ["", "2", "4", "6"]
     assert longest == [["PaTH", "4", "2", "6"], ["RoPE", "–", "–", "–"]]
     assert fewest == [["PaTH", "1", "1", "3"], ["RoPE", "–", "–", "–"]]
+    some = Comparison("", find_recipe("a5-grid"), {"nope": values["path layers=1"], **values})
+    assert [len(rows) for *_, rows in solved_tables(some, "held out")] == [5]  # all, where some name no layers
     alone = Comparison("", find_recipe("a5-1"), {"path": values["path layers=1"]})
     assert [rows for *_, rows in solved_tables(alone, "held out")] == [[["PaTH", "4"]]]
 

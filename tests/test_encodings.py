@@ -199,6 +199,20 @@ def test_layers_say_what_is_wrong() -> None:
         long.encoding.embed(x, dr.Context.of(x))
 
 
+def test_documents_too_long_to_be_compiled() -> None:
+    """Compiled, boundaries are not read by the host; a document without positions is an error all the same."""
+    torch.manual_seed(0)
+    layer = dr.AttentionLayer(32, 4, "randomized", encoding_options={"positions": 8})
+
+    def embed(x: Tensor, bounds: Tensor) -> Tensor:
+        return layer.encoding.embed(x, dr.Context.of(x, None, bounds))
+
+    x, compiled = torch.randn(1, 24, 32), torch.compile(embed, backend="eager")
+    assert compiled(x, torch.tensor([0, 8, 16, 24], dtype=torch.int32)).isfinite().all()
+    with pytest.raises((ValueError, IndexError)):
+        compiled(x, torch.tensor([0, 12, 16, 24], dtype=torch.int32))
+
+
 # What each computes ---------------------------------------------------------------------------------------------------
 
 

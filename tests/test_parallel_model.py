@@ -77,10 +77,21 @@ def everything(layout: Any, names: tuple[str, ...]) -> dict[str, dict[str, Tenso
     with pytest.raises(ValueError, match="prism: its recurrent network"):
         learnt("prism", cp, packed=False)
     refusals(cp)
+    if layout == "zigzag":
+        compiled_with_a_mask(cp)
     limited = model_of("randomized", LENGTH)
     limited.cp = cp  # whose padding has no positions
     assert limited(**batch(1)).loss.isfinite()
     return found
+
+
+def compiled_with_a_mask(cp: dr.ContextParallel) -> None:
+    """A mask of ones masks nothing, beside packed documents, too."""
+    model, inputs = model_of("fox"), batch(1)
+    model.cp = cp
+    inputs |= {"cu_seqlens": torch.tensor(DOCUMENTS).int(), "attention_mask": torch.ones(1, LENGTH)}
+    expected = model(**inputs).loss
+    assert torch.allclose(torch.compile(model, backend="eager")(**inputs).loss, expected, atol=1e-5)
 
 
 def refusals(cp: dr.ContextParallel) -> None:

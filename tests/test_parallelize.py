@@ -84,12 +84,17 @@ def on_meshes() -> dict[str, Any]:
     for name, arguments, options in (
         ("mesh", (model_of(), init_device_mesh("cpu", (4,))), {}),
         ("model", (torch.nn.Linear(2, 2), mesh), {}),
-        ("model", (model_of("rope-fox", encoding_options={"rope-fox": {"learn_factor": True}}), mesh), {}),
+        ("model", (scalar(), mesh), {}),
         ("layers_per_group", (model_of(), mesh), {"layers_per_group": 0}),
     ):
         with pytest.raises(ValueError, match=f"{name}: expected"):
             parallelize(*arguments, **options)
     return found
+
+
+def scalar() -> dr.DeadReckonForCausalLM:
+    """A model with a parameter that is one number."""
+    return model_of("rope-fox", encoding_options={"rope-fox": {"learn_factor": True}})
 
 
 def test_a_mesh_learns_what_one_process_learns() -> None:
@@ -120,6 +125,7 @@ def on_one_rank() -> dict[str, Any]:
     model = model_of()
     parameters = list(model.parameters())
     model = parallelize(model, mesh)
+    parallelize(scalar(), mesh)
     with torch.device("meta"):
         begun = dr.DeadReckonForCausalLM(model.config)
     begun = parallelize(begun, mesh)

@@ -107,6 +107,21 @@ def test_figures_are_computed_again_once(
     score_run(run, console=quiet())
 
 
+def test_longer_rows_of_a_text_that_is_shorter_than_a_test(texts: tuple[str, ...]) -> None:
+    run = trained(texts, "run", "rope", "test_lengths=[16,32,100000]")
+    assert {length for _, length in run.scores()} == {16, 32}
+    found = score_run(run, longest=200_000, console=quiet())
+    assert {(length, one.longest) for (_, length), one in found.items()} == {(16, 200_000), (32, 200_000)}
+
+
+def test_a_model_is_probed_without_the_text_it_was_tested_on(texts: tuple[str, ...]) -> None:
+    run = trained(texts, "run")
+    Path("valid.jsonl").unlink()
+    _read.cache_clear()  # as in another process
+    rows = Source(run.path).rows("", 2, 64, 0)
+    assert rows.tokens.shape == (2, 64) and rows.trained == 16
+
+
 def test_swept_lengths_are_scored_once(texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of other tests are on other texts, and stay there."""
     for _ in range(2):

@@ -41,7 +41,9 @@ class Randomized(Encoding):
         drawn = context.drawn_alike(torch.randperm(self.limit, device=x.device))
         # The first `longest` indices, sorted, without slicing: `longest` may be a tensor on the device.
         drawn = drawn.masked_fill(torch.arange(self.limit, device=x.device) >= longest, self.limit).sort().values
-        places = context.positions.clamp(max=self.limit - 1)  # padding of shards may go beyond
+        places = context.positions
+        if context.cp is not None and context.cu_seqlens is None:
+            places = places.clamp(max=self.limit - 1)  # padding of shards may go beyond
         phase = drawn[places].unsqueeze(-1) * rope_angles(x.shape[-1], self.base, x.device)
         return x + (self.gain * torch.cat([phase.sin(), phase.cos()], dim=-1)).to(x.dtype)
 

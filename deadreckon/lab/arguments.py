@@ -22,7 +22,7 @@ def command() -> str:
 
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
-PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")  # endings of pictures
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")  # endings of pictures
 
 
 def names_in(texts: Iterable[str]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ heavy modules.
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
@@ -182,7 +183,7 @@ class Eval:
                 lines = list_scores(recipe, score_model(folder, recipe, wanted, self.device, console, beyond))
             elif self.change:
                 run = Run(self.folder)
-                recipe, folder = run.recipe_in_use.change_tests(self.change), run.path / self.checkpoint
+                recipe, folder = run.recipe_in_use.change_tests(self.change), run.checkpoint(self.checkpoint)
                 if any(one.startswith("test_lengths") for one in self.change):  # all of them, or none
                     wanted = wanted or recipe.test_lengths
                 scores = score_model(folder, recipe, wanted, self.device, console, beyond, run.metrics())
@@ -243,7 +244,7 @@ class Report:
         if not self.runs:
             raise ValueError("runs: expected one or more folders, got none")
         check_output("out", self.out, ".html", ".htm", ".md")
-        if self.out.suffix == ".md":
+        if self.out.suffix.lower() == ".md":
             write_conversions(self.out, self.runs, Console())
             return
         count = write_report(self.runs, self.out)
@@ -426,10 +427,10 @@ def main() -> None:
             description="Attention with data-dependent position encodings.",
         )  # fmt: skip
         chosen.run()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; rich ends its own output like this
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and stat.S_ISFIFO(os.fstat(1).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(1)  # the reader, such as `head`, has seen enough; rich ends its own output like this
         Console(stderr=True).print("[red]error[/]:", Text(str(error)), highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -52,18 +52,19 @@ def parallelize(
         raise ValueError(f"mesh: expected dimensions named 'dp', 'cp' or both, got {names or 'none that are named'}")
     if not isinstance(model, DeadReckonForCausalLM):
         raise ValueError(f"model: expected a DeadReckonForCausalLM, got {type(model).__name__}")
-    if numbers := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
-        raise ValueError(f"model: expected parameters that can be divided, got {numbers[0]}, which is one number")
     if layers_per_group < 1:
         raise ValueError(f"layers_per_group: expected 1 or more, got {layers_per_group}")
+    ranks = mesh if mesh.ndim == 1 else mesh[names]._flatten("_".join(names))
+    sharded = ranks.size() > 1 or dtype is not None
+    numbers = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if sharded and numbers:
+        raise ValueError(f"model: expected parameters that can be divided, got {numbers[0]}, which is one number")
     if checkpointing:
         if hasattr(model, "activation_checkpointing_enable"):  # what transformers 5.23 calls it
             model.activation_checkpointing_enable()
         else:
             model.gradient_checkpointing_enable()
-    ranks = mesh if mesh.ndim == 1 else mesh[names]._flatten("_".join(names))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
-    sharded = ranks.size() > 1 or dtype is not None
     layers: list[nn.Module] = list(model.model.layers) if sharded else []
     groups = [layers[first : first + layers_per_group] for first in range(0, len(layers), layers_per_group)]
     groups.append([model])

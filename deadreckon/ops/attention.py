@@ -107,9 +107,9 @@ def attend(
             if reason is None:
                 from deadreckon.ops.triton.attend import attend_fused
 
-                cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
-                if cu_seqlens is not None and documents is None:
-                    cu_seqlens = sound(cu_seqlens, q.shape[1])
+                if cu_seqlens is not None and score == "softmax":  # other scores read and validate them on the host
+                    cu_seqlens = cu_seqlens.to(q.device)
+                    cu_seqlens = sound(cu_seqlens, q.shape[1]) if documents is None else cu_seqlens
                 return attend_fused(q, k, v, factors, scale, cu_seqlens, documents)
             if impl == "triton":
                 raise ValueError(f"impl: 'triton' needs {reason}")

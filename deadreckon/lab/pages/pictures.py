@@ -59,7 +59,7 @@ def drawing(
         yield figure, panels
         if isinstance(target, Path):
             with writing(target) as new:
-                figure.savefig(new, dpi=160, format=target.suffix[1:])
+                figure.savefig(new, dpi=160, format=target.suffix[1:] or "png")
         else:  # without the date, so that equal results are equal files
             figure.savefig(target, format="svg", metadata={"Date": None})
         plt.close(figure)

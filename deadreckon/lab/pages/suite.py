@@ -92,7 +92,7 @@ def run_suite(
 
 def find_model(folder: Path, checkpoint: str) -> Path:
     """The folder of the weights: a run's checkpoint, or that of a saved model itself."""
-    source = folder / checkpoint if (folder / "recipe.json").exists() else folder
+    source = Run(folder).checkpoint(checkpoint) if (folder / "recipe.json").exists() else folder
     check_model(source, ours=False)
     return source
 

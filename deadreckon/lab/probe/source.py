@@ -63,7 +63,7 @@ class Source:
                 f"does, got {str(folder)!r}"
             )
         self.run = Run(folder) if (folder / "recipe.json").exists() else None
-        self.folder = folder if self.run is None else folder / checkpoint
+        self.folder = folder if self.run is None else self.run.checkpoint(checkpoint)
         check_model(self.folder)
         with quiet_transformers():
             load = dr.DeadReckonForCausalLM.from_pretrained

@@ -163,13 +163,17 @@ class Run:
         self, kind: str = "last", device: str = "cpu", lengths: Sequence[int] = (), sharpen_beyond: int | None = None
     ) -> dr.DeadReckonForCausalLM:
         """Loads the model of a checkpoint, see `load_for_tests`."""
+        return load_for_tests(self.checkpoint(kind), self.recipe, device, lengths, sharpen_beyond)
+
+    def checkpoint(self, kind: str = "last") -> Path:
+        """The folder of a checkpoint, recovered if it was being replaced when a process was killed."""
         folder = self.path / kind
         if not folder.exists() and interrupted(folder):
             with self.locked():
                 recover(folder)
         if not (folder / "config.json").exists():
             raise ValueError(f"run: {self.path} has no {kind} checkpoint yet")
-        return load_for_tests(folder, self.recipe, device, lengths, sharpen_beyond)
+        return folder
 
     def scores(self, kind: str = "last", sharpen_beyond: int | None = None) -> dict[tuple[str, int], Score]:
         """Scores of a checkpoint by test and length; those of an earlier checkpoint do not count.

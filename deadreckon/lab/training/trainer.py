@@ -262,7 +262,8 @@ def score_run(
     longest = max([longest, before, *lengths, *recipe.test_lengths])
     if other := {place for place, one in known.items() if one.longest not in (0, longest)}:
         known = {place: one for place, one in known.items() if place not in other}
-        lengths = sorted({*(lengths or recipe.test_lengths), *(length for _, length in other)})
+        more = {length for _, length in other} - {length for _, length in places_to_test(recipe, lengths)}
+        lengths = sorted({*(lengths or recipe.test_lengths), *more}) if more else lengths
     places = places_to_test(recipe, lengths)
     if missing := {place for place in places if place not in known}:
         model = run.load(kind, device, lengths, sharpen_beyond)
