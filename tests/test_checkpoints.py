@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,8 @@ from worlds import run_world
 import deadreckon as dr
 from deadreckon.lab.arguments import bytes_in
 from deadreckon.lab.files import beside
+from deadreckon.lab.pages.suite import find_model
+from deadreckon.lab.probe.source import Source
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import Ranks, Run, Training, checkpoints, train_run
 from deadreckon.lab.training.checkpoints import divide, export
@@ -155,3 +158,22 @@ def test_numbers_of_bytes() -> None:
     for bad in ("", "GB", "0", "-1", "1.5GB", "5 tons"):
         with pytest.raises(ValueError, match="shard_size: expected a number of bytes"):
             bytes_in(bad, "shard_size")
+
+
+def test_an_interrupted_checkpoint_is_found_by_all(tmp_path: Path) -> None:
+    """Whoever reads it puts it in its place: a kill between two renames leaves it beside."""
+    run = train_run(small("nope"), tmp_path / "run", console=quiet())
+    for read in (lambda: Source(run.path), lambda: find_model(run.path, "last"), run.load):
+        shutil.copytree(run.path / "last", run.path / "last.new")
+        (run.path / "last").rename(run.path / "last.old")
+        read()
+        assert sorted(path.name for path in run.path.glob("last*")) == ["last"]
+
+
+def test_what_only_training_reads_may_be_broken(tmp_path: Path) -> None:
+    run = train_run(small("nope"), tmp_path / "run", console=quiet())
+    (run.path / "last" / "optimizer.safetensors").write_bytes(b"cut off")
+    run.load()
+    (run.path / "last" / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match=r"model: expected safetensors in .*model\.safetensors', whole"):
+        run.load()

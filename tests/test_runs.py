@@ -29,8 +29,6 @@ import deadreckon as dr
 from deadreckon.lab import cli, files
 from deadreckon.lab.evaluation import Score, score
 from deadreckon.lab.files import recover, replacing
-from deadreckon.lab.pages.suite import find_model
-from deadreckon.lab.probe.source import Source
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training import Progress, Run, Training, checkpoints, make_model, train, train_run
 from deadreckon.tasks.curriculum import Curriculum
@@ -437,22 +435,3 @@ def test_patience_counts_evaluations_that_were_no_better() -> None:
     exact = small("rope", 0, 'evaluators=["exact"]', "ends.reached=0.9")
     ended = [Progress(0).evaluated(exact, value).ended for value in (0.89, 0.9, 1.0, math.nan)]
     assert ended == [False, True, True, False]
-
-
-def test_an_interrupted_checkpoint_is_found_by_all(tmp_path: Path) -> None:
-    """Whoever reads it puts it in its place: a kill between two renames leaves it beside."""
-    run = train_run(small("nope"), tmp_path / "run", console=quiet())
-    for read in (lambda: Source(run.path), lambda: find_model(run.path, "last"), run.load):
-        shutil.copytree(run.path / "last", run.path / "last.new")
-        (run.path / "last").rename(run.path / "last.old")
-        read()
-        assert sorted(path.name for path in run.path.glob("last*")) == ["last"]
-
-
-def test_what_only_training_reads_may_be_broken(tmp_path: Path) -> None:
-    run = train_run(small("nope"), tmp_path / "run", console=quiet())
-    (run.path / "last" / "optimizer.safetensors").write_bytes(b"cut off")
-    run.load()
-    (run.path / "last" / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(ValueError, match=r"model: expected safetensors in .*model\.safetensors', whole"):
-        run.load()
