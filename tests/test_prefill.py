@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deadreckon as dr
-from deadreckon.ops.streaming.fused import STREAM, reason_against_first
+from deadreckon.ops.streaming.fused import STREAM, reason_against
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
 from deadreckon.ops.triton.kernel import Kernel
@@ -108,7 +108,7 @@ def test_wide_keys_that_kernels_take(
     }
     monkeypatch.setattr("deadreckon.ops.streaming.fused.cramped", lambda x: "cramped" in change)
     q, v = (torch.zeros(1, 3, 2, given[name], dtype=given["dtype"], device=DEVICE) for name in ("width", "value_width"))
-    assert reason_against_first(q, v, given["factors"]) == reason
+    assert reason_against(q, v, given["factors"]) == reason
 
 
 @pytest.mark.parametrize("transport", [None, "rotation", "rotation of values", "rotation per query head"])

@@ -1,18 +1,30 @@
-"""Histogram filters as Triton kernels: each cursor's histogram stays on chip for all tokens of a call.
+"""Histogram filters as Triton kernels: each cursor's histogram stays in registers for all tokens of a call.
 
-One program handles one cursor of one sequence. A step is, with h̃ = (1 − reset) h + reset · total · δ₀,
+A step is, with h̃ = (1 − reset) h + reset · total · δ₀,
 
     moved = stay · h̃ + up · h̃[i − 1] + down · h̃[i + 1], bounded at both ends       h' ∝ (moved + ε)^γ
 
-where neighbours are gathered on chip. The backward pass needs the histograms: those that were the output, or that a
-forward call has just recomputed. After a step the total is 1, whatever h was: only the first step of a call has to
-compute it, and its gradient.
+One warp handles the histograms of R cursors. L lanes share a histogram: position m L + l is register m of lane l, so
+that loads and stores are coalesced for any P, and a neighbour is one shuffle away.
+
+             lane 0      1    …   L − 1
+    register 0    0      1    …   L − 1        K = ⌈P / L⌉ registers: a tuple of (R, L) tensors
+             1    L    L + 1  …  2L − 1
+             ⋮
+
+The kernels are bound by the number of their instructions. So 1 − reset is multiplied into the moves, and in the
+backward pass, with g the gradient of `moved`, all three sums for the moves are over products of h with g and its
+neighbours, and the gradient of reset follows from them. The backward pass needs the histograms: those that were the
+output, or that a forward call has just recomputed. After a step the total is 1, whatever h was: only the first step of
+a call has to compute it, and its gradient.
 
 Superpositions are not computed inside the filter's kernel. A table of 512 × 340 16-bit numbers is larger than shared
 memory, so every program would load it again at every token, and enough rows for tensor cores (64 of 512 positions) take
 all registers of a multiprocessor. Chunk by chunk, the filter runs at full occupancy and the product at cuBLAS's speed;
 the price is that a chunk's histograms go through global memory once, in the table's precision.
 """
+
+# mypy: no-check-untyped-defs (kernels build tuples of tensors, one by one)
 
 from __future__ import annotations
 
@@ -26,10 +38,12 @@ from deadreckon.filters.operators import filter_operator, superposition_operator
 from deadreckon.ops.triton.cursors import slot_of
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.pointwise import sigmoid
-from deadreckon.ops.triton.tiles import INTERPRETED, power_of_two
+from deadreckon.ops.triton.tiles import INTERPRETED, ceil_div, power_of_two
 
 WIDEST = 4096  # positions
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REGISTERS = 16  # positions of a histogram that one thread holds, at most
+NARROWEST = 8  # lanes that share a histogram, at least
 
 
 @triton.jit
@@ -51,76 +65,173 @@ def _ratio(x, y):
 
 
 @triton.jit
-def _gates(p_reset, p_move, i_at):
+def _there(m_row, lane, m: tl.constexpr, P: tl.constexpr, L: tl.constexpr):
+    """Which numbers of register m are positions of a cursor."""
+    if (m + 1) * L <= P:
+        return m_row & (lane >= 0)
+    else:
+        return m_row & (m * L + lane < P)
+
+
+@triton.jit
+def _load(p_row, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+    """Rows of P numbers."""
+    found = ()
+    for m in tl.static_range(K):
+        found += (tl.load(p_row + (m * L + lane), mask=_there(m_row, lane, m, P, L), other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _store(p_row, value, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+    for m in tl.static_range(K):
+        there = _there(m_row, lane, m, P, L)
+        tl.store(p_row + (m * L + lane), value[m].to(p_row.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _turned(b_x, lane, by: tl.constexpr, L: tl.constexpr):
+    """Each lane's number is that of another, `by` lanes on, in a circle."""
+    return tl.gather(b_x, (lane + by) & (L - 1), 1)
+
+
+@triton.jit
+def _neighbours(value, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+    """value[i − 1] and value[i + 1]; at both ends value[i]."""
+    before = ()
+    after = ()
+    for m in tl.static_range(K):
+        before += (_turned(value[m], lane, -1, L),)
+        after += (_turned(value[m], lane, 1, L),)
+    left = ()
+    right = ()
+    for m in tl.static_range(K):
+        left += (tl.where(lane == 0, value[0] if m == 0 else before[m - 1], before[m]),)
+        if m == K - 1:
+            right += (tl.where(lane == (P - 1) % L, value[m], after[m]),)
+        else:
+            right += (tl.where(lane == L - 1, after[m + 1], after[m]),)
+    return left, right
+
+
+@triton.jit
+def _gates(p_reset, p_move, i_at, m_row):
     """reset, up, down and stay."""
     p_move += i_at * 3
-    reset, up = tl.load(p_reset + i_at).to(tl.float32), tl.load(p_move).to(tl.float32)
-    return reset, up, tl.load(p_move + 1).to(tl.float32), tl.load(p_move + 2).to(tl.float32)
+    reset, up = tl.load(p_reset + i_at, mask=m_row, other=0.0), tl.load(p_move, mask=m_row, other=0.0)
+    down, stay = tl.load(p_move + 1, mask=m_row, other=0.0), tl.load(p_move + 2, mask=m_row, other=0.0)
+    return reset.to(tl.float32), up.to(tl.float32), down.to(tl.float32), stay.to(tl.float32)
 
 
 @triton.jit
-def _moved(b_from, up, down, stay, position, P: tl.constexpr):
-    """h̃ after a move: mass that would leave at an end stays there."""
-    b_left = tl.gather(b_from, tl.maximum(position - 1, 0), 0)
-    b_right = tl.gather(b_from, tl.minimum(position + 1, P - 1), 0)
-    return stay * b_from + tl.where(position == 0, down, up) * b_left + tl.where(position == P - 1, up, down) * b_right
+def _moved(h, total, reset, up, down, stay, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+    """Where the mass of h moves: what would leave at an end stays there."""
+    left, right = _neighbours(h, lane, P, L, K)
+    kept, fresh = 1 - reset, reset * total
+    keep_up, keep_down, keep_stay = kept * up, kept * down, kept * stay
+    new = ()
+    for m in tl.static_range(K):
+        from_left, from_right = keep_up, keep_down
+        if m == 0:
+            from_left = tl.where(lane == 0, keep_down, keep_up)
+        if m == K - 1:
+            from_right = tl.where(lane == (P - 1) % L, keep_up, keep_down)
+        b_new = keep_stay * h[m] + from_left * left[m] + from_right * right[m]
+        if m == 0:  # what starts again at 0, and moves
+            b_new += tl.where(lane == 0, fresh * (stay + down), tl.where(lane == 1, fresh * up, 0.0))
+        new += (b_new,)
+    return new
 
 
 @triton.jit
-def _sharpened(b_new, gamma, eps, m_p, P: tl.constexpr, BP: tl.constexpr):
+def _total(h, K: tl.constexpr):
+    b_sum = h[0]
+    for m in tl.static_range(1, K):
+        b_sum += h[m]
+    return tl.sum(b_sum, 1, keep_dims=True)
+
+
+@triton.jit
+def _sharpened(new, gamma, eps, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
     """(new + ε)^γ, normalised."""
-    b_log = gamma * _log2(b_new + eps)
-    if P != BP:
-        b_log = tl.where(m_p, b_log, float("-inf"))
-    b_power = tl.exp2(b_log - tl.max(b_log, 0))
-    return b_power * (1.0 / tl.sum(b_power, 0))
+    logs = ()
+    for m in tl.static_range(K):
+        b_log = gamma * _log2(new[m] + eps)
+        if (m + 1) * L > P:
+            b_log = tl.where(m * L + lane < P, b_log, float("-inf"))
+        logs += (b_log,)
+    b_most = logs[0]
+    for m in tl.static_range(1, K):
+        b_most = tl.maximum(b_most, logs[m])
+    most = tl.max(b_most, 1, keep_dims=True)
+    powers = ()
+    for m in tl.static_range(K):
+        powers += (tl.exp2(logs[m] - most),)
+    share = 1.0 / _total(powers, K)
+    h = ()
+    for m in tl.static_range(K):
+        h += (powers[m] * share,)
+    return h
 
 
 @triton.jit
+def _rows(N, C, R: tl.constexpr, L: tl.constexpr):
+    """The cursors of a program: their numbers, which of them exist, sequence, cursor, and the lanes."""
+    i_n = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    return i_n, i_n < N, i_n // C, i_n % C, tl.arange(0, L)[None, :] + tl.zeros([R, L], tl.int32)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["FIRST", "STEPS"])
 def _filter_forward(
-    p_reset, p_move, p_gamma, p_copy, p_state, p_out, p_final, eps, FIRST, STEPS, T, C, s_b, s_c, s_p,
-    P: tl.constexpr, BP: tl.constexpr,
+    p_reset, p_move, p_gamma, p_copy, p_state, p_out, p_final, eps, FIRST, STEPS, T, C, N, s_b, s_c, s_p,
+    P: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    i_n = tl.program_id(0).to(tl.int64)
-    i_b, i_c = i_n // C, i_n % C
-    position = tl.arange(0, BP)
-    m_p = position < P
+    i_n, m_row, i_b, i_c, lane = _rows(N, C, R, L)
     gamma = tl.load(p_gamma + i_c).to(tl.float32)
-    b_h = tl.load(p_state + i_b * s_b + i_c * s_c + position * s_p, mask=m_p, other=0.0).to(tl.float32)
-    total = tl.sum(b_h, 0)
+    h = ()
+    p_state += i_b * s_b + i_c * s_c
+    for m in tl.static_range(K):
+        position = (m * L + lane) * s_p
+        h += (tl.load(p_state + position, mask=_there(m_row, lane, m, P, L), other=0.0).to(tl.float32),)
+    total = _total(h, K)
     for t in range(STEPS):
         i_at = (i_b * T + FIRST + t) * C + i_c
-        reset, up, down, stay = _gates(p_reset, p_move, i_at)
-        b_from = (1 - reset) * b_h + tl.where(position == 0, reset * total, 0.0)
-        b_new = _moved(b_from, up, down, stay, position, P)
+        reset, up, down, stay = _gates(p_reset, p_move, i_at, m_row)
+        new = _moved(h, total, reset, up, down, stay, lane, P, L, K)
         if p_copy is not None:
-            p_row = p_copy + i_at * (P + 1)
-            b_copy = tl.load(p_row + position, mask=m_p, other=0.0).to(tl.float32)
-            b_new = b_new * tl.load(p_row + P).to(tl.float32) + total * b_copy
-        b_h = _sharpened(b_new, gamma, eps, m_p, P, BP)
+            new = _jumped(new, total, p_copy + i_at * (P + 1), m_row, lane, P, L, K)
+        h = _sharpened(new, gamma, eps, lane, P, L, K)
         if p_out is not None:
-            p_row = p_out + ((i_b * STEPS + t) * C + i_c) * P
-            tl.store(p_row + position, b_h.to(p_out.dtype.element_ty), mask=m_p)
-        total = tl.full([], 1.0, tl.float32)
+            _store(p_out + ((i_b * STEPS + t) * C + i_c) * P, h, m_row, lane, P, L, K)
+        total = tl.full([R, 1], 1.0, tl.float32)
     if p_final is not None:
-        tl.store(p_final + i_n * P + position, b_h, mask=m_p)
+        _store(p_final + i_n * P, h, m_row, lane, P, L, K)
+
+
+@triton.jit
+def _jumped(new, total, p_row, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+    """new after the copy branch, whose row has P probabilities of jumps and that of none."""
+    jumps, none = _load(p_row, m_row, lane, P, L, K), tl.load(p_row + P, mask=m_row, other=0.0).to(tl.float32)
+    after = ()
+    for m in tl.static_range(K):
+        after += (new[m] * none + total * jumps[m],)
+    return after
 
 
 @Kernel
 @triton.jit
 def _filter_step(
-    p_action, p_sharpness, p_copy, p_kept, p_place, p_h, eps, s_place, s_row, C, WALKING,
-    P: tl.constexpr, BP: tl.constexpr, KEPT: tl.constexpr,
+    p_action, p_sharpness, p_copy, p_kept, p_place, p_h, eps, s_place, s_row, C, N, WALKING,
+    P: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """One decoding step, from the logits of its gates; histograms are read from and written to slots by position."""
-    i_n = tl.program_id(0).to(tl.int64)
-    i_b, i_c = i_n // C, i_n % C
-    position = tl.arange(0, BP)
-    m_p = position < P
-    place = tl.load(p_place + i_b * s_place)
+    i_n, m_row, i_b, i_c, lane = _rows(N, C, R, L)
+    place = tl.load(p_place + i_b * s_place, mask=m_row, other=0)
     p_action += i_b * s_row + i_c * 4
-    reset = sigmoid(tl.load(p_action))
-    to_up, to_down, to_stay = tl.load(p_action + 1), tl.load(p_action + 2), tl.load(p_action + 3)
+    reset = sigmoid(tl.load(p_action, mask=m_row, other=0.0))
+    to_up, to_down = tl.load(p_action + 1, mask=m_row, other=0.0), tl.load(p_action + 2, mask=m_row, other=0.0)
+    to_stay = tl.load(p_action + 3, mask=m_row, other=0.0)
     likeliest = tl.maximum(tl.maximum(to_up, to_down), to_stay)
     up, down, stay = tl.exp(to_up - likeliest), tl.exp(to_down - likeliest), tl.exp(to_stay - likeliest)
     every = up + down + stay
@@ -128,96 +239,141 @@ def _filter_step(
     reset, stay = tl.where(place < 0, 1.0, reset), tl.where(place < 0, 1.0, stay / every)
     up, down = tl.where(place < 0, 0.0, up / every), tl.where(place < 0, 0.0, down / every)
     gamma = 1 + tl.exp(tl.load(p_sharpness + i_c).to(tl.float32))
-    p_kept += (i_b * KEPT * C + i_c) * P + position
-    b_h = tl.load(p_kept + slot_of(tl.maximum(place - 1, -1), KEPT) * C * P, mask=m_p, other=0.0)
-    total = tl.sum(b_h, 0)
-    b_from = (1 - reset) * b_h + tl.where(position == 0, reset * total, 0.0)
-    b_new = _moved(b_from, up, down, stay, position, P)
+    p_kept += (i_b * KEPT * C + i_c) * P
+    h = _load(p_kept + slot_of(tl.maximum(place - 1, -1), KEPT) * C * P, m_row, lane, P, L, K)
+    total = _total(h, K)
+    new = _moved(h, total, reset, up, down, stay, lane, P, L, K)
     if p_copy is not None:
-        jumps = i_c >= WALKING
+        jumps = m_row & (i_c >= WALKING)
         p_row = p_copy + (i_b * (C - WALKING) + i_c - WALKING) * (P + 1)
-        b_copy = tl.load(p_row + position, mask=m_p & jumps, other=0.0)
-        b_new = b_new * tl.load(p_row + P, mask=jumps, other=1.0) + total * b_copy
-    b_h = _sharpened(b_new, gamma, eps, m_p, P, BP)
+        after = _jumped(new, total, p_row, jumps, lane, P, L, K)
+        chosen = ()
+        for m in tl.static_range(K):
+            chosen += (tl.where(jumps, after[m], new[m]),)
+        new = chosen
+    h = _sharpened(new, gamma, eps, lane, P, L, K)
     tl.debug_barrier()  # padding may write to the slot that has just been read
-    tl.store(p_kept + slot_of(place, KEPT) * C * P, b_h, mask=m_p)
-    tl.store(p_h + i_n * P + position, b_h.to(p_h.dtype.element_ty), mask=m_p)
+    _store(p_kept + slot_of(place, KEPT) * C * P, h, m_row, lane, P, L, K)
+    _store(p_h + i_n * P, h, m_row, lane, P, L, K)
 
 
-@triton.jit
+@Kernel
+@triton.jit(do_not_specialize=["FIRST", "STEPS"])
 def _filter_backward(
     p_reset, p_move, p_gamma, p_copy, p_state, p_out, p_grad, p_carry, p_grad_reset, p_grad_move, p_grad_gamma,
-    p_grad_copy, eps, FIRST, STEPS, T, C, s_b, s_c, s_p, P: tl.constexpr, BP: tl.constexpr,
+    p_grad_copy, eps, FIRST, STEPS, T, C, N, s_b, s_c, s_p,
+    P: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    i_n = tl.program_id(0).to(tl.int64)
-    i_b, i_c = i_n // C, i_n % C
-    position = tl.arange(0, BP)
-    left, right = tl.maximum(position - 1, 0), tl.minimum(position + 1, P - 1)
-    m_p = position < P
+    i_n, m_row, i_b, i_c, lane = _rows(N, C, R, L)
     gamma = tl.load(p_gamma + i_c).to(tl.float32)
-    p_out += position
-    p_grad += position
-    p_state += i_b * s_b + i_c * s_c + position * s_p
-    p_carry += i_n * P + position
-    b_carry = tl.load(p_carry, mask=m_p, other=0.0)
-    b_after = tl.load(p_out + ((i_b * STEPS + STEPS - 1) * C + i_c) * P, mask=m_p, other=0.0).to(tl.float32)
-    b_gamma = tl.zeros([BP], tl.float32)
+    p_state += i_b * s_b + i_c * s_c
+    carry = _load(p_carry + i_n * P, m_row, lane, P, L, K)
+    after = _load(p_out + ((i_b * STEPS + STEPS - 1) * C + i_c) * P, m_row, lane, P, L, K)
+    b_gamma = tl.zeros([R, L], tl.float32)
     for back in range(STEPS):
         t = STEPS - 1 - back
         i_at, i_row = (i_b * T + FIRST + t) * C + i_c, (i_b * STEPS + t) * C + i_c
-        reset, up, down, stay = _gates(p_reset, p_move, i_at)
+        reset, up, down, stay = _gates(p_reset, p_move, i_at, m_row)
+        total = tl.full([R, 1], 1.0, tl.float32)
+        h = after
         if t > 0:
-            b_h = tl.load(p_out + (i_row - C) * P, mask=m_p, other=0.0).to(tl.float32)
-            total = tl.full([], 1.0, tl.float32)
+            h = _load(p_out + (i_row - C) * P, m_row, lane, P, L, K)
         else:
-            b_h = tl.load(p_state, mask=m_p, other=0.0).to(tl.float32)
-            total = tl.sum(b_h, 0)
-        b_grad = b_carry + tl.load(p_grad + i_row * P, mask=m_p, other=0.0).to(tl.float32)
-        b_grad = b_after * (b_grad - tl.sum(b_grad * b_after, 0))  # of γ log(new + ε)
+            first = ()
+            for m in tl.static_range(K):
+                position = (m * L + lane) * s_p
+                b_h = tl.load(p_state + position, mask=_there(m_row, lane, m, P, L), other=0.0)
+                first += (b_h.to(tl.float32),)
+            h = first
+            total = _total(h, K)
+        grad = _load(p_grad + i_row * P, m_row, lane, P, L, K)
+        b_along = (carry[0] + grad[0]) * after[0]
+        for m in tl.static_range(1, K):
+            b_along += (carry[m] + grad[m]) * after[m]
+        along = tl.sum(b_along, 1, keep_dims=True)
 
-        b_from = (1 - reset) * b_h + tl.where(position == 0, reset * total, 0.0)
-        b_new = _moved(b_from, up, down, stay, position, P)
-        jumped = tl.zeros([], tl.float32)
+        new = _moved(h, total, reset, up, down, stay, lane, P, L, K)
+        jumps = new
+        none = tl.full([R, 1], 1.0, tl.float32)
         if p_copy is not None:
             p_row = p_copy + i_at * (P + 1)
-            none = tl.load(p_row + P).to(tl.float32)
-            b_copy = tl.load(p_row + position, mask=m_p, other=0.0).to(tl.float32)
-            b_all = b_new * none + total * b_copy + eps
-            b_gamma += b_grad * _log2(b_all)
-            b_grad = _ratio(gamma * b_grad, b_all)
-            p_row = p_grad_copy + i_at * (P + 1)
-            tl.store(p_row + position, (total * b_grad).to(p_grad_copy.dtype.element_ty), mask=m_p)
-            tl.store(p_row + P, tl.sum(b_grad * b_new, 0).to(p_grad_copy.dtype.element_ty))
-            jumped = tl.sum(b_grad * b_copy, 0)
-            b_grad = none * b_grad
-        else:
-            b_gamma += b_grad * _log2(b_new + eps)
-            b_grad = _ratio(gamma * b_grad, b_new + eps)
-        b_left, b_right = tl.gather(b_grad, left, 0), tl.gather(b_grad, right, 0)
-        b_to = stay * b_grad + up * b_right + down * b_left  # the gradient of h̃
-        of_reset = tl.sum(b_to * (tl.where(position == 0, total, 0.0) - b_h), 0)
-        p_of_move = p_grad_move + i_at * 3
-        tl.store(p_grad_reset + i_at, of_reset.to(p_grad_reset.dtype.element_ty))
-        tl.store(p_of_move, tl.sum(b_right * b_from, 0).to(p_grad_move.dtype.element_ty))
-        tl.store(p_of_move + 1, tl.sum(b_left * b_from, 0).to(p_grad_move.dtype.element_ty))
-        tl.store(p_of_move + 2, tl.sum(b_grad * b_from, 0).to(p_grad_move.dtype.element_ty))
-        b_carry = (1 - reset) * b_to
+            jumps, none = _load(p_row, m_row, lane, P, L, K), tl.load(p_row + P, mask=m_row, other=0.0).to(tl.float32)
+        g = ()
+        b_none, b_jumped = tl.zeros([R, L], tl.float32), tl.zeros([R, L], tl.float32)
+        for m in tl.static_range(K):
+            b_all = new[m] + eps
+            if p_copy is not None:
+                b_all = new[m] * none + total * jumps[m] + eps
+            b_g = after[m] * (carry[m] + grad[m] - along)  # of γ log(new + ε)
+            b_gamma += b_g * _log2(b_all)
+            b_g = _ratio(gamma * b_g, b_all)
+            if p_copy is not None:
+                p_row = p_grad_copy + i_at * (P + 1)
+                there = _there(m_row, lane, m, P, L)
+                tl.store(p_row + (m * L + lane), (total * b_g).to(p_row.dtype.element_ty), mask=there)
+                b_none += b_g * new[m]
+                b_jumped += b_g * jumps[m]
+                b_g = none * b_g
+            g += (b_g,)
+        jumped = tl.zeros([R, 1], tl.float32)
+        if p_copy is not None:
+            p_row = p_grad_copy + i_at * (P + 1) + P
+            tl.store(p_row, tl.sum(b_none, 1, keep_dims=True).to(p_row.dtype.element_ty), mask=m_row)
+            jumped = tl.sum(b_jumped, 1, keep_dims=True)
+        # Of h̃: to = stay · g + up · g[i + 1] + down · g[i − 1], whose sums with h are those of the moves.
+        left, right = _neighbours(g, lane, P, L, K)
+        kept = 1 - reset
+        b_up, b_down, b_stay = h[0] * right[0], h[0] * left[0], h[0] * g[0]
+        to = ()
+        for m in tl.static_range(K):
+            if m > 0:
+                b_up += h[m] * right[m]
+                b_down += h[m] * left[m]
+                b_stay += h[m] * g[m]
+            to += (stay * g[m] + up * right[m] + down * left[m],)
+        of_up, of_down = tl.sum(b_up, 1, keep_dims=True), tl.sum(b_down, 1, keep_dims=True)
+        of_stay = tl.sum(b_stay, 1, keep_dims=True)
+        # What starts again at 0 is moved, too. Every lane learns of the gradients there.
+        nowhere = lane & 0
+        at_0, at_1, to_0 = tl.gather(g[0], nowhere, 1), tl.gather(right[0], nowhere, 1), tl.gather(to[0], nowhere, 1)
+        _store_gates(
+            p_grad_reset + i_at, p_grad_move + i_at * 3, total * to_0 - (stay * of_stay + up * of_up + down * of_down),
+            kept * of_up + reset * total * at_1, kept * of_down + reset * total * at_0,
+            kept * of_stay + reset * total * at_0, m_row, lane,
+        )  # fmt: skip
+        further = tl.zeros([R, L], tl.float32)
         if t == 0:  # the gradient by way of total
-            b_carry += jumped + tl.sum(tl.where(position == 0, reset * b_to, 0.0), 0)
-        b_after = b_h
-    tl.store(p_carry, b_carry, mask=m_p)
+            further = jumped + reset * to_0
+        rest = ()
+        for m in tl.static_range(K):
+            rest += (kept * to[m] + further,)
+        carry, after = rest, h
+    _store(p_carry + i_n * P, carry, m_row, lane, P, L, K)
     p_grad_gamma += i_n
-    tl.store(p_grad_gamma, tl.load(p_grad_gamma) + 0.6931471805599453 * tl.sum(b_gamma, 0))
+    of_gamma = tl.load(p_grad_gamma, mask=m_row, other=0.0) + 0.6931471805599453 * tl.sum(b_gamma, 1, keep_dims=True)
+    tl.store(p_grad_gamma, of_gamma, mask=m_row)
 
 
-def _tile(positions: int, shares: int = 1) -> tuple[int, int]:
-    """Positions padded to a power of two, and warps: sixteen positions, or eight with two shares, for each thread.
+@triton.jit
+def _store_gates(p_reset, p_move, reset, up, down, stay, m_row, lane):
+    """Gradients of the gates, which every lane knows."""
+    one = m_row & (lane == 0)
+    tl.store(p_reset + lane * 0, reset.to(p_reset.dtype.element_ty), mask=one)
+    tl.store(p_move + lane * 0, up.to(p_move.dtype.element_ty), mask=one)
+    tl.store(p_move + lane * 0 + 1, down.to(p_move.dtype.element_ty), mask=one)
+    tl.store(p_move + lane * 0 + 2, stay.to(p_move.dtype.element_ty), mask=one)
 
-    Up to 512 positions that is one warp, without synchronisation: neighbours, most of them in the same thread, and sums
-    go by shuffles. More warps communicate through shared memory.
+
+def _tile(positions: int) -> dict[str, int]:
+    """Lanes of a histogram, its positions in each lane, histograms of a program, and warps.
+
+    Up to 512 positions a histogram is in one warp, without synchronisation. More warps communicate through shared
+    memory.
     """
-    width = max(32, power_of_two(positions))
-    return width, max(1, width * shares // 512)
+    lanes = max(NARROWEST, power_of_two(ceil_div(positions, REGISTERS)))
+    return {
+        "K": ceil_div(positions, lanes), "L": lanes, "R": max(1, 32 // lanes), "num_warps": max(1, lanes // 32),
+    }  # fmt: skip
 
 
 def advance(
@@ -229,12 +385,11 @@ def advance(
     reset (B, T, C), move (B, T, C, 3), gamma (C,) and copy (B, T, C, P + 1) are contiguous. Writes out
     (B, steps, C, P) and final (B, C, P), float32, unless they are None.
     """
-    batch, length, cursors = reset.shape
-    positions = state.shape[2]
-    padded, warps = _tile(positions)
-    _filter_forward[(batch * cursors,)](
-        reset, move, gamma, copy, state, out, final, eps, first, steps, length, cursors, *state.stride(),
-        P=positions, BP=padded, num_warps=warps,
+    (batch, length, cursors), positions = reset.shape, state.shape[2]
+    tile, rows = _tile(positions), batch * cursors
+    _filter_forward[(ceil_div(rows, tile["R"]),)](
+        reset, move, gamma, copy, state, out, final, eps, first, steps, length, cursors, rows, *state.stride(),
+        P=positions, **tile,
     )  # fmt: skip
 
 
@@ -248,13 +403,11 @@ def retreat(
     carry (B, C, P), float32, is the gradient of the histogram after these tokens, and is overwritten by that of state.
     Writes the tokens' grad_reset, grad_move and grad_copy, laid out as the inputs; adds to grad_gamma (B, C), float32.
     """
-    batch, length, cursors = reset.shape
-    positions = state.shape[2]
-    # Unaligned rows are loaded number by number, which takes more registers than a thread has for sixteen positions.
-    padded, warps = _tile(positions, 1 if positions % 4 == 0 else 2)
-    _filter_backward[(batch * cursors,)](
+    (batch, length, cursors), positions = reset.shape, state.shape[2]
+    tile, rows = _tile(positions), batch * cursors
+    _filter_backward[(ceil_div(rows, tile["R"]),)](
         reset, move, gamma, copy, state, out, grad, carry, grad_reset, grad_move, grad_gamma, grad_copy,
-        eps, first, steps, length, cursors, *state.stride(), P=positions, BP=padded, num_warps=warps,
+        eps, first, steps, length, cursors, rows, *state.stride(), P=positions, **tile,
     )  # fmt: skip
 
 
@@ -277,13 +430,13 @@ def step(
         places: (B or 1, 1) int64, the token's position; below 0 it is padding.
     """
     batch, slots, cursors, positions = kept.shape
-    padded, warps = _tile(positions)
+    tile, rows = _tile(positions), batch * cursors
     h = kept.new_empty(batch, cursors, positions, dtype=dtype)
     with torch.cuda.device_of(kept):
-        _filter_step[(batch * cursors,)](
+        _filter_step[(ceil_div(rows, tile["R"]),)](
             actions, sharpness, copy, kept, places, h, eps, places.stride(0) if len(places) > 1 else 0,
-            actions.stride(0), cursors, cursors if copy is None else cursors - copy.shape[2],
-            P=positions, BP=padded, KEPT=slots, num_warps=warps,
+            actions.stride(0), cursors, rows, cursors if copy is None else cursors - copy.shape[2],
+            P=positions, KEPT=slots, **tile,
         )  # fmt: skip
     return h
 

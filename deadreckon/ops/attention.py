@@ -138,9 +138,9 @@ def _attend_shards(
 
 
 def _reason_against_kernels(
-    q: Tensor, v: Tensor, factors: Factors, packed: bool, piece: Literal["none", "first", "later"] = "none"
+    q: Tensor, v: Tensor, factors: Factors, packed: bool, later_piece: bool = False
 ) -> str | None:
-    """What the Triton kernels would need to run these inputs (or this streamed piece); None if they can.
+    """What the Triton kernels would need to run these inputs (or a piece after the first); None if they can.
 
     Imports Triton.
     """
@@ -148,10 +148,10 @@ def _reason_against_kernels(
         return f"tensors on a CUDA device (or TRITON_INTERPRET=1), got {q.device}"
     if not HAS_TRITON:
         return "the package triton, which is not installed"
-    if piece != "none":
-        from deadreckon.ops.streaming.fused import reason_against_first, reason_against_next
+    if later_piece:
+        from deadreckon.ops.streaming.fused import reason_against_next
 
-        return (reason_against_first if piece == "first" else reason_against_next)(q, v, factors)
+        return reason_against_next(q, v, factors)
     from deadreckon.ops.triton.attend import reason_against
 
     return reason_against(q, v, factors, packed)
@@ -231,7 +231,7 @@ def _streaming_kernels(q: Tensor, v: Tensor, factors: Factors, impl: Implementat
         raise ValueError(f"impl: expected 'auto', 'blockwise' or 'triton' for a piece of a sequence, got {impl!r}")
     if impl == "blockwise" or (impl == "auto" and not q.is_cuda):
         return PYTORCH
-    reason = _reason_against_kernels(q, v, factors, packed=False, piece="first" if first else "later")
+    reason = _reason_against_kernels(q, v, factors, packed=False, later_piece=not first)
     if reason is None:
         from deadreckon.ops.streaming.fused import STREAM
 

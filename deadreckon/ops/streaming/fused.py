@@ -22,7 +22,7 @@ from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, P
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.segments import Change, Fields, Segment
 from deadreckon.ops.streaming.stream import Kernels
-from deadreckon.ops.triton.attend import DTYPES, WIDEST_HEAD, attend_fused, reason_against, turned
+from deadreckon.ops.triton.attend import DTYPES, attend_fused, reason_against, turned
 from deadreckon.ops.triton.householder.operator import ascend
 from deadreckon.ops.triton.tiles import cramped
 from deadreckon.ops.triton.turn import turned_token
@@ -327,15 +327,6 @@ def turned_next(q: Tensor, k: Tensor, v: Tensor, factors: Factors, start: Tensor
         return turned(q, k, v, factors)
     turn = turned_token if q.shape[1] == 1 and q.dtype != torch.float64 else turned_later
     return turn(q, k, v, factors, start)
-
-
-def reason_against_first(q: Tensor, v: Tensor, factors: Factors) -> str | None:
-    """What kernels for a first piece would need; None if they can. Without gradients 16-bit keys may be wider."""
-    still = factors.transport is None and factors.score == "softmax"
-    wide = q.shape[3] > WIDEST_HEAD and v.shape[3] <= WIDEST_HEAD // 2 and q.dtype != torch.float32
-    if still and wide and not cramped(q):
-        return reason_against_next(q, v, factors)
-    return reason_against(q, v, factors, packed=False)
 
 
 def reason_against_next(q: Tensor, v: Tensor, factors: Factors) -> str | None:

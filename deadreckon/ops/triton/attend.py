@@ -31,7 +31,8 @@ from deadreckon.ops.triton.stick.operator import stick_breaking
 from deadreckon.ops.triton.tiles import cramped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST_HEAD = 256  # channels; those of keys may be more where there are no gradients: `streaming/fused.py`
+WIDEST_HEAD = 256  # channels
+WIDEST_KEY = 512  # of softmax in 16 bits, with values of at most half of `WIDEST_HEAD`, such as PRISM's
 
 
 def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
@@ -41,6 +42,8 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
     if q.dtype not in DTYPES:
         return f"dtype float32, bfloat16 or float16, got {q.dtype}"
     limits, among = dict.fromkeys("DE", _widest_head(q, v, factors, packed)), ""
+    if q.shape[3] > WIDEST_HEAD and _wide_keys(q, v, factors):
+        limits = {"D": WIDEST_KEY, "E": WIDEST_HEAD // 2}
     if isinstance(score, Power):
         form = form_for(score, q)
         if steps is not None or score.p not in WIDEST.get(form, {}):
@@ -57,6 +60,12 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
     if score == "stick-breaking" and (steps is not None or log_gate is not None):
         return "neither Householder steps nor gates with score 'stick-breaking'"
     return None
+
+
+def _wide_keys(q: Tensor, v: Tensor, factors: Factors) -> bool:
+    """Whether keys may be as wide as `WIDEST_KEY`: their tiles leave no room for wide values or transport."""
+    narrow = v.shape[3] <= WIDEST_HEAD // 2 and q.dtype != torch.float32 and not cramped(q)
+    return narrow and factors.transport is None and factors.score == "softmax"
 
 
 def _widest_head(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> int:

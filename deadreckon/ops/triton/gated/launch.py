@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deadreckon.ops.triton.tiles import Tiling, ceil_div, cramped, padded, power_of_two, roomy
 
+WIDEST = 256  # channels for which all tilings keep a tile's gradients in registers
 EDGE = 64  # tokens that share one float64 sum of gates; steps of a loop are no larger
 
 TILINGS = {
@@ -37,8 +38,9 @@ TILINGS = {
     },
 }
 
-# Forward, in 16 bits with 512 channels: as many queries as fit, so that keys are read less often.
-WIDE = Tiling(128, 32, 8, 2)
+# In 16 bits with 512 channels. Forward, as many queries as fit, so that keys are read less often; backward, as many
+# warps as keep a tile's gradients in registers.
+WIDE = {"forward": Tiling(128, 32, 8, 2), "queries": Tiling(64, 32, 8, 2), "keys": Tiling(64, 32, 8, 2)}
 
 
 class Sums(NamedTuple):
@@ -135,8 +137,8 @@ class Pairs(NamedTuple):
 def _tiling(kernel: str, q: Tensor, v: Tensor) -> Tiling:
     """As tuned on Hopper; wide heads and float32 take smaller tiles, and still smaller ones on other GPUs."""
     widest = max(padded(q.shape[-1]), padded(v.shape[-1])) * q.element_size() // 2
-    if kernel == "forward" and widest == 512 and q.dtype != torch.float32 and roomy(q):
-        return WIDE
+    if widest == 512 and q.dtype != torch.float32 and roomy(q):
+        return WIDE[kernel]
     if widest > 128 and not roomy(q):
         widest *= 2
     if widest > 256 and cramped(q) and q.dtype == torch.float32:
