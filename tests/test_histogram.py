@@ -240,6 +240,8 @@ def results(run: Callable[..., Tensor], case: Case, grad: Tensor) -> list[Tensor
         ((2, 20, 1, 100), False, torch.float32),
         ((1, 1, 2, 100), True, torch.float32),
         ((1, 12, 1, 600), False, torch.float32),
+        ((1, 4, 5, 128), False, torch.float32),
+        ((1, 4, 2, 320), True, torch.float32),
         ((1, 12, 2, 64), True, torch.float16),
     ],
 )
@@ -258,6 +260,20 @@ def test_kernels(sizes: tuple[int, ...], copy: bool, dtype: torch.dtype) -> None
     else:  # inputs are exact, so that only the output and gradients are rounded, and the histograms that lead back
         unit = 2.0**-11
         assert out <= unit and max(grads) <= 4 * unit, (out, grads)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_kernels_with_any_mass(copy: bool) -> None:
+    """A first histogram that does not sum to one, which resets and jumps take with them."""
+    case, grad = draw(1, 3, 2, 20, copy=copy), torch.randn(1, 3, 2, 20, dtype=torch.float64)
+    case["initial"] *= 3
+
+    def run(impl: str, dtype: torch.dtype, device: str) -> list[Tensor]:
+        inputs = leaves(case, dtype, device)
+        return results(lambda **x: dr.histogram_filter(**x, positions=20, eps=1e-2, impl=impl), inputs, grad)  # type: ignore[call-overload]
+
+    found = errors(run("triton", torch.float32, DEVICE), run("reference", torch.float64, "cpu"))
+    assert found[0] <= 1e-5 and max(found) <= 1e-4, found
 
 
 @pytest.mark.parametrize("impl", ["blockwise", NATIVE, "triton"])

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deadreckon as dr
-from deadreckon.ops.streaming.fused import STREAM, reason_against
+from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
+from deadreckon.ops.triton.attend import reason_against
 from deadreckon.ops.triton.kernel import Kernel
 
 CASES = [
@@ -73,7 +74,7 @@ def test_householder_routes(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("length", "gate"), [(1, None), (70, "learned"), (200, None)])
-def test_keys_wider_than_attend_takes(length: int, gate: str | None) -> None:
+def test_wide_keys(length: int, gate: str | None) -> None:
     """Of halves: weights are rounded once, and so are the outputs, which are no larger than values."""
     leaves = Case(None, gate, length=length, batch=1, width=264).inputs()
     log_gate = leaves["log_gate"].to(DEVICE, torch.float32) if gate else None
@@ -88,7 +89,7 @@ def test_keys_wider_than_attend_takes(length: int, gate: str | None) -> None:
     ("change", "reason"),
     [
         ({"width": 264}, None),
-        ({"width": 520}, "D a multiple of 8 up to 512 for a later piece, got 520"),
+        ({"width": 520}, "D a multiple of 8 up to 512, got 520"),
         ({"value_width": 136}, "D a multiple of 8 up to 256, got 264"),
         ({"dtype": torch.float32}, "D a multiple of 8 up to 256, got 264"),
         ({"factors": dr.Factors(log_gate=torch.zeros(1, 3, 2, device=DEVICE))}, None),
@@ -106,9 +107,9 @@ def test_wide_keys_that_kernels_take(
         "factors": dr.Factors(),
         **change,
     }
-    monkeypatch.setattr("deadreckon.ops.streaming.fused.cramped", lambda x: "cramped" in change)
+    monkeypatch.setattr("deadreckon.ops.triton.attend.cramped", lambda x: "cramped" in change)
     q, v = (torch.zeros(1, 3, 2, given[name], dtype=given["dtype"], device=DEVICE) for name in ("width", "value_width"))
-    assert reason_against(q, v, given["factors"]) == reason
+    assert reason_against(q, v, given["factors"], packed=False) == reason
 
 
 @pytest.mark.parametrize("transport", [None, "rotation", "rotation of values", "rotation per query head"])

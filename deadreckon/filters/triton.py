@@ -24,8 +24,6 @@ all registers of a multiprocessor. Chunk by chunk, the filter runs at full occup
 the price is that a chunk's histograms go through global memory once, in the table's precision.
 """
 
-# mypy: no-check-untyped-defs (kernels build tuples of tensors, one by one)
-
 from __future__ import annotations
 
 import torch
