@@ -96,6 +96,38 @@ def test_jumps_are_what_softmax_gives(positions: int, dtype: torch.dtype, monkey
             assert torch.equal(keys[row, :, place].cpu().double(), k[row, :, place]) or place < 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("positions", [71, 150])
+def test_gradients_of_jumps(positions: int, dtype: torch.dtype) -> None:
+    """In training, where no key is at the last position; with padding, which jumps nowhere."""
+    torch.manual_seed(0)
+    length, jumping = 70, 3
+    q, k, none = draw(2, length, jumping, COPY_WIDTH), draw(2, length, jumping, COPY_WIDTH), draw(2, length, jumping)
+    k, grad = k.to(dtype).double(), draw(2, length, jumping, positions + 1)
+    places = torch.arange(length) + torch.tensor([[0], [-5]])
+    exact = [x.requires_grad_() for x in (q, k, none)]
+    expected = _chances(q, k.transpose(1, 2), none, places, positions)
+    given = [
+        x.detach().to(DEVICE, kind).requires_grad_()
+        for x, kind in zip(exact, (torch.float32, dtype, torch.float32), strict=True)
+    ]
+    found = cursors.jumps(given[0], given[1].transpose(1, 2), given[2], places.to(DEVICE), positions, torch.float32)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=8 * COPY_WIDTH * EPSILON)
+    gradients = torch.autograd.grad(found, given, grad.to(found))
+    for x, y in zip(gradients, torch.autograd.grad(expected, exact, grad), strict=True):
+        unit = max(torch.finfo(x.dtype).eps, 32 * EPSILON)
+        assert (x.cpu().double() - y).norm() <= unit * y.norm(), x.dtype
+
+
+def test_which_jumps_are_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = torch.zeros(1, 2, 40, COPY_WIDTH)
+    assert not cursors.jumps_by_kernels(keys, keys, 41)  # on a CPU
+    monkeypatch.setattr(cursors, "has_kernels", lambda x: True)
+    assert cursors.jumps_by_kernels(keys, keys, 41) and not cursors.jumps_by_kernels(keys, keys, 40)
+    with torch.no_grad():
+        assert cursors.jumps_by_kernels(keys, keys, 40)
+
+
 @pytest.mark.parametrize("jumping", [0, 3])
 def test_histograms_of_one_token(jumping: int) -> None:
     """Of four rows: one goes on, one begins behind padding, one is padding, and one has been round the ring."""
@@ -251,9 +283,10 @@ def test_training_by_kernels(copy: int, monkeypatch: Any) -> None:
     """Gradients of a whole model are as near to those in float64 as without kernels, up to a factor."""
     found = []
     for dtype, kernels in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
-        model, called = make_model(copy=copy).to(DEVICE, dtype), list[bool]()
+        model, called = make_model(copy=copy, positions=12).to(DEVICE, dtype), list[bool]()
         ids = torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1)).to(DEVICE)
         monkeypatch.setattr("deadreckon.ops.cursors.has_kernels", lambda x, on=kernels, to=called: to.append(on) or on)
+        monkeypatch.setattr("deadreckon.encodings.cursors._chances", None if kernels else _chances)
         loss = model(ids, labels=ids).loss
         found.append([x.double() for x in torch.autograd.grad(loss, list(model.parameters()))])
         assert called

@@ -26,7 +26,7 @@ from deadreckon.encodings.maps import Projection, SelfInitialised, in_step
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.encodings.waves import table_of_waves, waves_in
 from deadreckon.filters.histogram import filter_next, histogram_filter, superpose
-from deadreckon.ops.cursors import by_kernels, jump, jumps, mapped, order_of, permuted
+from deadreckon.ops.cursors import by_kernels, jump, jumps, jumps_by_kernels, mapped, order_of, permuted
 from deadreckon.ops.modules import is_plain
 from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.token import maps_of_token
@@ -229,26 +229,28 @@ class Cursors(SelfInitialised, nn.Module):
         """The cursors that only walk, and those that also jump."""
         hidden, length = self._recur(x, context), x.shape[1]
         actions = self._decide(self.gates, hidden).unflatten(-1, (-1, 4))
-        reset, move = actions[..., 0].sigmoid(), actions[..., 1:].softmax(-1)
+        # Split, not sliced: the gradient of each slice would be padded with zeros, and then added up.
+        to_start, to_move = actions.split([1, 3], dim=-1)
+        reset, move = to_start.squeeze(-1).sigmoid(), to_move.softmax(-1)
         if context.recent is not None:  # padding leaves a cursor where it starts
             padding = (context.positions < 0).expand(x.shape[:2])
             reset = torch.where(padding[..., None], 1.0, reset)
             stays = torch.arange(3, device=x.device) == 2
             move = torch.where(padding[..., None, None], stays.to(move.dtype), move)
         gamma = 1 + at_least_single(self.sharpness).exp()
+        groups = [size for size in (self.walking, self.jumping) if size]
+        parts = zip(reset.split(groups, 2), move.split(groups, 2), gamma.split(groups), strict=True)
+        gates = [Gates(*part, copy=None) for part in parts]
         found = []
         if self.walking:
-            part = slice(self.walking)
-            gates = Gates(reset[:, :, part], move[:, :, part], gamma[part], None)
-            found.append(Filters(part, gates.between, length))
+            found.append(Filters(slice(self.walking), gates[0].between, length))
         if self.jumping:
-            part, copies = slice(self.walking, None), self._copies(x, hidden, context)
-            gates = Gates(reset[:, :, part], move[:, :, part], gamma[part], None)
+            copies = self._copies(x, hidden, context)
 
             def jumping(start: int, end: int) -> Gates:
-                return gates.between(start, end)._replace(copy=copies(start, end))
+                return gates[-1].between(start, end)._replace(copy=copies(start, end))
 
-            found.append(Filters(part, jumping, self._size(x, context)))
+            found.append(Filters(slice(self.walking, None), jumping, self._size(x, context)))
         return found
 
     def _size(self, x: Tensor, context: Context) -> int:
@@ -306,7 +308,7 @@ class Cursors(SelfInitialised, nn.Module):
         def copies(start: int, end: int) -> Tensor:
             tokens = slice(start, end)
             places = context.positions[:, tokens]
-            if by_kernels(x):
+            if jumps_by_kernels(x, keys, self.positions):
                 return jumps(q[:, tokens], keys, none[:, tokens], places, self.positions, x.dtype)
             return _chances(q[:, tokens], keys, none[:, tokens], places, self.positions)
 

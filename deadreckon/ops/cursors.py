@@ -1,4 +1,4 @@
-"""Entry points of PRISM's kernels, most of them without gradients: see `ops/triton/cursors.py` and `widen.py`."""
+"""Entry points of PRISM's kernels, some of them without gradients: see `ops/triton/cursors.py` and `widen.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deadreckon.ops.pointwise import at_least_single, has_kernels
 
@@ -52,11 +53,45 @@ def gru(
     return cursors.gru(x, b, u, c, first, places, state, by_place)
 
 
+def jumps_by_kernels(x: Tensor, keys: Tensor, positions: int) -> bool:
+    """Whether `jumps` can be used for x: with gradients, the last position must be further than all keys."""
+    return has_kernels(x) and (not torch.is_grad_enabled() or keys.shape[2] < positions)
+
+
 def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
     """Probabilities of where cursors jump to, (B, T, F, P + 1): softmax over the keys, by place, and no jump."""
-    from deadreckon.ops.triton import cursors
+    found: Tensor = _Jumps.apply(q, keys, none, places, positions, dtype)
+    return found
 
-    return cursors.jumps(q, keys, none, places, positions, dtype)
+
+class _Jumps(torch.autograd.Function):
+    """With p the probabilities and g their gradient, that of logits is ds = p (g − Σ p g). The kernel leaves p for keys
+    in the columns of their places, since none of them is at the last position."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int, dtype: torch.dtype
+    ) -> Tensor:
+        from deadreckon.ops.triton import cursors
+
+        chances = cursors.jumps(q, keys, none, places, positions, dtype)
+        ctx.save_for_backward(q, keys, chances)
+        return chances
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (q, keys, chances), (grad,) = ctx.saved_tensors, grads
+        seen, scale = keys.shape[2], q.shape[3] ** -0.5
+        along = (chances * grad).sum(-1, keepdim=True)
+        none = chances[..., -1] * (grad[..., -1] - along.squeeze(-1))
+        slopes = chances.new_empty(*keys.shape[:2], q.shape[1], seen)  # (B, F, T, S), as products take it
+        torch.sub(*(x.transpose(1, 2) for x in (grad[..., :seen], along)), out=slopes)
+        slopes *= chances[..., :seen].transpose(1, 2)
+        slopes *= scale
+        of_q = (slopes @ keys.to(slopes.dtype)).transpose(1, 2)
+        of_keys = slopes.mT @ q.transpose(1, 2).to(slopes.dtype)
+        return of_q.to(q.dtype), of_keys.to(keys.dtype), none, None, None, None
 
 
 def jump(q: Tensor, keys: Tensor, new: Tensor, none: Tensor, places: Tensor, positions: int) -> Tensor:

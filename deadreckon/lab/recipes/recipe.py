@@ -61,7 +61,7 @@ class Recipe:
     encoding: str = "path-fox"  # a name in `deadreckon.ENCODINGS`
     # Options of encodings, by encoding. The values "train_positions" and "test_positions" stand for these two fields:
     # the number of positions, in training and in tests, of encodings that limit or shift them; 0 for the tokens of the
-    # longest row, rounded up to a multiple of 64.
+    # longest row, rounded up to a multiple of 32.
     encoding_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     train_positions: int = 0
     test_positions: int = 0
@@ -241,8 +241,8 @@ class Recipe:
         return max([known, *(self._tokens_of(length) for length in lengths)])
 
     def _tokens_of(self, length: int) -> int:
-        """Tokens of the longest row, rounded up to a multiple of 64."""
-        return -(-self.longest_row(length) // 64) * 64
+        """Tokens of the longest row, rounded up to a multiple of 32."""
+        return -(-self.longest_row(length) // 32) * 32
 
     def longest_row(self, length: int) -> int:
         """Tokens of the longest of 100 sampled rows."""
