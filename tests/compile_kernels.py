@@ -269,8 +269,10 @@ if not QUICK:
     if SHARED > 99 * 1024:  # keys as wide are left to PyTorch there
         decode(torch.float32, 256, gated=False, routes=False, turns=True)
         decode(torch.bfloat16, 480, gated=False, routes=False)
-        with torch.no_grad():
-            attend_fused(*(torch.randn(1, 300, 1, n).bfloat16() for n in (480, 480, 128)), Factors(), 0.1, None)
+        wide = (torch.randn(1, 300, 1, n).bfloat16().requires_grad_() for n in (480, 480, 128))
+        attend_fused(*wide, Factors(), 0.1, None).sum().backward()
+        gated = (torch.randn(1, 300, 1, n).bfloat16().requires_grad_() for n in (480, 480, 128))
+        attend_fused(*gated, Factors(log_gate=-torch.rand(1, 300, 1)), 0.1, None).sum().backward()
     call_filter(torch.float32, 1, 99, copy=False)
     call_cursors(torch.float32, 32, 4096)
     call_filter(torch.float32, 20, 4096, copy=False)

@@ -16,11 +16,12 @@ HALF = torch.float16  # the interpreter has no products of bfloat16
 
 
 def check(case: Case) -> None:
-    """At most twice the error that the definition makes in the same precision."""
+    """At most twice the error that the definition makes in the same precision, and what rounding δ to float32 leaves
+    where gradients are zero: one token alone."""
     exact = run(case, impl="reference")
     plain = relative_errors(run(case, HALF, DEVICE, exact=("log_gate",), impl="reference"), exact)
     found = relative_errors(run(case, HALF, DEVICE, exact=("log_gate",), impl="triton"), exact)
-    assert all(found[name] <= 2 * plain[name] for name in plain), (found, plain)
+    assert all(found[name] <= 2 * plain[name] + 2**-20 for name in plain), (found, plain)
 
 
 @pytest.mark.parametrize(

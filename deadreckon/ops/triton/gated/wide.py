@@ -4,9 +4,9 @@ A flash kernel accumulates the gradient of a tile of 64 keys in registers, and 5
 multiprocessor has. Here weights p and their slopes ds are written to memory, T × T of them in 16 bits, for as many
 heads at a time as `HELD` has room for; products with them go over any number of channels:
 
-    s = q kᵀ · scale      p = exp(s − lse)      ds = p (do vᵀ − δ) · scale          (1) `_weights`, a tile each
-    dq = ds k                                                                       (2) `_query_products`
-    dk = dsᵀ q            dv = pᵀ do                                                (3) `_key_products`
+    s = q kᵀ · scale         p = exp(s − lse)       ds = p (do vᵀ − δ)       (1) `_weights`, a tile each
+    dq = ds k · scale                                                        (2) `_query_products`
+    dk = dsᵀ q · scale       dv = pᵀ do                                      (3) `_key_products`
 
 Tiles above the diagonal are neither written nor read.
 """
@@ -42,11 +42,12 @@ def _tile_of(p_x, i_head, row, column, TP):
 @Kernel
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS"])
 def _weights(
-    p_q, p_k, p_v, p_do, p_delta, p_row_shift, p_weight, p_slope, scale, scale2, s_q, s_k, s_v, s_o, s_l, first, T,
+    p_q, p_k, p_v, p_do, p_delta, p_row_shift, p_weight, p_slope, scale2, s_q, s_k, s_v, s_o, s_l, first, T,
     TILES, HEADS, GROUP, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of p and ds."""
-    i_row, i_column, i_head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1).to(tl.int64)
+    i_tile, i_head = tl.program_id(0) % (TILES * TILES), (tl.program_id(0) // (TILES * TILES)).to(tl.int64)
+    i_row, i_column = i_tile // TILES, i_tile % TILES
     if i_column > i_row:
         return
     i_n, i_g = first + i_head // GROUP, i_head % GROUP
@@ -66,7 +67,7 @@ def _weights(
     b_delta, b_shift = tl.load(p_delta + at), tl.load(p_row_shift + at)  # padded to whole tiles
     seen = (column[None, :] <= row[:, None]) & (row < T)[:, None]
     b_p = tl.exp2(tl.where(seen, b_s * scale2 + b_shift[:, None], float("-inf")))
-    b_ds = tl.where(seen, b_p * (tl.dot(b_do, tl.trans(b_v)) - b_delta[:, None]) * scale, 0.0)
+    b_ds = tl.where(seen, b_p * (tl.dot(b_do, tl.trans(b_v)) - b_delta[:, None]), 0.0)
     TP = TILES * TILE
     tl.store(_tile_of(p_weight, i_head, row, column, TP), b_p.to(p_weight.dtype.element_ty))
     tl.store(_tile_of(p_slope, i_head, row, column, TP), b_ds.to(p_slope.dtype.element_ty))
@@ -75,14 +76,14 @@ def _weights(
 @Kernel
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS"])
 def _query_products(
-    p_slope, p_k, p_dq, s_k, s_dq, first, T, TILES, HEADS, GROUP,
+    p_slope, p_k, p_dq, scale, s_k, s_dq, first, T, TILES, HEADS, GROUP,
     D: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """ds k: some channels of the rows of a tile."""
-    i_row, i_head = TILES - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)  # the longest rows first
+    """ds k · scale: some channels of the rows of a tile."""
+    i_row, i_head = TILES - 1 - tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)  # longest rows first
     i_n, i_g = first + i_head // GROUP, i_head % GROUP
     i_b, i_h = i_n // HEADS, i_n % HEADS
-    row, channel = i_row * TILE + tl.arange(0, TILE), tl.program_id(2) * BD + tl.arange(0, BD)
+    row, channel = i_row * TILE + tl.arange(0, TILE), tl.program_id(1) * BD + tl.arange(0, BD)
     p_k += i_b * s_k[0] + i_h * s_k[2]
     p_dq += i_b * s_dq[0] + (i_h * GROUP + i_g) * s_dq[2]
     b_dq = tl.zeros([TILE, BD], tl.float32)
@@ -92,20 +93,20 @@ def _query_products(
         b_dq = tl.dot(b_ds, _rows_of(p_k, column, T, s_k[1], channel, D), b_dq)
     mask = (row < T)[:, None] & (channel < D)[None, :]
     p_dq += row.to(tl.int64)[:, None] * s_dq[1] + channel[None, :]
-    tl.store(p_dq, b_dq.to(p_dq.dtype.element_ty), mask=mask)
+    tl.store(p_dq, (b_dq * scale).to(p_dq.dtype.element_ty), mask=mask)
 
 
 @Kernel
 @triton.jit(do_not_specialize=["first", "T", "TILES", "HEADS"])
 def _key_products(
-    p_x, p_q, p_dk, s_q, s_dk, first, T, TILES, HEADS, GROUP,
+    p_x, p_q, p_dk, scale, s_q, s_dk, first, T, TILES, HEADS, GROUP,
     D: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """xᵀ q, for x either p or ds: some channels of the rows of a tile, summed over the queries of a group."""
-    i_column, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """xᵀ q · scale, for x either p or ds: some channels of the rows of a tile, summed over the queries of a group."""
+    i_column, i_head = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     i_n = first + i_head
     i_b, i_h = i_n // HEADS, i_n % HEADS
-    column, channel = i_column * TILE + tl.arange(0, TILE), tl.program_id(2) * BD + tl.arange(0, BD)
+    column, channel = i_column * TILE + tl.arange(0, TILE), tl.program_id(1) * BD + tl.arange(0, BD)
     b_dk = tl.zeros([TILE, BD], tl.float32)
     for g in range(GROUP):
         p_rows = p_q + i_b * s_q[0] + (i_h * GROUP + g) * s_q[2]
@@ -115,7 +116,7 @@ def _key_products(
             b_dk = tl.dot(tl.trans(b_x), _rows_of(p_rows, row, T, s_q[1], channel, D), b_dk)
     mask = (column < T)[:, None] & (channel < D)[None, :]
     p_dk += i_b * s_dk[0] + i_h * s_dk[2] + column.to(tl.int64)[:, None] * s_dk[1] + channel[None, :]
-    tl.store(p_dk, b_dk.to(p_dk.dtype.element_ty), mask=mask)
+    tl.store(p_dk, (b_dk * scale).to(p_dk.dtype.element_ty), mask=mask)
 
 
 def wide_backward(
@@ -134,14 +135,14 @@ def wide_backward(
     s_q, s_k, s_v, s_o, s_dq, s_dk, s_dv = strides(q, k, v, grad, grad_q, grad_k, grad_v)
     for first in range(0, batch * heads, taken):
         count, sizes = min(taken, batch * heads - first), (first, length, tiles, heads, group)
-        _weights[(tiles * tiles, count * group)](
-            q, k, v, grad, delta, row_shift, weight, slope, scale, scale * LOG2E, s_q, s_k, s_v, s_o,
+        _weights[(tiles * tiles * count * group,)](
+            q, k, v, grad, delta, row_shift, weight, slope, scale * LOG2E, s_q, s_k, s_v, s_o,
             delta.stride()[:2], *sizes, D=width, E=values, BE=padded(values), TILE=TILE, num_warps=4, num_stages=3,
         )  # fmt: skip
         options = {"BD": CHANNELS, "TILE": TILE, "num_warps": 4, "num_stages": 3}
         parts = ceil_div(width, CHANNELS)
-        _query_products[(tiles, count * group, parts)](slope, k, grad_q, s_k, s_dq, *sizes, D=width, **options)
-        _key_products[(tiles, count, parts)](slope, q, grad_k, s_q, s_dk, *sizes, D=width, **options)
+        _query_products[(tiles * count * group, parts)](slope, k, grad_q, scale, s_k, s_dq, *sizes, D=width, **options)
+        _key_products[(tiles * count, parts)](slope, q, grad_k, scale, s_q, s_dk, *sizes, D=width, **options)
         options["BD"] = min(padded(values), CHANNELS)
         parts = ceil_div(values, options["BD"])
-        _key_products[(tiles, count, parts)](weight, grad, grad_v, s_o, s_dv, *sizes, D=values, **options)
+        _key_products[(tiles * count, parts)](weight, grad, grad_v, 1.0, s_o, s_dv, *sizes, D=values, **options)
