@@ -78,7 +78,7 @@ def test_recipes_of_figures_are_prisms(name: str) -> None:
 
 def test_positions_while_training_and_testing() -> None:
     far = find_recipe("copy-10", "small", "prism", changes=("test_lengths=[99]",))
-    assert far.options_in_training()["positions"] == 64  # 22 tokens in training, 200 in tests
+    assert far.options_in_training()["positions"] == 32  # 22 tokens in training, 200 in tests
     assert far.options_in_tests() == {"positions": 256} and far.options_in_tests((150,)) == {"positions": 320}
     options = far.options_in_training()
     config = dr.DeadReckonConfig(encoding="prism", encoding_options={"prism": options})

@@ -4,8 +4,9 @@ A step is, with h̃ = (1 − reset) h + reset · total · δ₀,
 
     moved = stay · h̃ + up · h̃[i − 1] + down · h̃[i + 1], bounded at both ends       h' ∝ (moved + ε)^γ
 
-One warp handles the histograms of R cursors. L lanes share a histogram: position m L + l is register m of lane l, so
-that loads and stores are coalesced for any P, and a neighbour is one shuffle away.
+One warp handles the histograms of R cursors; beyond 512 positions, several warps one histogram. L lanes share it:
+position m L + l is register m of lane l, so that loads and stores are coalesced for any P, and a neighbour is one
+shuffle away.
 
              lane 0      1    …   L − 1
     register 0    0      1    …   L − 1        K = ⌈P / L⌉ registers: a tuple of (R, L) tensors
@@ -180,7 +181,7 @@ def _rows(N, C, R: tl.constexpr, L: tl.constexpr):
 
 
 @Kernel
-@triton.jit(do_not_specialize=["FIRST", "STEPS"])
+@triton.jit(do_not_specialize=["FIRST", "STEPS", "T", "C", "N"])
 def _filter_forward(
     p_reset, p_move, p_gamma, p_copy, p_state, p_out, p_final, eps, FIRST, STEPS, T, C, N, s_b, s_c, s_p,
     P: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
@@ -256,7 +257,7 @@ def _filter_step(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["FIRST", "STEPS"])
+@triton.jit(do_not_specialize=["FIRST", "STEPS", "T", "C", "N"])
 def _filter_backward(
     p_reset, p_move, p_gamma, p_copy, p_state, p_out, p_grad, p_carry, p_grad_reset, p_grad_move, p_grad_gamma,
     p_grad_copy, eps, FIRST, STEPS, T, C, N, s_b, s_c, s_p,

@@ -66,10 +66,11 @@ def attend(
         impl: ``"reference"`` (the O(T²) definition), ``"blockwise"`` (PyTorch, memory linear in T), ``"triton"``
             (kernels for CUDA devices: softmax with any transport and gate, stick-breaking without Householder steps or
             gates; D and E multiples of 8 up to 256, with Householder steps up to 128 (float32: 64), with gates or
-            packed in float32 up to 128; ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or
-            chunked, with D and E up to 128, ``Power(4)`` chunked with D up to 32; a ValueError for anything else), or
-            ``"auto"``: the kernels where supported, else ``"blockwise"``. Forward-mode AD, ``torch.func`` derivatives
-            and second derivatives need ``"reference"``.
+            packed in float32 up to 128; softmax without transport in 16 bits also with D up to 512 and E up to 128;
+            ``Power(2)`` and ``Power(4)`` without Householder steps, as attention or chunked, with D and E up to 128,
+            ``Power(4)`` chunked with D up to 32; a ValueError for anything else), or ``"auto"``: the kernels where
+            supported, else ``"blockwise"``. Forward-mode AD, ``torch.func`` derivatives and second derivatives need
+            ``"reference"``.
         cp: context parallelism: q, k, v, every factor and the output are this rank's shard of T, as ``cp.shard``
             returns it; cu_seqlens are the boundaries of the full sequence. Gradients flow across ranks. Not with
             ``impl="reference"``.

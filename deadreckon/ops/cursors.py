@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deadreckon.ops.pointwise import at_least_single, has_kernels
+from deadreckon.ops.tracing import without_autocast
 
 LARGEST = 128  # hidden units of a network that is one kernel: its matrices stay in registers
 
@@ -54,8 +55,8 @@ def gru(
 
 
 def jumps_by_kernels(x: Tensor, keys: Tensor, positions: int) -> bool:
-    """Whether `jumps` can be used for x: with gradients, the last position must be further than all keys."""
-    return has_kernels(x) and (not torch.is_grad_enabled() or keys.shape[2] < positions)
+    """Whether `jumps` can be used for x: with gradients, each key must have a position of its own."""
+    return has_kernels(x) and (not torch.is_grad_enabled() or keys.shape[2] <= positions)
 
 
 def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int, dtype: torch.dtype) -> Tensor:
@@ -65,8 +66,8 @@ def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int,
 
 
 class _Jumps(torch.autograd.Function):
-    """With p the probabilities and g their gradient, that of logits is ds = p (g − Σ p g). The kernel leaves p for keys
-    in the columns of their places, since none of them is at the last position."""
+    """With p the probabilities and g their gradient, that of logits is ds = p (g − Σ p g). The kernel leaves p of a key
+    in the column of its place, for no two keys are at the last position."""
 
     @staticmethod
     def forward(
@@ -89,8 +90,9 @@ class _Jumps(torch.autograd.Function):
         torch.sub(*(x.transpose(1, 2) for x in (grad[..., :seen], along)), out=slopes)
         slopes *= chances[..., :seen].transpose(1, 2)
         slopes *= scale
-        of_q = (slopes @ keys.to(slopes.dtype)).transpose(1, 2)
-        of_keys = slopes.mT @ q.transpose(1, 2).to(slopes.dtype)
+        with without_autocast(slopes):
+            of_q = (slopes @ keys.to(slopes.dtype)).transpose(1, 2)
+            of_keys = slopes.mT @ q.transpose(1, 2).to(slopes.dtype)
         return of_q.to(q.dtype), of_keys.to(keys.dtype), none, None, None, None
 
 

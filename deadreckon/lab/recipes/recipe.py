@@ -61,7 +61,7 @@ class Recipe:
     encoding: str = "path-fox"  # a name in `deadreckon.ENCODINGS`
     # Options of encodings, by encoding. The values "train_positions" and "test_positions" stand for these two fields:
     # the number of positions, in training and in tests, of encodings that limit or shift them; 0 for the tokens of the
-    # longest row, rounded up to a multiple of 32.
+    # longest row, rounded up to a multiple of 32 in training and 64 in tests.
     encoding_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     train_positions: int = 0
     test_positions: int = 0
@@ -225,7 +225,7 @@ class Recipe:
         options = dict(self.encoding_options.get(self.encoding, {}))
         for name, value in options.items():
             if value == "train_positions":
-                options[name] = self.train_positions or self._tokens_of(self.length)
+                options[name] = self.train_positions or self._tokens_of(self.length, 32)
             elif value == "test_positions":
                 options[name] = self._positions_for_tests(())
         return options
@@ -240,9 +240,9 @@ class Recipe:
         known = self.test_positions or self._tokens_of(max(self.length, *self.test_lengths, 1))
         return max([known, *(self._tokens_of(length) for length in lengths)])
 
-    def _tokens_of(self, length: int) -> int:
-        """Tokens of the longest row, rounded up to a multiple of 32."""
-        return -(-self.longest_row(length) // 32) * 32
+    def _tokens_of(self, length: int, multiple: int = 64) -> int:
+        """Tokens of the longest row, rounded up."""
+        return -(-self.longest_row(length) // multiple) * multiple
 
     def longest_row(self, length: int) -> int:
         """Tokens of the longest of 100 sampled rows."""

@@ -1,4 +1,5 @@
-"""Inference kernels for PRISM's cursors: PyTorch takes a launch for every token, every layer or a pass over T × T.
+"""Kernels for PRISM's cursors, all but `jumps` for inference alone: PyTorch takes a launch for every token, every layer
+or a pass over T × T.
 
     gru      h_t from h_{t−1}, all tokens in one launch: the hidden-to-hidden matrix stays in registers
     jumps    softmax over [keys so far, no jump], by place up to P − 2, all later ones together; nothing of size T × T
@@ -130,11 +131,12 @@ def _scores(b_q, p_k, s_key, first, width, m_width, last, STEP: tl.constexpr, DT
 @Kernel
 @triton.jit
 def _jumps(
-    p_q, p_k, p_none, p_place, p_out, scale, s_place, s_qb, s_qt, s_kb, s_kf, s_ks, T, F,
+    p_q, p_k, p_none, p_place, p_out, scale, s_place, s_qb, s_qt, s_kb, s_kf, s_ks, T, TILES, F,
     P: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens of one cursor: once over all keys for the sum, once more over those that have a place."""
-    i_t, i_f, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i_t, i_b = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    i_f = tl.program_id(1).to(tl.int64)
     row, width = i_t * TILE + tl.arange(0, TILE), tl.arange(0, BW)
     m_row, m_width = row < T, width < W
     place = tl.load(p_place + i_b * s_place + row, mask=m_row, other=-1)
@@ -179,7 +181,7 @@ def _jump(
     P: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One token of one cursor. Each lane has a sum of its own: threads synchronise only at the end."""
-    i_f, i_b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_b, i_f = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     width, lane = tl.arange(0, BW), tl.arange(0, STEP)
     m_width = width < W
     at = i_b * F + i_f
@@ -226,9 +228,10 @@ def jumps(q: Tensor, keys: Tensor, none: Tensor, places: Tensor, positions: int,
     batch, length, cursors, width = q.shape
     out = none.new_empty(batch, length, cursors, positions + 1)
     with torch.cuda.device_of(q):
-        _jumps[(ceil_div(length, TILE), cursors, batch)](
+        tiles = ceil_div(length, TILE)
+        _jumps[(tiles * batch, cursors)](
             q, keys, none.contiguous(), places, out, width**-0.5 * LOG2E, stride_of(places), *q.stride()[:2],
-            *keys.stride()[:3], length, cursors,
+            *keys.stride()[:3], length, tiles, cursors,
             P=positions, W=width, BW=padded(width), TILE=TILE, DTYPE=DTYPES[dtype], num_warps=4,
         )  # fmt: skip
     return out
@@ -242,7 +245,7 @@ def jump(q: Tensor, keys: Tensor, new: Tensor, none: Tensor, places: Tensor, pos
     batch, _, cursors, width = q.shape
     out = none.new_empty(batch, 1, cursors, positions + 1)
     with torch.cuda.device_of(q):
-        _jump[(cursors, batch)](
+        _jump[(batch, cursors)](
             q.contiguous(), keys, new.to(keys.dtype).contiguous(), none.contiguous(), places, out,
             width**-0.5 * LOG2E, stride_of(places), *keys.stride()[:2], cursors,
             P=positions, W=width, BW=power_of_two(width), STEP=KEYS, num_warps=8,

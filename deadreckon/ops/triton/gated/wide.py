@@ -20,7 +20,7 @@ from torch import Tensor
 from deadreckon.ops.triton.kernel import Kernel
 from deadreckon.ops.triton.tiles import LOG2E, ceil_div, padded, strides
 
-LONGEST = 2048  # tokens: T × T weights of a head take 16 MiB
+LONGEST = 2048  # tokens: T × T weights and slopes of a head take 16 MiB
 HELD = 1 << 29  # bytes of weights and slopes at a time
 TILE = 64  # tokens
 CHANNELS = 128  # of a program's products
