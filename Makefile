@@ -34,6 +34,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/mutate.py --list > /dev/null
 
 docs: $(VENV)/docs
 	$(BIN)/mkdocs build --strict

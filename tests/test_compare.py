@@ -182,11 +182,13 @@ def test_labels_of_lengths_do_not_overlap() -> None:
 
 
 def test_encodings_look_alike_in_all_pictures() -> None:
-    found = pictures.looks(["prism", "path", "sympow p=2", "rope"])
+    found = pictures.looks(["nope", "path", "sympow p=2", "rope"])
     assert found["path"] == pictures.looks(["path-1", "nope-0"])["path-1"] and found["rope"][0] == pictures.COLOURS[0]
     grid = pictures.looks([f"path rank={rank}" for rank in range(50)] + ["rope"])  # none of which is simply PaTH
-    assert all(len({*one.values()}) == len(one) for one in (found, grid))
-    assert pictures.looks(["prism"], first=2) == {"prism": (pictures.COLOURS[2], pictures.MARKERS[2])}
+    of_prism = pictures.looks(["prism", "sinusoidal", "randomized", "rope"])  # RoPE's look is the baseline's here
+    assert of_prism["prism"] == found["path"] and of_prism["sinusoidal"] == found["rope"]
+    assert all(len({*one.values()}) == len(one) for one in (found, grid, of_prism))
+    assert pictures.looks(["nope"], first=2) == {"nope": (pictures.COLOURS[2], pictures.MARKERS[2])}
 
 
 def test_report_is_one_page(tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ def test_wide_keys(length: int, gate: str | None) -> None:
         ({"dtype": torch.float32}, "D a multiple of 8 up to 256, got 264"),
         ({"factors": dr.Factors(log_gate=torch.zeros(1, 3, 2, device=DEVICE))}, None),
         ({"factors": dr.Factors(score="stick-breaking")}, "D a multiple of 8 up to 256, got 264"),
+        (
+            {"factors": dr.Factors(dr.Rotation(torch.zeros(1, 3, 2, 132, device=DEVICE)))},
+            "D a multiple of 8 up to 256, got 264",
+        ),
         ({"cramped": True}, "D a multiple of 8 up to 256, got 264"),
     ],
 )

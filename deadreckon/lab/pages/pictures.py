@@ -32,7 +32,10 @@ MARKERS = "osD^vPX"  # one fewer than colours, so that pairs of them differ
 # Plots scale to the curve from this share on: loss is high for all at the first positions and steps.
 LATE = {"position": 1 / 64, "step": 1 / 10}
 COLOURS = ("#999999", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
-FAMILIAR = ("rope", "fox", "path", "path-fox", "stickbreaking", "alibi")  # encodings with a look of their own
+# Encodings with a look of their own, by its number: grey for those that others are compared with.
+FAMILIAR = {
+    "rope": 0, "sinusoidal": 0, "fox": 1, "path": 2, "prism": 2, "path-fox": 3, "stickbreaking": 4, "alibi": 5,
+}  # fmt: skip
 
 
 def looks(labels: Iterable[str], first: int = 0) -> dict[str, tuple[str, str]]:
@@ -43,9 +46,10 @@ def looks(labels: Iterable[str], first: int = 0) -> dict[str, tuple[str, str]]:
         first: number of the look that others begin with.
     """
     encodings = {label: re.sub(r"-\d+$", "", label.split(" ")[0]) for label in labels}
-    once = [name for name, times in Counter(encodings.values()).items() if times == 1 and name in FAMILIAR]
-    others = (number for number in count(first) if number not in map(FAMILIAR.index, once))
-    numbers = {label: FAMILIAR.index(name) if name in once else next(others) for label, name in encodings.items()}
+    alone = [name for name, times in Counter(encodings.values()).items() if times == 1]
+    owners = {FAMILIAR[name]: name for name in reversed(alone) if name in FAMILIAR}  # of two, the first
+    others = (number for number in count(first) if number not in owners)
+    numbers = {label: FAMILIAR[name] if name in owners.values() else next(others) for label, name in encodings.items()}
     return {label: (COLOURS[n % len(COLOURS)], MARKERS[n % len(MARKERS)]) for label, n in numbers.items()}
 
 
