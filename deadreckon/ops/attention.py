@@ -14,6 +14,7 @@ from deadreckon.ops.blockwise.attend import attend_blockwise
 from deadreckon.ops.blockwise.documents import boundaries, separated, sound
 from deadreckon.ops.checks import check_derivatives, check_tensor, is_differentiated, shape_of
 from deadreckon.ops.factors import Factors, Householder, Power, Rotation, Score, Transport
+from deadreckon.ops.layout import sent
 from deadreckon.ops.reference import attend_reference
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, Kernels, attend_stream
@@ -109,8 +110,10 @@ def attend(
                 from deadreckon.ops.triton.attend import attend_fused
 
                 if cu_seqlens is not None and score == "softmax":  # other scores read and validate them on the host
-                    cu_seqlens = cu_seqlens.to(q.device)
-                    cu_seqlens = sound(cu_seqlens, q.shape[1]) if documents is None else cu_seqlens
+                    if documents is None:
+                        cu_seqlens = sound(cu_seqlens.to(q.device), q.shape[1])
+                    elif cu_seqlens.device != q.device:
+                        cu_seqlens = sent(documents, q.device, cu_seqlens.dtype)
                 return attend_fused(q, k, v, factors, scale, cu_seqlens, documents)
             if impl == "triton":
                 raise ValueError(f"impl: 'triton' needs {reason}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.factors import Factors
+from deadreckon.ops.layout import sent
 from deadreckon.ops.tracing import operator
 
 CLOSED = -1e4  # a log gate that nothing passes
@@ -34,7 +35,7 @@ def _first_tokens(cu_seqlens: Tensor, length: int) -> Tensor:
     """(T,) mask of the first tokens of documents. Validates the boundaries when it runs."""
     firsts = [start for start in boundaries(cu_seqlens, length) if start < length]
     marks = torch.zeros(length, dtype=torch.bool, device=cu_seqlens.device)
-    return marks.index_fill_(0, torch.tensor(firsts, device=marks.device), True)
+    return marks.index_fill_(0, sent(firsts, marks.device), True)
 
 
 first_tokens = operator(
@@ -82,8 +83,8 @@ def batches(cu_seqlens: list[int], device: torch.device) -> Iterator[Batch]:
     bits = torch.frexp((ends - starts - 1).double()).exponent  # of the power of two that is no smaller
     for size in bits.unique():
         first, end = (x[bits == size].unsqueeze(1) for x in (starts, ends))  # (N, 1)
-        place = first.to(device) + torch.arange(int((end - first).max()), device=device)
-        yield Batch(place.clamp(max=cu_seqlens[-1] - 1), place < end.to(device))
+        place = sent(first, device) + torch.arange(int((end - first).max()), device=device)
+        yield Batch(place.clamp(max=cu_seqlens[-1] - 1), place < sent(end, device))
 
 
 def unpacked(

@@ -23,6 +23,7 @@ from deadreckon.ops.blockwise.precision import exact, lengths, power_of_two, usu
 from deadreckon.ops.blockwise.problem import by_head, gates_by_head
 from deadreckon.ops.blockwise.rotation import turned
 from deadreckon.ops.factors import Factors, Power
+from deadreckon.ops.layout import sent
 from deadreckon.ops.parallel.context import ContextParallel
 from deadreckon.ops.parallel.finite import Containment
 from deadreckon.ops.parallel.ring import Inside, InsideTree, Plan, Ring
@@ -128,5 +129,5 @@ def _apart(gates: Tensor | None, documents: list[int], k: Tensor, cp: ContextPar
     marks = torch.zeros(cp.pieces, size, dtype=torch.bool)
     for slot, piece in enumerate(cp.held):
         marks[slot, [x - piece * size for x in documents if piece * size <= x < (piece + 1) * size]] = True
-    marks = marks.to(k.device).repeat_interleave(k.shape[0] // cp.pieces, 0)
+    marks = sent(marks, k.device, marks.dtype).repeat_interleave(k.shape[0] // cp.pieces, 0)
     return gates.masked_fill(marks.unsqueeze(-1), CLOSED)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from deadreckon.ops.layout import sent
 from deadreckon.ops.tracing import first_derivatives_only
 
 Layout = Literal["zigzag", "contiguous"]
@@ -125,7 +126,7 @@ class ContextParallel:
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """(length,) the sequence positions of the tokens of this rank's shard."""
         size = self.piece_length(length)
-        firsts = torch.tensor(self.held, device=device).unsqueeze(1) * size
+        firsts = sent(self.held, device or torch.get_default_device()).unsqueeze(1) * size
         return (firsts + torch.arange(size, device=device)).flatten()
 
     def piece_length(self, length: int) -> int:
@@ -166,11 +167,11 @@ class ContextParallel:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self.group)
         self._count(mine, self.size - 1)
-        return torch.cat(parts).to(x.device)[self._in_order.to(x.device)]
+        return torch.cat(parts).to(x.device)[sent(self._in_order, x.device)]
 
     def total_of_own(self, x: Tensor) -> Tensor:
         """Reduce-scatter: (count, ...) on each rank -> (pieces, ...), sums over ranks of its pieces. No gradients."""
-        mine = self._to_wire(x[self._by_rank.to(x.device)])
+        mine = self._to_wire(x[sent(self._by_rank, x.device)])
         received = torch.empty_like(mine)
         dist.all_to_all_single(received, mine, group=self.group)
         self._count(mine[: -self.pieces], 1)

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from deadreckon.ops.blockwise.precision import work
 from deadreckon.ops.factors import Factors
+from deadreckon.ops.layout import sent
 from deadreckon.ops.parallel.context import ContextParallel
 
 
@@ -58,6 +59,6 @@ class Containment:
         latest = cp.from_rows(torch.maximum(latest, before.unsqueeze(1)))
         starts = torch.zeros_like(places)
         if documents is not None:
-            bounds = torch.tensor(documents, device=places.device)
+            bounds = sent(documents, places.device)
             starts = bounds[torch.searchsorted(bounds, places, right=True) - 1]
         return output.masked_fill((latest >= starts.view(1, -1, 1)).unsqueeze(-1), torch.nan)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.factors import Score
+from deadreckon.ops.layout import sent
 from deadreckon.ops.parallel.context import ContextParallel
 from deadreckon.ops.triton.gated.gates import pruned
 from deadreckon.ops.triton.gated.operator import gated_backward, gated_forward
@@ -100,4 +101,4 @@ class InsideKernels:
         for slot, piece in enumerate(self.cp.held):
             inner = [x - piece * size for x in self.documents if piece * size < x < (piece + 1) * size]
             bounds += [slot * size + x for x in (*inner, size)]
-        return torch.tensor(bounds, dtype=torch.int32).to(q.device)
+        return sent(bounds, q.device, torch.int32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from deadreckon.ops.blockwise.rotation import turned as turned_later
 from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.blockwise.symmetric import channels_of
 from deadreckon.ops.factors import Factors, Power
+from deadreckon.ops.layout import sent
 from deadreckon.ops.streaming.decode import Tail, add_tail, close_tail, seen_from_tail
 from deadreckon.ops.streaming.kernels import CHUNK, FIELDS, STATE_PARTS, Last, Partial, State, chunk_for, look, placed
 from deadreckon.ops.streaming.past import Past
@@ -305,11 +305,6 @@ def _padded(tables: Sequence[Sequence[Sequence[int]]], like: Tensor) -> Tensor:
     lines = [[*table, *[empty] * (longest - len(table))] for table in tables]
     short = sent(lines, like.device, like.dtype).view(len(tables), longest, like.shape[2])
     return pad(short, (0, 0, 0, like.shape[1] - longest))
-
-
-def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copies a few host numbers to a device without synchronising; they are read before this returns."""
-    return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def _no_state(held: Fields, rows: int, kinds: int, p: int) -> State:
