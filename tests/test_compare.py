@@ -286,6 +286,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         ("train flipflop --out x --device tpu", "device: expected one that is here, got 'tpu'"),
         ("compare chess", "recipe: expected one of flipflop, flipflop-beyond,"),
         ("compare flipflop --encodings rope,rotary", "got 'rotary'"),
+        ("compare flipflop --finished --out x", "expected a finished run of this comparison in x/flipflop-tiny"),
         ("probe nowhere", "run: expected a folder with recipe.json"),
         ("compare flipflop --encodings rope --seeds 0", "seeds: expected 1 or more, got 0"),
         ("compare flipflop --encodings rope --lengths 8,long", "lengths: expected whole numbers above 0"),

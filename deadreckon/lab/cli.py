@@ -213,7 +213,7 @@ class Compare:
     sweep: tuple[str, ...] = ()  # values to sweep, such as length=256,1024 p=2,4, in place of the experiment's sweep
     # Also evaluate the same models, without retraining, with attention kept as sharp beyond this many tokens.
     sharpen_beyond: int | None = None
-    runs: Path = Path("runs")  # folder of all runs
+    runs: Annotated[Path, arg(aliases=["-o", "--out"])] = Path("runs")  # folder of all runs
     picture: Path | None = None  # save the picture to this file; by default beside the runs
     page: Path | None = None  # also save the tables to this Markdown file, with the paper's figures
     device: str = "cpu"  # cpu, cuda, …
