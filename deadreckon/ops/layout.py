@@ -15,5 +15,5 @@ def dense(x: Tensor) -> Tensor:
 
 
 def sent(numbers: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copies a few host numbers to a device without synchronising; they are read before this returns."""
-    return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+    """Copies a few host numbers to a device; on CUDA without synchronising, for they are read before this returns."""
+    return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=torch.device(device).type == "cuda")
