@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import wait
 from threading import Event, Timer, get_ident
 
@@ -90,3 +92,13 @@ def test_what_goes_wrong_is_said_at_its_step() -> None:
     batches.take(1)
     with pytest.raises(ValueError, match="there is none"):
         batches.take(2)
+
+
+def test_a_process_may_end_while_one_is_drawn() -> None:
+    """Without waiting for it, torch aborts the process."""
+    code = (
+        "from deadreckon.lab.recipes import find_recipe; from deadreckon.lab.training.batches import Batches; "
+        "recipe = find_recipe('multiplication', 'small'); Batches(recipe.make_task(), recipe, 1).take(0)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (found.returncode, found.stderr) == (0, "")

@@ -403,6 +403,7 @@ def test_suites_have_a_mean() -> None:
         ("a5-grid", 40, 4),
         ("prism-copy-40", 100, 1),
         ("prism-reverse-40", 100, 1),
+        ("prism-multiplication", 16, 1),
         ("prism-scan", 48, 1),
         ("prism-dynamic-copy", 20, 1),
         ("prism-dynamic-copy-5", 10, 1),

@@ -7,14 +7,18 @@ the generator before the batch that is being drawn, which no step has seen.
 
 from __future__ import annotations
 
+import atexit
+import threading
 from concurrent.futures import Future, wait
-from threading import Thread
 
 import torch
 from torch import Tensor
 
 from deadreckon.lab.recipes import Recipe
 from deadreckon.tasks.task import Batch, Task, draw
+
+THREAD = "batches"
+PATIENCE = 5.0  # seconds
 
 
 class Batches:
@@ -41,7 +45,8 @@ class Batches:
     def _begin(self, step: int) -> tuple[Tensor, Future[list[Batch]]]:
         before, drawn = self.generator.get_state(), Future[list[Batch]]()
         # A daemon thread, not an executor's: a process that is told to end does not wait for it.
-        Thread(target=self._draw, args=(self.recipe.lengths_at(step), drawn), name="batches", daemon=True).start()
+        arguments = self.recipe.lengths_at(step), drawn
+        threading.Thread(target=self._draw, args=arguments, name=THREAD, daemon=True).start()
         return before, drawn
 
     def _draw(self, lengths: int | range, drawn: Future[list[Batch]]) -> None:
@@ -61,3 +66,11 @@ class Batches:
             wait([self.next[1]])
         self.next = None
         self.generator.set_state(state)
+
+
+@atexit.register
+def _finish() -> None:
+    """Waits a moment for batches that are being drawn: torch aborts a process that stops its threads in mid-draw."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join(PATIENCE)
