@@ -339,8 +339,13 @@ def test_learned_rotations_belong_to_tokens() -> None:
     assert (layer.encoding.angles.std(0) - 1).abs().max() < 4 / 2000**0.5  # 1000 of N(0, 1); four standard errors
     narrow = make_layer("learned-rotation", vocab_size=1000, encoding_options={"spread": 0.2}).encoding.angles
     assert (narrow.std(0) / 0.2 - 1).abs().max() < 4 / 2000**0.5
+    grid = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    options = {"initial": "rope", "spread": 0.01}
+    near = make_layer("learned-rotation", vocab_size=1000, encoding_options=options).encoding.angles
+    assert ((near - grid).std(0) / 0.01 - 1).abs().max() < 4 / 2000**0.5
+    assert (near.mean(0) - grid).abs().max() < 4 * 0.01 / 1000**0.5
     layer = make_layer("learned-rotation", vocab_size=1000, encoding_options={"initial": "grid"})
-    table, grid = layer.encoding.table, 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    table = layer.encoding.table
     torch.testing.assert_close(angles_of(factors(layer, x, ids))[:, :, 0], table[ids] * grid)
     assert -1 <= table.min() < -0.99 and 0.99 < table.max() <= 1  # 4000 numbers, uniform from −1 to 1
 

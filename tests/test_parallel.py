@@ -217,7 +217,7 @@ def test_states_are_sent_where_they_are_fewer_bytes() -> None:
     def chosen(p: int, width: int, tokens: int, ranks: int, form: Any = "auto") -> bool:
         cp = SimpleNamespace(size=ranks, count=2 * ranks)
         k = torch.zeros(()).expand(1, tokens // (2 * ranks), width)
-        return sends_states(dr.Power(p, form), k, k, 1, cp)  # type: ignore[arg-type]
+        return sends_states(dr.Power(p, form), k, k, None, cp)  # type: ignore[arg-type]
 
     # A state of 64 channels is 2080 · 65 floats, a shard of keys and values T / R · 128, sent to R − 1 ranks.
     assert [chosen(2, 64, tokens, 4) for tokens in (2048, 4096, 8192, 65536)] == [False, False, True, True]

@@ -205,14 +205,16 @@ def test_half_precision_is_no_worse_than_the_definition_in_it(dtype: torch.dtype
 
 def test_auto_takes_chunks_where_they_are_faster() -> None:
     q = torch.empty(1, 1, 1, 64)
-    assert form_for(dr.Power(2), q.expand(1, 8192, 1, 64)) == "chunked"
-    assert form_for(dr.Power(2), q.expand(1, 2048, 1, 64)) == "attention"
-    assert form_for(dr.Power(4), q.expand(1, 65536, 1, 64)) == "attention"
-    assert form_for(dr.Power(4, "chunked"), q) == "chunked"
+    for gated, even in ((False, 4160), (True, 2912)):
+        for length, form in ((even - 1, "attention"), (even, "chunked")):
+            assert form_for(dr.Power(2), q.expand(1, length, 1, 64), gated) == form
+    assert form_for(dr.Power(4), q.expand(1, 65536, 1, 64), gated=False) == "attention"
+    assert form_for(dr.Power(4, "chunked"), q, gated=False) == "chunked"
     with FakeTensorMode():  # which has GPUs
         for width, p, even in ((64, 2, 4576), (32, 2, 2560), (16, 4, 38760)):
             for length, form in ((even - 1, "attention"), (even, "chunked")):
-                assert form_for(dr.Power(p), torch.empty(1, length, 1, width, device="cuda")) == form
+                q = torch.empty(1, length, 1, width, device="cuda")
+                assert form_for(dr.Power(p), q, gated=True) == form
 
 
 # Memory and magnitudes ------------------------------------------------------------------------------------------------

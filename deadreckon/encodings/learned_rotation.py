@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from deadreckon.encodings.base import Context, Encoding, Sizes
+from deadreckon.encodings.base import Context, Encoding, Sizes, rope_angles
 from deadreckon.ops.factors import Factors, Rotation
 from deadreckon.ops.pointwise import at_least_single
 
-STARTS = ("normal", "grid")
+STARTS = ("normal", "rope", "grid")
 
 
 class LearnedRotation(Encoding):
@@ -27,11 +27,12 @@ class LearnedRotation(Encoding):
         initial: units and initialisation of the table. "normal": angles in radians, initialised as N(0, 1), PyTorch's
             default for embeddings, as in "Why Do Accumulated Transformations Extrapolate?": the mean phasor of every
             pair shrinks by e^{−1/2} per token, to less than 1% after ten.
+            "rope": in radians too, around RoPE's step angles in place of 0, so that a small spread starts near RoPE.
             "grid": multiples of RoPE's grid, initialised uniformly in [−1, 1], as random rotations are drawn: slow
             pairs start slow and are trained on their own scale.
-        spread: standard deviation σ of "normal": the mean phasor shrinks by e^{−σ²/2} per token, to 1% after T tokens
-            where σ² = 9.2 / T. Short training runs at T tokens need that.
-        base: of RoPE's grid.
+        spread: standard deviation σ of "normal" and "rope": the mean phasor shrinks by e^{−σ²/2} per token, to 1% after
+            T tokens where σ² = 9.2 / T. Short training runs at T tokens need that.
+        base: of RoPE's angles.
         rate: the table's learning rate in place of the model's, with the model's weight decay. Angles must decay as
             well as be learned: those of rare tokens stay at N(0, 1) and make every route that contains them incoherent
             unless learning rate × weight decay, summed over the training steps, is well above 1, as in the paper's
@@ -60,16 +61,19 @@ class LearnedRotation(Encoding):
             raise ValueError(f"rate: expected a positive learning rate or None, got {rate!r}")
         self.head_dim, self.base, self.spread, self.rate = sizes.even_head_dim, base, spread, rate
         # Two parameter names, so that a table in one unit does not load into the other.
-        self.name = "angles" if initial == "normal" else "table"
+        self.initial, self.name = initial, "table" if initial == "grid" else "angles"
         self.register_parameter(self.name, nn.Parameter(torch.empty(sizes.vocab_size, self.head_dim // 2)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         table = self.get_parameter(self.name)
-        if self.name == "angles":
-            nn.init.normal_(table, std=self.spread)
-        else:
+        if self.initial == "grid":
             nn.init.uniform_(table, -1, 1)
+            return
+        nn.init.normal_(table, std=self.spread)
+        if self.initial == "rope":
+            with torch.no_grad():
+                table.add_(rope_angles(self.head_dim, self.base, table.device))
 
     def own_groups(self) -> list[dict[str, Any]]:
         return [] if self.rate is None else [{"params": [self.get_parameter(self.name)], "lr": self.rate}]

@@ -38,6 +38,7 @@ from deadreckon.ops.tracing import operator, room_like, without_autocast
 RECENT = 8  # tokens that the recurrent form has not folded into its state
 HELD = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers of φ that are held at a time: few in a cache, many for few launches
 BREAK_EVEN = {("cpu", 2): 2.0, ("cuda", 2): 2.2, ("cuda", 4): 10.0}
+BREAK_EVEN_GATED = BREAK_EVEN | {("cpu", 2): 1.4}
 """T from which the chunked form is faster, in multiples of the dimension of φ, by device and p; 4 where not measured.
 
 On a CPU: one core, float32, 4 heads, forward and backward, process times at four lengths and more, best of several
@@ -55,13 +56,13 @@ def chunk_tokens(width: int, p: int) -> int:
     return -(-max(dimension(width, p) // 2, 4 * LEAF) // LEAF) * LEAF
 
 
-def chunked_from(width: int, p: int, device: torch.device) -> int:
+def chunked_from(width: int, p: int, device: torch.device, gated: bool) -> int:
     """The number of tokens from which the chunked form is faster."""
-    even = BREAK_EVEN.get((device.type, p), 4.0) * dimension(width, p)
+    even = (BREAK_EVEN_GATED if gated else BREAK_EVEN).get((device.type, p), 4.0) * dimension(width, p)
     return math.ceil(max(even, FEWEST.get(device.type, 768)))
 
 
-def form_for(score: Power, q: Tensor) -> Form:
+def form_for(score: Power, q: Tensor, gated: bool) -> Form:
     """The form for q (B, T, Hq, D): the requested one or, for ``"auto"``, the faster.
 
     For a symbolic length, chunked: a sequence shorter than a chunk is then one chunk, computed as attention.
@@ -69,7 +70,7 @@ def form_for(score: Power, q: Tensor) -> Form:
     if score.form != "auto":
         return score.form
     length = q.shape[1]
-    long_enough = isinstance(length, torch.SymInt) or length >= chunked_from(q.shape[3], score.p, q.device)
+    long_enough = isinstance(length, torch.SymInt) or length >= chunked_from(q.shape[3], score.p, q.device, gated)
     return "chunked" if long_enough else "attention"
 
 
@@ -313,9 +314,10 @@ def _state_gradients(
 # The operator ---------------------------------------------------------------------------------------------------------
 
 
-def _state_count(length: int, width: int, p: int, form: str, device: torch.device) -> int:
+def _state_count(q: Tensor, gates: Tensor | None, p: int, form: str) -> int:
     """The number of states passed from chunk to chunk: none in the attention form."""
-    if form == "attention" or (form == "auto" and length < chunked_from(width, p, device)):
+    length, width = q.shape[1], q.shape[3]
+    if form == "attention" or (form == "auto" and length < chunked_from(width, p, q.device, gates is not None)):
         return 0
     return (length - 1) // chunk_tokens(width, p)
 
@@ -327,7 +329,7 @@ def _room(
     precise = exact(q.device)
     out = q.new_empty(*q.shape[:3], v.shape[2])
     total = q.new_empty(q.shape[:3], dtype=precise)
-    count = _state_count(q.shape[1], q.shape[3], p, form, q.device) if keep else 0
+    count = _state_count(q, gates, p, form) if keep else 0
     state = (q.shape[0], dimension(q.shape[3], p), 1 if gates is None else gates.shape[2], v.shape[2] + 1)
     states = q.new_empty(count, *state, dtype=state_dtype(q.dtype, p, q.device))
     return out, torch.empty_like(out, dtype=precise), total, torch.empty_like(total, dtype=torch.bool), states
@@ -343,7 +345,7 @@ def _forward(
         which queries read more than rounding errors from a state (N, T, G), and the states, if they are kept.
     """
     *_, answered, states = _room(q, k, v, gates, p, form, keep)
-    if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
+    if not _state_count(q, gates, p, form):
         return *tree_forward_pass(q, k, v, None, None, gates, "power", p, 1.0), answered.zero_(), states
     chunks = _Chunks(q, k, v, gates, p)
     out, total = forward(chunks.problem)
@@ -369,7 +371,7 @@ def _backward(
     total: Tensor, answered: Tensor, states: Tensor, p: int, form: str,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v and, if there are any, gates. φ is recomputed."""
-    if not _state_count(q.shape[1], q.shape[3], p, form, q.device):
+    if not _state_count(q, gates, p, form):
         return tree_backward_pass(grad, q, k, v, None, None, gates, rounded_out, out, total, "power", p, 1.0)
     with without_autocast(q):
         chunks = _Chunks(q, k, v, gates, p)

@@ -99,8 +99,7 @@ def _over_pieces(
     if steps is not None:
         w, beta = (by_head(x.to(work(dtype)), heads).squeeze(2) for x in (steps.w, steps.beta))
         queries, keys, products = Ends.apply(q, k, w, beta)
-    kinds = 1 if sums is None else sums.shape[2]
-    if isinstance(score, Power) and steps is None and sends_states(score, k, v, kinds, cp):
+    if isinstance(score, Power) and steps is None and sends_states(score, k, v, gates, cp):
         output = States.apply(Handover(cp, score, documents), q, k, v, inside_gates, sums)
     else:
         plan = Plan(cp, inside, score, scale, documents)

@@ -43,18 +43,19 @@ from deadreckon.ops.parallel.context import ContextParallel
 from deadreckon.ops.tracing import first_derivatives_only, without_autocast
 
 
-def sends_states(score: Power, k: Tensor, v: Tensor, kinds: int, cp: ContextParallel) -> bool:
-    """Whether to pass on states of k (M, C, D) and v (M, C, E) in place of a ring: as the form says.
+def sends_states(score: Power, k: Tensor, v: Tensor, gates: Tensor | None, cp: ContextParallel) -> bool:
+    """Whether to pass on states of k (M, C, D), v (M, C, E) and gates (M, C, kinds), not a ring: as the form says.
 
     With ``"auto"``, if they are fewer bytes and there are enough tokens for the chunked form to be faster.
     """
     if score.form != "auto":
         return score.form != "attention"
     width, tokens = k.shape[2], k.shape[1]
+    kinds = 1 if gates is None else gates.shape[2]
     size = torch.empty((), dtype=state_dtype(k.dtype, score.p, k.device)).element_size()
     state = dimension(width, score.p) * kinds * (v.shape[2] + 1) * size
     ring = (cp.size - 1) * tokens * (width + v.shape[2]) * k.element_size()
-    return tokens * cp.count >= chunked_from(width, score.p, k.device) and state < ring
+    return tokens * cp.count >= chunked_from(width, score.p, k.device, gates is not None) and state < ring
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str 
     if q.shape[3] > WIDEST_HEAD and _wide_keys(q, v, factors):
         limits = {"D": WIDEST_KEY, "E": WIDEST_HEAD // 2}
     if isinstance(score, Power):
-        form = form_for(score, q)
+        form = form_for(score, q, log_gate is not None)
         if steps is not None or score.p not in WIDEST.get(form, {}):
             return f"score Power(2) or Power(4), not recurrent and without Householder steps, got {score!r}"
         limits = {"D": WIDEST[form][score.p], "E": 128}
@@ -101,7 +101,7 @@ def attend_fused(
     if score == "stick-breaking":
         return stick_breaking(q, k, v, scale, cu_seqlens)
     if isinstance(score, Power):
-        return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q))[0]
+        return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q, log_gate is not None))[0]
     if steps is not None:
         return attend_householder(q, k, v, steps, log_gate, cu_seqlens, scale)
     if log_gate is not None or cu_seqlens is not None or q.shape[3] > WIDEST_HEAD:
