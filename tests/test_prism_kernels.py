@@ -271,9 +271,18 @@ def test_widened_heads(
         x, e = inputs[0].transpose(1, 2), inputs[1][:, :, heads:]  # beside what is of others
         wide = cursors.widened(x, e, *(inputs[2:] or (None, None)), 3.0)
         assert ("Widened" in type(wide.grad_fn).__name__) == (dtype == torch.float32)
-        grads = torch.autograd.grad(wide, inputs, grad.to(DEVICE, dtype))
-        found.append([x.detach().double().cpu() for x in (wide, *grads)])
-    for exact, single_ in zip(*found, strict=True):
+        laid_out = grad.to(DEVICE, dtype)
+        for order in (
+            (0, 1, 2, 3),
+            (0, 2, 1, 3),
+            (1, 0, 2, 3),
+            (0, 1, 3, 2),
+        ):  # as attention's may be; the last is copied
+            back = sorted(range(4), key=order.__getitem__)
+            laid_out = laid_out.permute(order).contiguous().permute(back)
+            grads = torch.autograd.grad(wide, inputs, laid_out, retain_graph=True)
+            found.append([x.detach().double().cpu() for x in (wide, *grads)])
+    for exact, single_ in ((exact, x) for some in found[4:] for exact, x in zip(found[0], some, strict=True)):
         limit = 4 * EPSILON * (count * waves * (tokens if exact.dim() < 3 else 1)) ** 0.5
         torch.testing.assert_close(single_, exact, rtol=0, atol=limit * max(1.0, float(exact.abs().max())))
 

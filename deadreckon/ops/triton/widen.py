@@ -12,6 +12,7 @@ the superpositions of a layer from those of all layers.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -65,13 +66,16 @@ def _forward(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "T"])
 def _backward(
-    p_x, p_e, p_mix, p_gain, p_dwide, p_dx, p_de, p_dmix, p_dgain, s_x, s_xh, s_e, s_eh, s_ec, N, norm, D: tl.constexpr,
-    BD: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+    p_x, p_e, p_mix, p_gain, p_dwide, p_dx, p_de, p_dmix, p_dgain, s_gb, s_gt, s_gh, T, s_x, s_xh, s_e, s_eh, s_ec, N,
+    norm, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BE: tl.constexpr, TILE: tl.constexpr,
+    SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    """Strides of p_dwide are in multiples of UNIT, so that the compiler knows how many numbers it may load at once."""
     i_h, at, p_x, p_e, m_x, m_e, channel, wave = _place(p_x, p_e, s_x, s_xh, s_e, s_eh, s_ec, N, D, BD, C, R, BE, TILE)
-    p_dwide += at * (D + C * R)
+    row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    p_dwide += (row // T * s_gb + row % T * s_gt + i_h * s_gh) * UNIT
     b_dx = tl.load(p_dwide + channel[None, :], mask=m_x, other=0.0).to(tl.float32)
     b_de = tl.load(p_dwide + D + wave[None, :], mask=m_e, other=0.0).to(tl.float32)
     b_e = tl.load(p_e, mask=m_e, other=0.0).to(tl.float32)
@@ -112,7 +116,11 @@ class Widened(torch.autograd.Function):
         dx, de = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, e))
         parts = ceil_div(x.shape[0] * x.shape[1], _tile(e)["TILE"])
         sums = [x.new_empty(parts, *y.shape, dtype=torch.float32) for y in (mix, gain) if y is not None]
-        _launch(_backward, x, e, mix, gain, (grads[0].contiguous(), dx, de, *(sums or (dx, dx))), ctx.norm)
+        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()  # attention's may be head by head
+        unit = gcd(16, *grad.stride()[:3])
+        strides = (stride // unit for stride in grad.stride()[:3])
+        rest = grad, dx, de, *(sums or (dx, dx)), *strides, x.shape[1]
+        _launch(_backward, x, e, mix, gain, rest, ctx.norm, UNIT=unit)
         dmix, dgain = (y.sum(0) for y in sums) if sums else (None, None)
         return dx, de, dmix, dgain, None
 
@@ -128,7 +136,14 @@ def _tile(e: Tensor) -> dict[str, int]:
 
 
 def _launch(
-    kernel: Kernel, x: Tensor, e: Tensor, mix: Tensor | None, gain: Tensor | None, rest: tuple[Tensor, ...], norm: float
+    kernel: Kernel,
+    x: Tensor,
+    e: Tensor,
+    mix: Tensor | None,
+    gain: Tensor | None,
+    rest: tuple[Tensor | int, ...],
+    norm: float,
+    **constants: int,
 ) -> None:
     """A program for each head of each tile of tokens; `rest`: the kernel's arguments after the scales."""
     options, (batch, length, heads, width), (cursors, waves) = _tile(e), x.shape, e.shape[3:]
@@ -138,6 +153,7 @@ def _launch(
             x, e, x if mix is None else mix.contiguous(), x if gain is None else gain.contiguous(), *rest,
             x.stride(1), x.stride(2), e.stride(1), e.stride(2), e.stride(3), tokens, norm,
             D=width, BD=power_of_two(width), C=cursors, R=waves, SCALED=gain is not None, num_warps=4, **options,
+            **constants,
         )  # fmt: skip
 
 
