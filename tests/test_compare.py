@@ -400,6 +400,7 @@ def test_suites_have_a_mean() -> None:
         ("code-encodings", 65_536, 4),
         ("long-context", 32_768, 16),
         ("rotations-text", 65_536, 4),
+        ("rotations-learned", 65_536, 4),
         ("a5-grid", 40, 4),
         ("prism-copy-40", 100, 1),
         ("prism-reverse-40", 100, 1),

@@ -22,9 +22,13 @@ ROTATIONS_REPORTED = {  # tables 1 and 2: 16 layers of width 768 after 3.3 billi
 }
 
 
-# In the paper's 200 000 steps weight decay removes angles that are not learned; in a few thousand, a learning rate of
-# their own does.
-LEARNED_ANGLES = {name: {"rate": 0.02} for name in ("learned-rotation", "learned-rotation-values")}
+def learned_angles(**options: float) -> dict[str, dict[str, float]]:
+    """Options of learned rotations for short training.
+
+    In the paper's 200 000 steps weight decay removes angles that are not learned; a few thousand steps need a learning
+    rate for angles, and small ones to start with.
+    """
+    return {name: dict(options) for name in ("learned-rotation", "learned-rotation-values")}
 
 
 def text(
@@ -77,7 +81,8 @@ PATH_RECIPE = Recipe(
 PATH_SMALL: dict[str, Any] = {
     "width": 512, "heads": 8, "length": 2048, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.1,
     "evaluate_every": 250, "test_tokens": 2**20, "qk_norm": True,
-    "encoding_options": {name: {"initial": 0.02, "beta": 0.1} for name in ("path", "path-fox")} | LEARNED_ANGLES,
+    "encoding_options": {name: {"initial": 0.02, "beta": 0.1} for name in ("path", "path-fox")}
+    | learned_angles(rate=0.02),
 }  # fmt: skip
 WITH_QUESTIONS: dict[str, Any] = {"vocabulary": 32_000, "packed": True, "questions": 0.2}  # a fifth of the rows
 
@@ -117,8 +122,8 @@ TEXT = {
             evaluators=("perplexity", "perplexity-window"), betas=(0.9, 0.95), block="gpt2",
             test_lengths=(512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536),
         ),
-        small={"block": "llama", "encoding_options": LEARNED_ANGLES},
-        tiny={"block": "llama", "encoding_options": LEARNED_ANGLES},
+        small={"block": "llama", "encoding_options": learned_angles(spread=0.05, rate=0.006)},
+        tiny={"block": "llama", "encoding_options": learned_angles(spread=0.05, rate=0.02)},
         reported={"held out": ROTATIONS_REPORTED},
     ),
     "code": path_paper("Source code, whole directories of the Linux kernel (examples/data/make_tokens.py)", 1500),
