@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from small_runs import quiet, run_cli, small
 
 from deadreckon.lab import cli
 from deadreckon.lab.training import Run, Step, Training, train_run
+from deadreckon.lab.training.parallel import _begin
+from deadreckon.lab.training.trainer import noticing_signals
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +94,23 @@ def test_ctrl_c_in_a_command_that_keeps_nothing(
     monkeypatch.setattr(cli.List, "run", interrupted)
     assert run_cli(monkeypatch, "list") == 130
     assert capsys.readouterr().err == "Interrupted. Nothing is kept; to start again:\n  deadreckon list\n"
+
+
+def idle_after_a_run(disturbed: bool) -> None:
+    """A worker that has trained a run is told to end; `disturbed`: a library has put back the handler it had found."""
+    _begin(1)
+    sigaction, found = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(1024)
+    with noticing_signals():
+        sigaction(signal.SIGTERM, None, found)
+    if disturbed:
+        sigaction(signal.SIGTERM, found, None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)  # it comes between two instructions
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_an_idle_worker_ends_when_it_is_told_to(disturbed: bool) -> None:
+    worker = get_context("spawn").Process(target=idle_after_a_run, args=(disturbed,))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 143

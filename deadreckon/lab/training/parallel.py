@@ -91,6 +91,9 @@ def _begin(threads: int) -> None:
     """Initialises a worker process, which exits when its parent does."""
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    # Not the default: libraries that compile kernels put back the handlers that they found, and a SIGTERM that reaches
+    # Python without one is ignored, so that the parent would wait for this worker forever.
+    signal.signal(signal.SIGTERM, _leave)
     parent = parent_process()
     assert parent is not None
 
@@ -99,3 +102,7 @@ def _begin(threads: int) -> None:
         os._exit(1)
 
     Thread(target=follow, daemon=True).start()
+
+
+def _leave(number: int, frame: object) -> None:
+    os._exit(128 + number)
