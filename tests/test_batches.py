@@ -94,11 +94,24 @@ def test_what_goes_wrong_is_said_at_its_step() -> None:
         batches.take(2)
 
 
-def test_a_process_may_end_while_one_is_drawn() -> None:
-    """Without waiting for it, torch aborts the process."""
-    code = (
-        "from deadreckon.lab.recipes import find_recipe; from deadreckon.lab.training.batches import Batches; "
-        "recipe = find_recipe('multiplication', 'small'); Batches(recipe.make_task(), recipe, 1).take(0)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert (found.returncode, found.stderr) == (0, "")
+SLOW = """
+import time
+from deadreckon.lab.recipes import Recipe
+from deadreckon.lab.training.batches import Batches
+from deadreckon.tasks.copy import Copy
+
+class Slow(Copy):
+    def sample(self, *arguments):
+        time.sleep(0.5)
+        drawn = super().sample(*arguments)
+        print("drawn", flush=True)
+        return drawn
+
+Batches(Slow(), Recipe(length=4, steps=5, batch_size=4), 1).take(0)
+"""
+
+
+def test_a_process_that_ends_waits_for_what_is_drawn() -> None:
+    """If its thread is stopped in a function of torch's, torch aborts the process."""
+    found = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=100)
+    assert (found.returncode, found.stdout) == (0, 2 * "drawn\n"), found.stderr

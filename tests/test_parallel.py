@@ -214,13 +214,16 @@ def test_states_of_powers_are_fewer_bytes_than_the_ring() -> None:
 
 
 def test_states_are_sent_where_they_are_fewer_bytes() -> None:
-    def chosen(p: int, width: int, tokens: int, ranks: int, form: Any = "auto") -> bool:
+    def chosen(p: int, width: int, tokens: int, ranks: int, form: Any = "auto", gated: bool = False) -> bool:
         cp = SimpleNamespace(size=ranks, count=2 * ranks)
         k = torch.zeros(()).expand(1, tokens // (2 * ranks), width)
-        return sends_states(dr.Power(p, form), k, k, None, cp)  # type: ignore[arg-type]
+        gates = k[..., :1] if gated else None
+        return sends_states(dr.Power(p, form), k, k, gates, cp)  # type: ignore[arg-type]
 
     # A state of 64 channels is 2080 · 65 floats, a shard of keys and values T / R · 128, sent to R − 1 ranks.
     assert [chosen(2, 64, tokens, 4) for tokens in (2048, 4096, 8192, 65536)] == [False, False, True, True]
+    # Faster in chunks from 768 tokens on with gates, from 1056 without.
+    assert chosen(2, 32, 1024, 8, gated=True) and not chosen(2, 32, 1024, 8)
     assert not chosen(4, 64, 65536, 8) and not chosen(2, 64, 1 << 20, 1)
     assert chosen(4, 64, 64, 2, "chunked") and not chosen(2, 64, 1 << 20, 8, "attention")
 

@@ -208,6 +208,9 @@ def test_auto_takes_chunks_where_they_are_faster() -> None:
     for gated, even in ((False, 4160), (True, 2912)):
         for length, form in ((even - 1, "attention"), (even, "chunked")):
             assert form_for(dr.Power(2), q.expand(1, length, 1, 64), gated) == form
+            k, log_gate = q.expand(1, length, 1, 64).squeeze(2), q.new_empty(1, length, 1) if gated else None
+            states = power._room(q.expand(1, length, 1, 64), k, k, log_gate, 2, "auto", keep=True)[-1]
+            assert (len(states) > 0) == (form == "chunked")
     assert form_for(dr.Power(4), q.expand(1, 65536, 1, 64), gated=False) == "attention"
     assert form_for(dr.Power(4, "chunked"), q, gated=False) == "chunked"
     with FakeTensorMode():  # which has GPUs

@@ -44,7 +44,7 @@ class Batches:
 
     def _begin(self, step: int) -> tuple[Tensor, Future[list[Batch]]]:
         before, drawn = self.generator.get_state(), Future[list[Batch]]()
-        # A daemon thread, not an executor's: a process that is told to end does not wait for it.
+        # A daemon thread, not an executor's: a process that is told to end waits for it only a moment (`_finish`).
         arguments = self.recipe.lengths_at(step), drawn
         threading.Thread(target=self._draw, args=arguments, name=THREAD, daemon=True).start()
         return before, drawn

@@ -38,7 +38,6 @@ from deadreckon.ops.tracing import operator, room_like, without_autocast
 RECENT = 8  # tokens that the recurrent form has not folded into its state
 HELD = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers of φ that are held at a time: few in a cache, many for few launches
 BREAK_EVEN = {("cpu", 2): 2.0, ("cuda", 2): 2.2, ("cuda", 4): 10.0}
-BREAK_EVEN_GATED = BREAK_EVEN | {("cpu", 2): 1.4}
 """T from which the chunked form is faster, in multiples of the dimension of φ, by device and p; 4 where not measured.
 
 On a CPU: one core, float32, 4 heads, forward and backward, process times at four lengths and more, best of several
@@ -48,6 +47,7 @@ runs. Without gates chunked and attention break even at about T = 800 for (D, p)
 break even at about T = 2600 for (32, 2) and 4500 for (64, 2), and by extrapolation at 38 000 for (16, 4): the kernels'
 φ has more rows there than it needs.
 """
+BREAK_EVEN_GATED = BREAK_EVEN | {("cpu", 2): 1.4, ("cpu", 4): 1.3}
 FEWEST = {"cpu": 768, "cuda": 2560}  # tokens: below, chunks are too small to be fast
 
 

@@ -75,7 +75,7 @@ def _backward(
     """Strides of p_dwide are in multiples of UNIT, so that the compiler knows how many numbers it may load at once."""
     i_h, at, p_x, p_e, m_x, m_e, channel, wave = _place(p_x, p_e, s_x, s_xh, s_e, s_eh, s_ec, N, D, BD, C, R, BE, TILE)
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
-    p_dwide += (row // T * s_gb + row % T * s_gt + i_h * s_gh) * UNIT
+    p_dwide += (row // T * s_gb + row % T * s_gt + i_h.to(tl.int64) * s_gh) * UNIT
     b_dx = tl.load(p_dwide + channel[None, :], mask=m_x, other=0.0).to(tl.float32)
     b_de = tl.load(p_dwide + D + wave[None, :], mask=m_e, other=0.0).to(tl.float32)
     b_e = tl.load(p_e, mask=m_e, other=0.0).to(tl.float32)
