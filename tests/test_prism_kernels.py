@@ -272,12 +272,8 @@ def test_widened_heads(
         wide = cursors.widened(x, e, *(inputs[2:] or (None, None)), 3.0)
         assert ("Widened" in type(wide.grad_fn).__name__) == (dtype == torch.float32)
         laid_out = grad.to(DEVICE, dtype)
-        for order in (
-            (0, 1, 2, 3),
-            (0, 2, 1, 3),
-            (1, 0, 2, 3),
-            (0, 1, 3, 2),
-        ):  # as attention's may be; the last is copied
+        # As attention's gradient may lie in memory; the last is copied.
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)):
             back = sorted(range(4), key=order.__getitem__)
             laid_out = laid_out.permute(order).contiguous().permute(back)
             grads = torch.autograd.grad(wide, inputs, laid_out, retain_graph=True)

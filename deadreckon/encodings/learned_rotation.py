@@ -32,7 +32,7 @@ class LearnedRotation(Encoding):
             "grid": multiples of RoPE's grid, initialised uniformly in [−1, 1], as random rotations are drawn: slow
             pairs start slow and are trained on their own scale.
         spread: standard deviation σ of "normal" and "rope": the mean phasor shrinks by e^{−σ²/2} per token, to 1% after
-            T tokens where σ² = 9.2 / T. Short training runs at T tokens need that.
+            T tokens where σ² = 9.2 / T. Short training runs at T tokens need that or less.
         base: of RoPE's angles.
         rate: the table's learning rate in place of the model's, with the model's weight decay. Angles must decay as
             well as be learned: those of rare tokens stay at N(0, 1) and make every route that contains them incoherent

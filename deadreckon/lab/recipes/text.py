@@ -71,7 +71,8 @@ PATH_RECIPE = Recipe(
     test_lengths=(2048, 4096, 8192, 16_384, 32_768, 65_536),
 )  # fmt: skip
 # Learning rate and QK-norm are the best for RoPE in a sweep on code, β is the better one for PaTH there
-# (`results/code.md`); PaTH's initialisation is that of the authors' layer.
+# (`results/code.md`); PaTH's initialisation is that of the authors' layer. Learned rotations are as in
+# `results/code-encodings.md`; they would do better with the angles of `rotations`.
 PATH_SMALL: dict[str, Any] = {
     "width": 512, "heads": 8, "length": 2048, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.1,
     "evaluate_every": 250, "test_tokens": 2**20, "qk_norm": True,
@@ -116,8 +117,8 @@ TEXT = {
             evaluators=("perplexity", "perplexity-window"), betas=(0.9, 0.95), block="gpt2",
             test_lengths=(512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536),
         ),
-        # In the paper's 200 000 steps weight decay removes angles that are not learned; a few thousand need a learning
-        # rate for angles, and small or usual ones to start with (`results/rotations-learned.md`).
+        # In the paper's 200 000 steps weight decay removes angles that are not learned. A few thousand steps need a
+        # learning rate for angles, and angles that start small or around RoPE's (`results/rotations-learned.md`).
         small={
             "block": "llama",
             "encoding_options": {

@@ -18,7 +18,7 @@ from deadreckon.lab.recipes import Recipe
 from deadreckon.tasks.task import Batch, Task, draw
 
 THREAD = "batches"
-PATIENCE = 5.0  # seconds
+PATIENCE = 5.0  # seconds that a process which ends waits for a batch
 
 
 class Batches:

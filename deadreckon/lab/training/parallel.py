@@ -91,8 +91,8 @@ def _begin(threads: int) -> None:
     """Initialises a worker process, which exits when its parent does."""
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
-    # Not the default: libraries that compile kernels put back the handlers that they found, and a SIGTERM that reaches
-    # Python without one is ignored, so that the parent would wait for this worker forever.
+    # Not the default: a library may put back the handler that it found while a run had one, as seen on a GPU. Python
+    # ignores a SIGTERM that reaches it without a handler, and the parent would wait for this worker forever.
     signal.signal(signal.SIGTERM, _leave)
     parent = parent_process()
     assert parent is not None

@@ -47,6 +47,7 @@ runs. Without gates chunked and attention break even at about T = 800 for (D, p)
 break even at about T = 2600 for (32, 2) and 4500 for (64, 2), and by extrapolation at 38 000 for (16, 4): the kernels'
 φ has more rows there than it needs.
 """
+# With gates:
 BREAK_EVEN_GATED = BREAK_EVEN | {("cpu", 2): 1.4, ("cpu", 4): 1.3}
 FEWEST = {"cpu": 768, "cuda": 2560}  # tokens: below, chunks are too small to be fast
 

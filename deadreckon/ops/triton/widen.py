@@ -34,7 +34,7 @@ def _place(
     p_x, p_e, s_x, s_xh, s_e, s_eh, s_ec, N, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     BE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """For one head of a tile of tokens: pointers and masks, and the indices of channels and waves."""
+    """For one head of a tile of tokens: tokens, pointers and masks, and the indices of channels and waves."""
     row, i_h = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     channel, wave = tl.arange(0, BD), tl.arange(0, BE)
     m_x = (row < N)[:, None] & (channel < D)[None, :]
@@ -43,7 +43,7 @@ def _place(
     p_x += row * s_x + i_h * s_xh + channel[None, :]
     p_e += row * s_e + i_h * s_eh + (wave // R * s_ec + wave % R)[None, :]
     at = row * tl.num_programs(1) + i_h  # of what is contiguous
-    return i_h, at, p_x, p_e, m_x, m_e, channel, wave
+    return i_h, row, at, p_x, p_e, m_x, m_e, channel, wave
 
 
 @Kernel
@@ -52,7 +52,9 @@ def _forward(
     p_x, p_e, p_mix, p_gain, p_wide, s_x, s_xh, s_e, s_eh, s_ec, N, norm, D: tl.constexpr,
     BD: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BE: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    i_h, at, p_x, p_e, m_x, m_e, channel, wave = _place(p_x, p_e, s_x, s_xh, s_e, s_eh, s_ec, N, D, BD, C, R, BE, TILE)
+    i_h, _, at, p_x, p_e, m_x, m_e, channel, wave = _place(
+        p_x, p_e, s_x, s_xh, s_e, s_eh, s_ec, N, D, BD, C, R, BE, TILE
+    )
     dtype = p_wide.dtype.element_ty
     b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
     b_e = tl.load(p_e, mask=m_e, other=0.0).to(tl.float32)
@@ -73,8 +75,9 @@ def _backward(
     SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Strides of p_dwide are in multiples of UNIT, so that the compiler knows how many numbers it may load at once."""
-    i_h, at, p_x, p_e, m_x, m_e, channel, wave = _place(p_x, p_e, s_x, s_xh, s_e, s_eh, s_ec, N, D, BD, C, R, BE, TILE)
-    row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    i_h, row, at, p_x, p_e, m_x, m_e, channel, wave = _place(
+        p_x, p_e, s_x, s_xh, s_e, s_eh, s_ec, N, D, BD, C, R, BE, TILE
+    )
     p_dwide += (row // T * s_gb + row % T * s_gt + i_h.to(tl.int64) * s_gh) * UNIT
     b_dx = tl.load(p_dwide + channel[None, :], mask=m_x, other=0.0).to(tl.float32)
     b_de = tl.load(p_dwide + D + wave[None, :], mask=m_e, other=0.0).to(tl.float32)
@@ -136,15 +139,9 @@ def _tile(e: Tensor) -> dict[str, int]:
 
 
 def _launch(
-    kernel: Kernel,
-    x: Tensor,
-    e: Tensor,
-    mix: Tensor | None,
-    gain: Tensor | None,
-    rest: tuple[Tensor | int, ...],
-    norm: float,
-    **constants: int,
-) -> None:
+    kernel: Kernel, x: Tensor, e: Tensor, mix: Tensor | None, gain: Tensor | None, rest: tuple[Tensor | int, ...],
+    norm: float, **constants: int,
+) -> None:  # fmt: skip
     """A program for each head of each tile of tokens; `rest`: the kernel's arguments after the scales."""
     options, (batch, length, heads, width), (cursors, waves) = _tile(e), x.shape, e.shape[3:]
     tokens = batch * length
