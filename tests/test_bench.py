@@ -19,13 +19,14 @@ from worlds import prepared
 
 import deadreckon as dr
 from deadreckon.lab.arguments import sizes_in
-from deadreckon.lab.bench import attention, cases, decode, filters, ranks, text
+from deadreckon.lab.bench import attention, cases, decode, filters, ranks, steps, text
 from deadreckon.lab.bench.attention import Figures
 from deadreckon.lab.bench.cases import Shape
 from deadreckon.lab.bench.drift import in_place_drift, model_drift
 from deadreckon.lab.bench.flags import Attention, Benchmark, Filters, Powers, Ranks
 from deadreckon.lab.bench.rivals import RIVALS, Inputs, Method, documents_apart, sdpa
 from deadreckon.lab.bench.timing import peak_bytes, seconds_per_step
+from deadreckon.lab.recipes import find_recipe
 
 SHORT = Shape(1, 40, 2, 16)
 
@@ -292,6 +293,37 @@ def test_whole_models_with_powers_are_timed(tmp_path: Path, monkeypatch: pytest.
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()[-3:]]
     assert [row[0] for row in rows] == ["sympow, 32", "sympow-gated, 32", "conformal-sympow, 32"]
     assert rows[0][-1] == "1.00" and all(float(row[-1]) > 0 for row in rows)
+
+
+def test_steps_of_an_experiment_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "steps.md"
+    words = ["bench", "steps", "--recipe", "addition", "--encodings", "sinusoidal,rope", "--rounds", "2", "--profile"]
+    changes = ["--change", "width=16", "batch_size=3", "length=2", "curriculum.longest=2", "steps=60000"]
+    assert run_cli(monkeypatch, *words, *changes, "--save", str(page)) == 0
+    (row,), (other,) = rows_of(page.read_text(), "sinusoidal"), rows_of(page.read_text(), "rope")
+    assert row[1] == other[1] == "0.01 M" and row[5] == row[7] == ""  # kernels and memory: on a GPU only
+    assert 3 * 10 <= int(row[2]) <= 3 * 20  # two digits of both numbers, two steps of five, the sum, signs
+    assert float(row[8].split()[0]) == pytest.approx(float(row[4].split()[0]), abs=0.06)  # 60 000 steps: ms, minutes
+    assert rows_of(page.read_text(), "aten::mm") and "sinusoidal: a step" in page.read_text()
+    assert run_cli(monkeypatch, "bench", "steps", "--recipe", "nothing") == 2
+    assert run_cli(monkeypatch, "bench", "steps", "--encodings", "nothing") == 2
+
+
+def test_steps_that_fail_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(steps, "measure", fails)
+    page = tmp_path / "steps.md"
+    assert run_cli(monkeypatch, "bench", "steps", "--encodings", "rope,path", "--save", str(page)) == 0
+    assert "rope (failed: RuntimeError: out of memory)" in page.read_text()
+
+
+def test_steps_are_the_last_of_the_recipe() -> None:
+    """Where rows are longest; and all of them if there are fewer than are timed."""
+    recipe = find_recipe("addition", "tiny", "sinusoidal").change(["steps=60", "width=16", "batch_size=2"])
+    assert steps.measure(recipe, "cpu", 2).step().number == 60
+    assert steps.measure(recipe.change(["steps=3"]), "cpu", 2).step().number == 5
 
 
 def test_decoding_is_timed_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,4 +165,20 @@ class Ranks(Flags):
     rounds: int = 3  # timed steps; with one process, turns of four steps each
 
 
-Benchmark = Attention | Decode | Filters | Powers | Drift | Text | Ranks
+@dataclass(frozen=True)
+class Steps(Flags):
+    """Time the training steps of an experiment as `train` takes them, and estimate how long all of them take.
+
+    The last steps of the recipe are timed, where rows are longest, with fresh batches: drawing them, CUDA graphs,
+    gradient clipping and AdamW included, evaluations not. Kernels are the same steps without what the GPU waits for.
+    """
+
+    recipe: str = "flipflop"  # experiment, such as flipflop, addition or mqrar-2 (see `deadreckon list`)
+    size: str = "tiny"  # tiny, small or paper
+    encodings: str = ""  # encodings, comma-separated; by default those of the experiment
+    change: tuple[str, ...] = ()  # recipe fields to change, such as width=256 options.ignore=0.9
+    rounds: int = 20  # timed steps
+    profile: bool = False  # also profile one step: kernels on a GPU, operators on a CPU
+
+
+Benchmark = Attention | Decode | Filters | Powers | Drift | Text | Ranks | Steps

@@ -1,0 +1,93 @@
+"""`deadreckon bench steps`: training steps of an experiment, and an estimate of how long all of them take."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from deadreckon.lab.arguments import names_in
+from deadreckon.lab.bench.flags import Steps
+from deadreckon.lab.bench.page import PARTS, Page, Row, explain, milliseconds, parts_of
+from deadreckon.lab.bench.timing import empty_cache, shares, summary
+from deadreckon.lab.recipes import Recipe, find_experiment, find_recipe
+from deadreckon.lab.training import Step, Training, make_model
+
+WARM_UP = {"cpu": 1, "cuda": 20}  # steps before any is timed: on a GPU kernels are compiled, and graphs captured
+HEADINGS = ["", "parameters", "tokens", "first step", "step", "kernels", "tokens/s", "peak memory", "all steps"]
+
+
+class Timed(NamedTuple):
+    """Steps of one recipe."""
+
+    cells: Row  # of its row
+    step: Callable[[], Step]  # one more
+
+
+def timed(work: Callable[[], Step], device: str) -> tuple[float, int]:
+    """Seconds of a step by the clock, host and GPU together, and its tokens."""
+    began = time.perf_counter()
+    step = work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began, step.tokens
+
+
+def measure(recipe: Recipe, device: str, rounds: int) -> Timed:
+    """Times the last steps of a recipe, of a model that is not trained."""
+    profiled = 2 * (device == "cuda")
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    task = recipe.make_task()
+    training = Training(make_model(recipe, task.vocab_size).to(device), task, recipe)
+    training.done = max(0, recipe.steps - (1 + WARM_UP[device] + rounds + profiled + 1))
+    first, _ = timed(training.advance, device)
+    for _ in range(WARM_UP[device]):
+        training.advance()
+    times, tokens = zip(*(timed(training.advance, device) for _ in range(rounds)), strict=True)
+    kernels, memory = "", ""
+    if device == "cuda":
+        memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+
+        def several() -> None:
+            for _ in range(profiled):
+                training.advance()
+
+        kernels = milliseconds(sum(seconds for seconds, _, _ in shares(several, device)) / profiled)
+    step = summary(list(times), device)
+    count = sum(x.numel() for x in training.model.parameters())
+    cells = [
+        f"{count / 1e6:.2f} M", f"{max(tokens):,}", f"{first:.1f} s", milliseconds(step), kernels,
+        f"{sum(tokens) / len(tokens) / step:,.0f}", memory, f"{step * recipe.steps / 60:.1f} min",
+    ]  # fmt: skip
+    return Timed(cells, training.advance)
+
+
+def run(flags: Steps) -> None:
+    """Times each encoding's steps."""
+    encodings = names_in([flags.encodings]) or find_experiment(flags.recipe).encodings
+    recipes = {name: find_recipe(flags.recipe, flags.size, name, 0, flags.change) for name in encodings}
+    page, profiles = Page(flags, "Training steps of experiments", ("triton", "transformers")), dict[str, list[Row]]()
+    one = next(iter(recipes.values()))
+    page.note(f"{flags.recipe}, {flags.size}: {one.steps} steps of {one.batch_size} rows, the last ones timed")
+
+    def rows() -> Iterator[Row]:
+        for name, recipe in recipes.items():
+            try:
+                found = measure(recipe, flags.device, flags.rounds)
+            except RuntimeError as error:  # a table is worth more than a line of it
+                yield [f"{name} ({explain(error)})", *[""] * (len(HEADINGS) - 1)]
+                continue
+            yield [name, *found.cells]
+            if flags.profile:
+                profiles[f"{name}: a step"] = parts_of(found.step, flags.device)
+            del found
+            gc.collect()  # a model and its optimizer are in circles
+            empty_cache(flags.device)
+
+    page.table(HEADINGS, rows())
+    for title, parts in profiles.items():
+        page.table(PARTS, parts, title)
