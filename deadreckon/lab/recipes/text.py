@@ -118,11 +118,11 @@ TEXT = {
             test_lengths=(512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536),
         ),
         # In the paper's 200 000 steps weight decay removes angles that are not learned. A few thousand steps need a
-        # learning rate for angles, and angles that start small or around RoPE's (`results/rotations-learned.md`).
+        # learning rate for angles, and angles that start around RoPE's (`results/rotations-learned.md`).
         small={
             "block": "llama",
             "encoding_options": {
-                name: {"initial": "rope", "spread": 0.13, "rate": 0.006} for name in LEARNED_ROTATIONS
+                name: {"initial": "rope", "spread": 0.05, "rate": 0.0015} for name in LEARNED_ROTATIONS
             },
         },
         tiny={
