@@ -35,7 +35,7 @@ from deadreckon.ops.factors import Factors, Form, Householder, Power, Rotation, 
 from deadreckon.ops.streaming.fused import STREAM
 from deadreckon.ops.streaming.past import Past
 from deadreckon.ops.streaming.stream import PYTORCH, attend_stream
-from deadreckon.ops.triton import cursors, pointwise, token, widen
+from deadreckon.ops.triton import cursors, gru, pointwise, token, widen
 from deadreckon.ops.triton.attend import attend_fused
 from deadreckon.ops.triton.directions import directions_forward
 from deadreckon.ops.triton.loss import cross_entropy_
@@ -174,11 +174,13 @@ def call_cursors(dtype: torch.dtype, hidden: int, positions: int) -> None:
     for tokens in (70, 1):
         x, here = torch.randn(2, tokens, 3 * hidden), places[:, :tokens]
         state = torch.zeros(2, 66, hidden) if tokens == 1 else torch.zeros(2, hidden)
-        cursors.gru(x, bias, u, bias, None, here, state, tokens == 1)
+        gru.forward(x, bias, u, bias, None, here, state, tokens == 1)
         q, keys, none = torch.randn(2, tokens, 5, 32), torch.randn(2, 5, 128, 32).to(dtype), torch.randn(2, tokens, 5)
         heads = [torch.randn(2, tokens, n, 64).to(dtype) for n in (2, 1)]
         e = torch.randn(2, tokens, 9, 104).to(dtype)
         widen.gathered(*heads, e, table, here, order, weights[:, 0].contiguous().to(dtype), weights.to(dtype), 1.0, 1.0)
+    gates = torch.randn(2, 70, 3 * hidden)
+    gru.backward(gates, gates, gates[..., :hidden], gates[..., :hidden], u.float())
     e, weights = torch.randn(2, 70, 2, 4, 104).to(dtype).requires_grad_(), weights.requires_grad_()
     x = torch.randn(2, 70, 2, 64).to(dtype)
     for scales in ((weights[:, 0], weights), (None, None)):

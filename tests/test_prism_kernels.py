@@ -23,7 +23,7 @@ EPSILON = torch.finfo(torch.float32).eps
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    for module in ("ops.cursors", "encodings.maps"):
+    for module in ("ops.cursors", "ops.gru", "encodings.maps"):
         monkeypatch.setattr(f"deadreckon.{module}.has_kernels", lambda x: x.dtype != torch.float64)
 
 
@@ -220,7 +220,7 @@ def test_a_step_is_so_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda *arguments, **more: (launched.append(name), launch(*arguments, **more))[1]
 
     for module, name in (
-        ("encodings.recurrence", "gru"), ("encodings.cursors", "maps_of_token"), ("encodings.cursors", "jump"),
+        ("encodings.recurrence", "gru_from"), ("encodings.cursors", "maps_of_token"), ("encodings.cursors", "jump"),
         ("encodings.cursors", "filter_next"), ("encodings.prism", "gathered"),
     ):  # fmt: skip
         where = f"deadreckon.{module}.{name}"
@@ -231,7 +231,7 @@ def test_a_step_is_so_many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launched.clear()
     model(ids[:, :1], past_key_values=cache)
     layers = model.config.num_hidden_layers
-    assert launched == ["gru", "maps_of_token", "jump", "filter_next", *["gathered"] * layers]
+    assert launched == ["gru_from", "maps_of_token", "jump", "filter_next", *["gathered"] * layers]
 
 
 @pytest.mark.parametrize(("layers", "heads", "kv_heads", "pairs", "copy"), [(3, 4, 2, 3, 5), (1, 2, 2, 2, 0)])

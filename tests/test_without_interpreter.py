@@ -47,16 +47,16 @@ class Hopper:
     get_current_stream = staticmethod(lambda device: 0)
 
 driver.set_active(Hopper())
-from deadreckon.ops.triton.cursors import _gru, gru
+from deadreckon.ops.triton.gru import _forward as gru, forward
 from deadreckon.ops.triton.ahead import compiled_ahead
 from deadreckon.ops.triton.norm import _forward as norm
 from deadreckon.ops.triton.norm import ResidualNorm
 with compiled_ahead():
     zeros = torch.zeros
     places = zeros(1, 1, dtype=torch.int64)
-    gru(zeros(1, 1, 12), zeros(12), zeros(12, 4), zeros(12), None, places, zeros(1, 66, 4), True)
+    forward(zeros(1, 1, 12), zeros(12), zeros(12, 4), zeros(12), None, places, zeros(1, 66, 4), True)
     ResidualNorm.apply(zeros(2, 16), None, torch.ones(16), 1e-6, torch.float32)
-print(*(len(kernel.function.device_caches[0][0]) for kernel in (_gru, norm)))
+print(*(len(kernel.function.device_caches[0][0]) for kernel in (gru, norm)))
 """
 
 

@@ -24,6 +24,7 @@ except ModuleNotFoundError as absent:
 
 from deadreckon.lab.arguments import PICTURES, bytes_in, check_counts, check_output, command, names_in, numbers_in
 from deadreckon.lab.bench.flags import Attention, Benchmark
+from deadreckon.lab.memory import keep_freed_memory
 
 Size = Literal["tiny", "small", "paper"]
 Checkpoint = Literal["last", "best"]
@@ -426,6 +427,7 @@ def main() -> None:
             {one.__name__.lower(): one for one in commands}, prog="deadreckon",
             description="Attention with data-dependent position encodings.",
         )  # fmt: skip
+        keep_freed_memory()
         chosen.run()
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and stat.S_ISFIFO(os.fstat(1).st_mode):

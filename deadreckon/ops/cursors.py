@@ -12,8 +12,6 @@ from torch.autograd.function import once_differentiable
 from deadreckon.ops.pointwise import at_least_single, has_kernels
 from deadreckon.ops.tracing import without_autocast
 
-LARGEST = 128  # hidden units of a network that is one kernel: its matrices stay in registers
-
 
 def by_kernels(x: Tensor) -> bool:
     """Whether to use kernels without gradients for x: it has kernels, and grad mode is off."""
@@ -43,15 +41,6 @@ def order_of(layers: int, heads: int, kv_heads: int, cursors: int, copy: int, de
     keys = torch.where(fixed, -1, walking + (~fixed).cumsum(0) - 1)
     parts = (queries.view(layers, heads, cursors), keys.view(layers, kv_heads, cursors))
     return torch.cat(parts, dim=1).to(device, torch.int32)
-
-
-def gru(
-    x: Tensor, b: Tensor, u: Tensor, c: Tensor, first: Tensor | None, places: Tensor, state: Tensor, by_place: bool
-) -> Tensor:
-    """Hidden states (B, T, H) of a GRU from its input projections x (B, T, 3 H)."""
-    from deadreckon.ops.triton import cursors
-
-    return cursors.gru(x, b, u, c, first, places, state, by_place)
 
 
 def jumps_by_kernels(x: Tensor, keys: Tensor, positions: int) -> bool:

@@ -13,6 +13,7 @@ from threading import Thread
 import torch
 from rich.console import Console
 
+from deadreckon.lab.memory import keep_freed_memory
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.runs import Run
 from deadreckon.lab.training.trainer import check_recipe, quiet_transformers, score_run, train_run
@@ -90,6 +91,7 @@ def _make_quietly(
 def _begin(threads: int) -> None:
     """Initialises a worker process, which exits when its parent does."""
     torch.set_num_threads(threads)
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     # Not the default: a library may put back the handler that it found while a run had one, as seen on a GPU. Python
     # ignores a SIGTERM that reaches it without a handler, and the parent would wait for this worker forever.

@@ -1,11 +1,9 @@
-"""Kernels for PRISM's cursors, all but `jumps` for inference alone: PyTorch takes a launch for every token, every layer
-or a pass over T × T.
+"""Where PRISM's cursors may jump: softmax over [keys so far, no jump], by place up to P − 2, all later ones together.
 
-    gru      h_t from h_{t−1}, all tokens in one launch: the hidden-to-hidden matrix stays in registers
-    jumps    softmax over [keys so far, no jump], by place up to P − 2, all later ones together; nothing of size T × T
-    jump     the same for one token, whose key is written to the cache first
+    jumps    of all tokens; nothing of size T × T but the result
+    jump     of one token, whose key is written to the cache first; for inference alone
 
-Places (B or 1, T) are positions of tokens in their rows; those below 0 are padding, where a row has its initial state.
+Places (B or 1, T) are positions of tokens in their rows; those below 0 are padding, from where there are no jumps.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.kernel import Kernel
-from deadreckon.ops.triton.pointwise import sigmoid
 from deadreckon.ops.triton.tiles import DTYPES, LOG2E, ceil_div, mul_exact, padded, power_of_two
 
 TILE = 64  # tokens of a program that jumps, and keys that it looks at together
@@ -28,89 +25,6 @@ def slot_of(place, KEPT: tl.constexpr):
     """The slot of a place in a ring buffer of KEPT, for places below 0, too."""
     slot = place % KEPT
     return tl.where(slot < 0, slot + KEPT, slot)
-
-
-@Kernel
-@triton.jit
-def _gru(
-    p_x, p_b, p_u, p_c, p_first, p_place, p_state, p_out, s_place, T,
-    H: tl.constexpr, BH: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
-    """One row. With KEPT, for one token, states are read from and written to a ring buffer by place."""
-    i_b = tl.program_id(0).to(tl.int64)
-    past, unit = tl.arange(0, BH), tl.arange(0, BH)
-    m_unit = unit < H
-    p_u += (unit[None, :] * H + past[:, None]) if KEPT else (past[:, None] * 3 * H + unit[None, :])
-    S: tl.constexpr = H * H if KEPT else H
-    m_u = m_unit[None, :] & (past < H)[:, None]
-    b_ur = tl.load(p_u, mask=m_u, other=0.0).to(tl.float32)
-    b_uz = tl.load(p_u + S, mask=m_u, other=0.0).to(tl.float32)
-    b_un = tl.load(p_u + 2 * S, mask=m_u, other=0.0).to(tl.float32)
-    b_r0 = tl.load(p_b + unit, mask=m_unit, other=0.0).to(tl.float32)
-    b_z0 = tl.load(p_b + H + unit, mask=m_unit, other=0.0).to(tl.float32)
-    b_n0 = tl.load(p_b + 2 * H + unit, mask=m_unit, other=0.0).to(tl.float32)
-    b_r0 += tl.load(p_c + unit, mask=m_unit, other=0.0).to(tl.float32)
-    b_z0 += tl.load(p_c + H + unit, mask=m_unit, other=0.0).to(tl.float32)
-    b_c = tl.load(p_c + 2 * H + unit, mask=m_unit, other=0.0).to(tl.float32)
-    b_first = tl.zeros([BH], tl.float32)
-    if p_first is not None:
-        b_first = tl.load(p_first + unit, mask=m_unit, other=0.0).to(tl.float32)
-    p_place += i_b * s_place
-    p_x += i_b * T * 3 * H + unit
-    p_out += i_b * T * H + unit
-    place = tl.load(p_place)
-    if KEPT:
-        p_state += i_b * KEPT * H + unit
-        b_h = tl.load(p_state + slot_of(tl.maximum(place - 1, -1), KEPT) * H, mask=m_unit, other=0.0)
-    else:
-        b_h = tl.load(p_state + i_b * H + unit, mask=m_unit, other=0.0)
-    b_r = tl.load(p_x, mask=m_unit, other=0.0)
-    b_z = tl.load(p_x + H, mask=m_unit, other=0.0)
-    b_n = tl.load(p_x + 2 * H, mask=m_unit, other=0.0)
-    for t in range(T):
-        # Prefetches the next token's inputs.
-        m_next = m_unit & (t + 1 < T)
-        p_x += 3 * H
-        b_next_r = tl.load(p_x, mask=m_next, other=0.0)
-        b_next_z = tl.load(p_x + H, mask=m_next, other=0.0)
-        b_next_n = tl.load(p_x + 2 * H, mask=m_next, other=0.0)
-        next_place = tl.load(p_place + t + 1, mask=t + 1 < T, other=0)
-        b_past = b_h[:, None]
-        b_gate = sigmoid(b_r + b_r0 + tl.sum(b_ur * b_past, 0))
-        b_keep = sigmoid(b_z + b_z0 + tl.sum(b_uz * b_past, 0))
-        b_new = 2 * sigmoid(2 * (b_n + b_n0 + b_gate * (b_c + tl.sum(b_un * b_past, 0)))) - 1  # tanh
-        b_h = (1 - b_keep) * b_new + b_keep * b_h
-        b_h = tl.where(place < 0, b_first, b_h)
-        tl.store(p_out + t * H, b_h, mask=m_unit)
-        if KEPT:
-            tl.debug_barrier()  # padding may leave it where it has been read
-            tl.store(p_state + slot_of(place, KEPT) * H, b_h, mask=m_unit)
-        b_r, b_z, b_n, place = b_next_r, b_next_z, b_next_n, next_place
-
-
-def gru(
-    x: Tensor, b: Tensor, u: Tensor, c: Tensor, first: Tensor | None, places: Tensor, state: Tensor, by_place: bool
-) -> Tensor:
-    """Hidden states (B, T, H), float32, from input projections x (B, T, 3 H).
-
-    Args:
-        b, c: (3 H,) biases of the input's and the past's map, whose matrix is u (3 H, H); each in any precision.
-        first: (H,) the state at padding; zero by default.
-        state: (B, H) float32, before the first token; or, by place, for one token, (B, kept, H), updated in place.
-    """
-    batch, length, rows = x.shape
-    hidden = rows // 3
-    out = x.new_empty(batch, length, hidden)
-    b, c, state = b.contiguous(), c.contiguous(), state if by_place else state.contiguous()
-    # With units side by side threads add up a few of their own and meet, where along rows they would shuffle.
-    u = u.contiguous() if by_place else u.float().mT.contiguous()
-    with torch.cuda.device_of(x):
-        _gru[(batch,)](
-            x.contiguous(), b, u, c, first, places, state, out, stride_of(places), length,
-            H=hidden, BH=max(16, power_of_two(hidden)), KEPT=state.shape[1] if by_place else 0,
-            num_warps=8 if hidden > 64 else 4,
-        )  # fmt: skip
-    return out
 
 
 def stride_of(places: Tensor) -> int:
