@@ -4,13 +4,14 @@ A step is, with h̃ = (1 − reset) h + reset · total · δ₀,
 
     moved = stay · h̃ + up · h̃[i − 1] + down · h̃[i + 1], bounded at both ends       h' ∝ (moved + ε)^γ
 
-One warp handles the histograms of R cursors; beyond 512 positions, several warps one histogram. L lanes share it:
-position m L + l is register m of lane l, so that loads and stores are coalesced for any P, and a neighbour is one
-shuffle away.
+One warp handles the histograms of R cursors; beyond 640 positions, several warps one histogram. L lanes share it, V
+positions side by side in each: they are loaded and stored at once, and a lane asks others only about both ends of V.
 
-             lane 0      1    …   L − 1
-    register 0    0      1    …   L − 1        K = ⌈P / L⌉ registers: a tuple of (R, L) tensors
-             1    L    L + 1  …  2L − 1
+             lane 0        1      …      L − 1
+    register 0    0        V      …   (L − 1) V        K = V ⌈P / (L V)⌉ registers: a tuple of (R, L) tensors;
+             ⋮                                          V = 4, 2 or 1, of which P is a multiple
+         V − 1  V − 1   2 V − 1   …    L V − 1
+             V   L V   (L + 1) V  …
              ⋮
 
 The kernels are bound by the number of their instructions. So 1 − reset is multiplied into the moves, and in the
@@ -41,7 +42,7 @@ from deadreckon.ops.triton.tiles import INTERPRETED, ceil_div, power_of_two
 
 WIDEST = 4096  # positions
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-REGISTERS = 16  # positions of a histogram that one thread holds, at most
+REGISTERS = 20  # positions of a histogram that one thread holds, at most
 NARROWEST = 8  # lanes that share a histogram, at least
 
 
@@ -64,28 +65,69 @@ def _ratio(x, y):
 
 
 @triton.jit
-def _there(m_row, lane, m: tl.constexpr, P: tl.constexpr, L: tl.constexpr):
+def _there(m_row, lane, m: tl.constexpr, P: tl.constexpr, L: tl.constexpr, V: tl.constexpr):
     """Which numbers of register m are positions of a cursor."""
-    if (m + 1) * L <= P:
+    if (m // V + 1) * V * L <= P:
         return m_row & (lane >= 0)
     else:
-        return m_row & (m * L + lane < P)
+        return m_row & (m // V * V * L + V * lane < P)
 
 
 @triton.jit
-def _load(p_row, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def _group(p_row, m_row, lane, g: tl.constexpr, P: tl.constexpr, L: tl.constexpr, V: tl.constexpr):
+    """Pointers (R, L, V) to V positions of each lane, and which of them are of a cursor."""
+    at = (g * L * V + lane * V)[:, :, None] + tl.arange(0, V)[None, None, :]
+    return p_row[:, :, None] + at, m_row[:, :, None] & (at < P)
+
+
+@triton.jit
+def _apart(b_x, V: tl.constexpr):
+    """V tensors (R, L) of one (R, L, V)."""
+    if V == 1:
+        return (tl.reshape(b_x, [b_x.shape[0], b_x.shape[1]]),)
+    elif V == 2:
+        return tl.split(b_x)
+    else:
+        even, odd = tl.split(tl.reshape(b_x, [b_x.shape[0], b_x.shape[1], 2, 2]))
+        b_0, b_2 = tl.split(even)
+        b_1, b_3 = tl.split(odd)
+        return b_0, b_1, b_2, b_3
+
+
+@triton.jit
+def _load(p_row, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
     """Rows of P numbers."""
     found = ()
-    for m in tl.static_range(K):
-        found += (tl.load(p_row + (m * L + lane), mask=_there(m_row, lane, m, P, L), other=0.0).to(tl.float32),)
+    for g in tl.static_range(K // V):
+        p_x, mask = _group(p_row, m_row, lane, g, P, L, V)
+        found += _apart(tl.load(p_x, mask=mask, other=0.0).to(tl.float32), V)
     return found
 
 
 @triton.jit
-def _store(p_row, value, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def _first(p_row, s_p, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """The first state, of any stride."""
+    found = ()
     for m in tl.static_range(K):
-        there = _there(m_row, lane, m, P, L)
-        tl.store(p_row + (m * L + lane), value[m].to(p_row.dtype.element_ty), mask=there)
+        position = (m // V * V * L + V * lane + m % V) * s_p
+        found += (tl.load(p_row + position, mask=_there(m_row, lane, m, P, L, V), other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _store(p_row, value, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    dtype = p_row.dtype.element_ty
+    for g in tl.static_range(K // V):
+        p_x, mask = _group(p_row, m_row, lane, g, P, L, V)
+        if V == 4:
+            even = tl.join(value[4 * g].to(dtype), value[4 * g + 2].to(dtype))
+            odd = tl.join(value[4 * g + 1].to(dtype), value[4 * g + 3].to(dtype))
+            b_x = tl.reshape(tl.join(even, odd), p_x.shape)
+        elif V == 2:
+            b_x = tl.join(value[2 * g].to(dtype), value[2 * g + 1].to(dtype))
+        else:
+            b_x = value[g].to(dtype)[:, :, None]
+        tl.store(p_x, b_x, mask=mask)
 
 
 @triton.jit
@@ -95,21 +137,26 @@ def _turned(b_x, lane, by: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _neighbours(value, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def _neighbours(value, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
     """value[i − 1] and value[i + 1]; at both ends value[i]."""
     before = ()
     after = ()
-    for m in tl.static_range(K):
-        before += (_turned(value[m], lane, -1, L),)
-        after += (_turned(value[m], lane, 1, L),)
+    for g in tl.static_range(K // V):
+        before += (_turned(value[g * V + V - 1], lane, -1, L),)
+        after += (_turned(value[g * V], lane, 1, L),)
     left = ()
     right = ()
     for m in tl.static_range(K):
-        left += (tl.where(lane == 0, value[0] if m == 0 else before[m - 1], before[m]),)
-        if m == K - 1:
-            right += (tl.where(lane == (P - 1) % L, value[m], after[m]),)
+        if m % V > 0:
+            left += (value[m - 1],)
         else:
-            right += (tl.where(lane == L - 1, after[m + 1], after[m]),)
+            left += (tl.where(lane == 0, value[0] if m == 0 else before[m // V - 1], before[m // V]),)
+        if m % V < V - 1:
+            right += (value[m + 1],)
+        elif m == K - 1:
+            right += (tl.where(lane == (P - 1) // V % L, value[m], after[m // V]),)
+        else:
+            right += (tl.where(lane == L - 1, after[m // V + 1], after[m // V]),)
     return left, right
 
 
@@ -123,9 +170,9 @@ def _gates(p_reset, p_move, i_at, m_row):
 
 
 @triton.jit
-def _moved(h, total, reset, up, down, stay, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def _moved(h, total, reset, up, down, stay, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
     """Where the mass of h moves: what would leave at an end stays there."""
-    left, right = _neighbours(h, lane, P, L, K)
+    left, right = _neighbours(h, lane, P, L, K, V)
     kept, fresh = 1 - reset, reset * total
     keep_up, keep_down, keep_stay = kept * up, kept * down, kept * stay
     new = ()
@@ -134,10 +181,12 @@ def _moved(h, total, reset, up, down, stay, lane, P: tl.constexpr, L: tl.constex
         if m == 0:
             from_left = tl.where(lane == 0, keep_down, keep_up)
         if m == K - 1:
-            from_right = tl.where(lane == (P - 1) % L, keep_up, keep_down)
+            from_right = tl.where(lane == (P - 1) // V % L, keep_up, keep_down)
         b_new = keep_stay * h[m] + from_left * left[m] + from_right * right[m]
         if m == 0:  # what starts again at 0, and moves
-            b_new += tl.where(lane == 0, fresh * (stay + down), tl.where(lane == 1, fresh * up, 0.0))
+            b_new += tl.where(lane == 0, fresh * (stay + down), 0.0)
+        if m == min(1, V - 1):
+            b_new += tl.where(lane == 1 - m, fresh * up, 0.0)
         new += (b_new,)
     return new
 
@@ -151,13 +200,13 @@ def _total(h, K: tl.constexpr):
 
 
 @triton.jit
-def _sharpened(new, gamma, eps, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def _sharpened(new, gamma, eps, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
     """(new + ε)^γ, normalised."""
     logs = ()
     for m in tl.static_range(K):
         b_log = gamma * _log2(new[m] + eps)
-        if (m + 1) * L > P:
-            b_log = tl.where(m * L + lane < P, b_log, float("-inf"))
+        if (m // V + 1) * V * L > P:
+            b_log = tl.where(_there(lane >= 0, lane, m, P, L, V), b_log, float("-inf"))
         logs += (b_log,)
     b_most = logs[0]
     for m in tl.static_range(1, K):
@@ -184,34 +233,30 @@ def _rows(N, C, R: tl.constexpr, L: tl.constexpr):
 @triton.jit(do_not_specialize=["FIRST", "STEPS", "T", "C", "N"])
 def _filter_forward(
     p_reset, p_move, p_gamma, p_copy, p_state, p_out, p_final, eps, FIRST, STEPS, T, C, N, s_b, s_c, s_p,
-    P: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     i_n, m_row, i_b, i_c, lane = _rows(N, C, R, L)
     gamma = tl.load(p_gamma + i_c).to(tl.float32)
-    h = ()
-    p_state += i_b * s_b + i_c * s_c
-    for m in tl.static_range(K):
-        position = (m * L + lane) * s_p
-        h += (tl.load(p_state + position, mask=_there(m_row, lane, m, P, L), other=0.0).to(tl.float32),)
+    h = _first(p_state + i_b * s_b + i_c * s_c, s_p, m_row, lane, P, L, K, V)
     total = _total(h, K)
     for t in range(STEPS):
         i_at = (i_b * T + FIRST + t) * C + i_c
         reset, up, down, stay = _gates(p_reset, p_move, i_at, m_row)
-        new = _moved(h, total, reset, up, down, stay, lane, P, L, K)
+        new = _moved(h, total, reset, up, down, stay, lane, P, L, K, V)
         if p_copy is not None:
-            new = _jumped(new, total, p_copy + i_at * (P + 1), m_row, lane, P, L, K)
-        h = _sharpened(new, gamma, eps, lane, P, L, K)
+            new = _jumped(new, total, p_copy + i_at * (P + 1), m_row, lane, P, L, K, V)
+        h = _sharpened(new, gamma, eps, lane, P, L, K, V)
         if p_out is not None:
-            _store(p_out + ((i_b * STEPS + t) * C + i_c) * P, h, m_row, lane, P, L, K)
+            _store(p_out + ((i_b * STEPS + t) * C + i_c) * P, h, m_row, lane, P, L, K, V)
         total = tl.full([R, 1], 1.0, tl.float32)
     if p_final is not None:
-        _store(p_final + i_n * P, h, m_row, lane, P, L, K)
+        _store(p_final + i_n * P, h, m_row, lane, P, L, K, V)
 
 
 @triton.jit
-def _jumped(new, total, p_row, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def _jumped(new, total, p_row, m_row, lane, P: tl.constexpr, L: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
     """new after the copy branch, whose row has P probabilities of jumps and that of none."""
-    jumps, none = _load(p_row, m_row, lane, P, L, K), tl.load(p_row + P, mask=m_row, other=0.0).to(tl.float32)
+    jumps, none = _load(p_row, m_row, lane, P, L, K, V), tl.load(p_row + P, mask=m_row, other=0.0).to(tl.float32)
     after = ()
     for m in tl.static_range(K):
         after += (new[m] * none + total * jumps[m],)
@@ -222,7 +267,7 @@ def _jumped(new, total, p_row, m_row, lane, P: tl.constexpr, L: tl.constexpr, K:
 @triton.jit
 def _filter_step(
     p_action, p_sharpness, p_copy, p_kept, p_place, p_h, eps, s_place, s_row, C, N, WALKING,
-    P: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr, KEPT: tl.constexpr,
+    P: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, R: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """One decoding step, from the logits of its gates; histograms are read from and written to slots by position."""
     i_n, m_row, i_b, i_c, lane = _rows(N, C, R, L)
@@ -239,21 +284,21 @@ def _filter_step(
     up, down = tl.where(place < 0, 0.0, up / every), tl.where(place < 0, 0.0, down / every)
     gamma = 1 + tl.exp(tl.load(p_sharpness + i_c).to(tl.float32))
     p_kept += (i_b * KEPT * C + i_c) * P
-    h = _load(p_kept + slot_of(tl.maximum(place - 1, -1), KEPT) * C * P, m_row, lane, P, L, K)
+    h = _load(p_kept + slot_of(tl.maximum(place - 1, -1), KEPT) * C * P, m_row, lane, P, L, K, V)
     total = _total(h, K)
-    new = _moved(h, total, reset, up, down, stay, lane, P, L, K)
+    new = _moved(h, total, reset, up, down, stay, lane, P, L, K, V)
     if p_copy is not None:
         jumps = m_row & (i_c >= WALKING)
         p_row = p_copy + (i_b * (C - WALKING) + i_c - WALKING) * (P + 1)
-        after = _jumped(new, total, p_row, jumps, lane, P, L, K)
+        after = _jumped(new, total, p_row, jumps, lane, P, L, K, V)
         chosen = ()
         for m in tl.static_range(K):
             chosen += (tl.where(jumps, after[m], new[m]),)
         new = chosen
-    h = _sharpened(new, gamma, eps, lane, P, L, K)
+    h = _sharpened(new, gamma, eps, lane, P, L, K, V)
     tl.debug_barrier()  # padding may write to the slot that has just been read
-    _store(p_kept + slot_of(place, KEPT) * C * P, h, m_row, lane, P, L, K)
-    _store(p_h + i_n * P, h, m_row, lane, P, L, K)
+    _store(p_kept + slot_of(place, KEPT) * C * P, h, m_row, lane, P, L, K, V)
+    _store(p_h + i_n * P, h, m_row, lane, P, L, K, V)
 
 
 @Kernel
@@ -261,13 +306,13 @@ def _filter_step(
 def _filter_backward(
     p_reset, p_move, p_gamma, p_copy, p_state, p_out, p_grad, p_carry, p_grad_reset, p_grad_move, p_grad_gamma,
     p_grad_copy, eps, FIRST, STEPS, T, C, N, s_b, s_c, s_p,
-    P: tl.constexpr, K: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    P: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     i_n, m_row, i_b, i_c, lane = _rows(N, C, R, L)
     gamma = tl.load(p_gamma + i_c).to(tl.float32)
     p_state += i_b * s_b + i_c * s_c
-    carry = _load(p_carry + i_n * P, m_row, lane, P, L, K)
-    after = _load(p_out + ((i_b * STEPS + STEPS - 1) * C + i_c) * P, m_row, lane, P, L, K)
+    carry = _load(p_carry + i_n * P, m_row, lane, P, L, K, V)
+    after = _load(p_out + ((i_b * STEPS + STEPS - 1) * C + i_c) * P, m_row, lane, P, L, K, V)
     b_gamma = tl.zeros([R, L], tl.float32)
     for back in range(STEPS):
         t = STEPS - 1 - back
@@ -276,28 +321,27 @@ def _filter_backward(
         total = tl.full([R, 1], 1.0, tl.float32)
         h = after
         if t > 0:
-            h = _load(p_out + (i_row - C) * P, m_row, lane, P, L, K)
+            h = _load(p_out + (i_row - C) * P, m_row, lane, P, L, K, V)
         else:
-            first = ()
-            for m in tl.static_range(K):
-                position = (m * L + lane) * s_p
-                b_h = tl.load(p_state + position, mask=_there(m_row, lane, m, P, L), other=0.0)
-                first += (b_h.to(tl.float32),)
-            h = first
+            h = _first(p_state, s_p, m_row, lane, P, L, K, V)
             total = _total(h, K)
-        grad = _load(p_grad + i_row * P, m_row, lane, P, L, K)
+        grad = _load(p_grad + i_row * P, m_row, lane, P, L, K, V)
         b_along = (carry[0] + grad[0]) * after[0]
         for m in tl.static_range(1, K):
             b_along += (carry[m] + grad[m]) * after[m]
         along = tl.sum(b_along, 1, keep_dims=True)
 
-        new = _moved(h, total, reset, up, down, stay, lane, P, L, K)
+        new = _moved(h, total, reset, up, down, stay, lane, P, L, K, V)
         jumps = new
         none = tl.full([R, 1], 1.0, tl.float32)
         if p_copy is not None:
             p_row = p_copy + i_at * (P + 1)
-            jumps, none = _load(p_row, m_row, lane, P, L, K), tl.load(p_row + P, mask=m_row, other=0.0).to(tl.float32)
+            jumps, none = (
+                _load(p_row, m_row, lane, P, L, K, V),
+                tl.load(p_row + P, mask=m_row, other=0.0).to(tl.float32),
+            )
         g = ()
+        of_jumps = ()
         b_none, b_jumped = tl.zeros([R, L], tl.float32), tl.zeros([R, L], tl.float32)
         for m in tl.static_range(K):
             b_all = new[m] + eps
@@ -307,20 +351,19 @@ def _filter_backward(
             b_gamma += b_g * _log2(b_all)
             b_g = _ratio(gamma * b_g, b_all)
             if p_copy is not None:
-                p_row = p_grad_copy + i_at * (P + 1)
-                there = _there(m_row, lane, m, P, L)
-                tl.store(p_row + (m * L + lane), (total * b_g).to(p_row.dtype.element_ty), mask=there)
+                of_jumps += (total * b_g,)
                 b_none += b_g * new[m]
                 b_jumped += b_g * jumps[m]
                 b_g = none * b_g
             g += (b_g,)
         jumped = tl.zeros([R, 1], tl.float32)
         if p_copy is not None:
-            p_row = p_grad_copy + i_at * (P + 1) + P
-            tl.store(p_row, tl.sum(b_none, 1, keep_dims=True).to(p_row.dtype.element_ty), mask=m_row)
+            p_row = p_grad_copy + i_at * (P + 1)
+            _store(p_row, of_jumps, m_row, lane, P, L, K, V)
+            tl.store(p_row + P, tl.sum(b_none, 1, keep_dims=True).to(p_row.dtype.element_ty), mask=m_row)
             jumped = tl.sum(b_jumped, 1, keep_dims=True)
         # Of h̃: to = stay · g + up · g[i + 1] + down · g[i − 1], whose sums with h are those of the moves.
-        left, right = _neighbours(g, lane, P, L, K)
+        left, right = _neighbours(g, lane, P, L, K, V)
         kept = 1 - reset
         b_up, b_down, b_stay = h[0] * right[0], h[0] * left[0], h[0] * g[0]
         to = ()
@@ -347,7 +390,7 @@ def _filter_backward(
         for m in tl.static_range(K):
             rest += (kept * to[m] + further,)
         carry, after = rest, h
-    _store(p_carry + i_n * P, carry, m_row, lane, P, L, K)
+    _store(p_carry + i_n * P, carry, m_row, lane, P, L, K, V)
     p_grad_gamma += i_n
     of_gamma = tl.load(p_grad_gamma, mask=m_row, other=0.0) + 0.6931471805599453 * tl.sum(b_gamma, 1, keep_dims=True)
     tl.store(p_grad_gamma, of_gamma, mask=m_row)
@@ -364,14 +407,17 @@ def _store_gates(p_reset, p_move, reset, up, down, stay, m_row, lane):
 
 
 def _tile(positions: int) -> dict[str, int]:
-    """Lanes of a histogram, its positions in each lane, histograms of a program, and warps.
+    """Registers of a histogram in each lane, positions side by side, lanes, histograms of a program, and warps.
 
-    Up to 512 positions a histogram is in one warp, without synchronisation. More warps communicate through shared
+    Up to 640 positions a histogram is in one warp, without synchronisation. More warps communicate through shared
     memory.
     """
     lanes = max(NARROWEST, power_of_two(ceil_div(positions, REGISTERS)))
+    sizes = {v: v * ceil_div(positions, lanes * v) for v in (4, 2, 1) if positions % v == 0}
+    # Both ends of what is side by side take two thirds of the instructions of a register.
+    together = min(sizes, key=lambda v: 3 * sizes[v] + 2 * sizes[v] // v)
     return {
-        "K": ceil_div(positions, lanes), "L": lanes, "R": max(1, 32 // lanes), "num_warps": max(1, lanes // 32),
+        "K": sizes[together], "V": together, "L": lanes, "R": max(1, 32 // lanes), "num_warps": max(1, lanes // 32),
     }  # fmt: skip
 
 
