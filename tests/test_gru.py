@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.encodings.recurrence import Recurrence
-from deadreckon.ops.gru import LARGEST, gru
+from deadreckon.ops.gru import FASTEST, gru
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -55,9 +55,9 @@ def test_kernels_are_the_network(shape: tuple[int, int, int], monkeypatch: pytes
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden", [LARGEST, LARGEST + 8])
+@pytest.mark.parametrize("hidden", [FASTEST, FASTEST + 8])
 def test_networks_of_any_size_train_on_a_gpu(hidden: int) -> None:
-    """By our kernel up to its largest, beyond by cuDNN."""
+    """By our kernels or by cuDNN."""
     given = draw(40, 24, hidden)
     x, before, *weights = given
     network, grad = Recurrence(24, hidden), torch.randn(3, 40, hidden).double()

@@ -33,7 +33,6 @@ from deadreckon.ops.triton.tiles import cramped
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST_HEAD = 256  # channels
 WIDEST_KEY = 512  # of softmax in 16 bits, with values of at most half of `WIDEST_HEAD`, such as PRISM's
-SHORT = 512  # tokens up to which they are faster in 16 bits where values are at most half as wide as keys
 
 
 def reason_against(q: Tensor, v: Tensor, factors: Factors, packed: bool) -> str | None:
@@ -105,16 +104,9 @@ def attend_fused(
         return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q, log_gate is not None))[0]
     if steps is not None:
         return attend_householder(q, k, v, steps, log_gate, cu_seqlens, scale)
-    if log_gate is not None or cu_seqlens is not None or _suit_wide_keys(q, v):
+    if log_gate is not None or cu_seqlens is not None or q.shape[3] > WIDEST_HEAD:
         return attend_gated(q, k, v, log_gate, cu_seqlens, scale)
     return plain(q, k, v, scale)
-
-
-def _suit_wide_keys(q: Tensor, v: Tensor) -> bool:
-    """Whether kernels of ours for wide keys and narrow values are faster than PyTorch's, which take one width."""
-    if q.shape[3] > WIDEST_HEAD or q.shape[1] > SHORT or q.dtype == torch.float32 or cramped(q):
-        return q.shape[3] > WIDEST_HEAD
-    return q.shape[3] >= max(WIDEST_HEAD // 2, 2 * v.shape[3])
 
 
 def turned(q: Tensor, k: Tensor, v: Tensor, factors: Factors) -> Turned:

@@ -35,7 +35,7 @@ from deadreckon.ops.triton.gated.gates import (
     reach_of,
     room_for_reach,
 )
-from deadreckon.ops.triton.gated.launch import EDGE, Documents, documents_of
+from deadreckon.ops.triton.gated.launch import EDGE, WIDEST, Documents, documents_of
 from deadreckon.ops.triton.gated.wide import LONGEST, wide_backward
 from deadreckon.ops.triton.operators import gradients_for, results, save
 from deadreckon.ops.triton.tape import Taped
@@ -107,7 +107,7 @@ def _backward_pass(
     by_query, by_key = room(lse), room(lse)
     sums = None if log_gate is None else gate_sums(log_gate, heads)[0]  # 1
     delta, row_shift = prepare(out, grad, lse, sums, heads, 0, None)  # 2
-    if log_gate is None and documents is None and q.shape[1] <= LONGEST:  # only wide keys come without both
+    if q.shape[3] > WIDEST and log_gate is None and documents is None and q.shape[1] <= LONGEST:
         wide_backward(q, k, v, scale, grad, delta, row_shift, grad_q, grad_k, grad_v)  # 3
         return [grad_q, grad_k, grad_v]
     flash_backward(  # 3
