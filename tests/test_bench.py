@@ -25,7 +25,7 @@ from deadreckon.lab.bench.cases import Shape
 from deadreckon.lab.bench.drift import in_place_drift, model_drift
 from deadreckon.lab.bench.flags import Attention, Benchmark, Filters, Powers, Ranks
 from deadreckon.lab.bench.rivals import RIVALS, Inputs, Method, documents_apart, sdpa
-from deadreckon.lab.bench.timing import peak_bytes, seconds_per_step
+from deadreckon.lab.bench.timing import kernel_seconds, peak_bytes, seconds_per_step
 from deadreckon.lab.recipes import find_recipe
 
 SHORT = Shape(1, 40, 2, 16)
@@ -292,7 +292,15 @@ def test_whole_models_with_powers_are_timed(tmp_path: Path, monkeypatch: pytest.
     assert run_cli(monkeypatch, "bench", "powers", *words) == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()[-3:]]
     assert [row[0] for row in rows] == ["sympow, 32", "sympow-gated, 32", "conformal-sympow, 32"]
-    assert rows[0][-1] == "1.00" and all(float(row[-1]) > 0 for row in rows)
+    assert rows[0][3] == "1.00" and all(float(row[3]) > 0 and row[4:] == ["", ""] for row in rows)  # no kernels
+
+
+@pytest.mark.gpu
+def test_kernels_alone_are_what_the_gpu_does() -> None:
+    """One product of 4096 × 4096 takes no less than at a petaflop; ten of them have ten times its kernels' time."""
+    x = torch.randn(4096, 4096, device="cuda")
+    one, ten = (kernel_seconds(lambda n=n: [x @ x for _ in range(n)], 3) for n in (1, 10))  # type: ignore[misc]
+    assert one > 2 * 4096**3 / 1e15 and ten == pytest.approx(10 * one, rel=0.5)
 
 
 def test_steps_of_an_experiment_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

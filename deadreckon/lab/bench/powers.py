@@ -15,7 +15,7 @@ from deadreckon.lab.bench.cases import Inputs, Shape, bytes_of, make_inputs, out
 from deadreckon.lab.bench.flags import Powers
 from deadreckon.lab.bench.page import Page, Row, mebibytes, microseconds, milliseconds, ratio
 from deadreckon.lab.bench.rivals import Method, flash, sdpa
-from deadreckon.lab.bench.timing import peak_bytes, repeated, seconds_per_step
+from deadreckon.lab.bench.timing import kernel_seconds, peak_bytes, repeated, seconds_per_step
 
 LENGTHS = {"cpu": [2048, 4096, 8192, 16384, 32768], "cuda": [16384, 65536, 262144, 1048576]}
 FORMS = {"cpu": [512, 1024, 2048, 4096, 8192], "cuda": [512, 1024, 2048, 4096, 8192, 16384]}
@@ -97,10 +97,11 @@ def length_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
 
 @torch.no_grad()
 def model_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
-    """Rows: encoding and length, parameters, time of a forward pass and its ratio to the first encoding's."""
+    """Rows: encoding and length, parameters, time of a forward pass and its ratio to the first encoding's, and of its
+    kernels alone: the host may need longer to launch them."""
     device, (layers, heads) = flags.device, MODELS[flags.device]
     for length in lengths:
-        base = 0.0
+        base = kernels_of_base = 0.0
         for encoding in ("sympow", "sympow-gated", "conformal-sympow"):
             config = dr.DeadReckonConfig(
                 encoding=encoding, encoding_options={encoding: {"p": flags.power}}, vocab_size=VOCABULARY,
@@ -110,10 +111,16 @@ def model_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
             torch.manual_seed(0)
             model = dr.DeadReckonForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else None).eval()
             tokens = torch.randint(0, VOCABULARY, (1, length), device=device)
-            time = repeated(partial(model.model, tokens), flags.rounds, device)
+            work = partial(model.model, tokens)
+            time = repeated(work, flags.rounds, device)
             base = base or time
-            count = sum(x.numel() for x in model.parameters())
-            yield [f"{encoding}, {length}", f"{count / 1e6:.2f} M", milliseconds(time), ratio(time, base)]
+            cells = [f"{sum(x.numel() for x in model.parameters()) / 1e6:.2f} M", milliseconds(time), ratio(time, base)]
+            alone = ["", ""]
+            if device == "cuda":
+                kernels = kernel_seconds(work, flags.rounds)
+                kernels_of_base = kernels_of_base or kernels
+                alone = [milliseconds(kernels), ratio(kernels, kernels_of_base)]
+            yield [f"{encoding}, {length}", *cells, *alone]
 
 
 def run(flags: Powers) -> None:
@@ -123,7 +130,7 @@ def run(flags: Powers) -> None:
         layers, heads = MODELS[flags.device]
         page.note(f"forward; {layers} layers, {heads} heads of {flags.width}, p = {flags.power}, one sequence")
         lengths = flags.lengths or PASSES[flags.device]
-        return page.table(["", "parameters", "time", "×"], model_rows(flags, lengths))
+        return page.table(["", "parameters", "time", "×", "kernels", "×"], model_rows(flags, lengths))
     lengths = flags.lengths or (FORMS if flags.forms else LENGTHS)[flags.device]
     error = check(flags.power, flags.width, flags.device)
     sizes = f"forward and backward; {flags.heads} heads of {flags.width}, gated"

@@ -12,7 +12,7 @@ import torch
 from deadreckon.lab.arguments import names_in
 from deadreckon.lab.bench.flags import Steps
 from deadreckon.lab.bench.page import PARTS, Page, Row, explain, milliseconds, parts_of
-from deadreckon.lab.bench.timing import empty_cache, shares, summary
+from deadreckon.lab.bench.timing import empty_cache, kernel_seconds, summary
 from deadreckon.lab.recipes import Recipe, find_experiment, find_recipe
 from deadreckon.lab.training import Step, Training, make_model
 
@@ -51,12 +51,7 @@ def measure(recipe: Recipe, device: str, rounds: int) -> Timed:
     kernels, memory = "", ""
     if device == "cuda":
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-
-        def several() -> None:
-            for _ in range(profiled):
-                training.advance()
-
-        kernels = milliseconds(sum(seconds for seconds, _, _ in shares(several, device)) / profiled)
+        kernels = milliseconds(kernel_seconds(training.advance, profiled))
     step = summary(list(times), device)
     count = sum(x.numel() for x in training.model.parameters())
     cells = [

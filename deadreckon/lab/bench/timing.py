@@ -112,3 +112,13 @@ def shares(work: Work, device: str) -> list[tuple[float, int, str]]:
     clock = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     parts = [(getattr(one, clock) / 1e6, one.count, one.key) for one in profile.key_averages()]
     return sorted((one for one in parts if one[0] > 0), reverse=True)
+
+
+def kernel_seconds(work: Work, times: int) -> float:
+    """Seconds that the kernels of `work` take on a GPU, without what it waits for; the mean of so many times."""
+
+    def several() -> None:
+        for _ in range(times):
+            work()
+
+    return sum(seconds for seconds, _, _ in shares(several, "cuda")) / times
