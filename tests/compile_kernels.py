@@ -276,6 +276,8 @@ if not QUICK:
         gated = (torch.randn(1, 300, 1, n).bfloat16().requires_grad_() for n in (480, 480, 128))
         attend_fused(*gated, Factors(log_gate=-torch.rand(1, 300, 1)), 0.1, None).sum().backward()
     call_filter(torch.float32, 1, 99, copy=False)
+    for positions in (66, 642):  # two side by side, in one warp and in several
+        call_filter(torch.bfloat16, 20, positions, copy=True)
     call_cursors(torch.float32, 32, 4096)
     call_filter(torch.float32, 20, 4096, copy=False)
     call_power(torch.bfloat16, 2100, 1, 128, 2, False)

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from deadreckon.encodings.recurrence import Recurrence
 from deadreckon.ops.gru import FASTEST, gru
+from deadreckon.ops.triton.gru import FEW, NARROW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def draw(length: int, inputs: int, hidden: int) -> list[Tensor]:
-    """x, the first state, W, U, b and c of three rows, as float32 numbers in float64; gates are from 0.02 to 0.98."""
+def draw(length: int, inputs: int, hidden: int, rows: int = 3) -> list[Tensor]:
+    """x, the first state, W, U, b and c, as float32 numbers in float64; gates are from 0.02 to 0.98."""
     torch.manual_seed(0)
-    shapes = (3, length, inputs), (3, hidden), (3 * hidden, inputs), (3 * hidden, hidden), (3 * hidden,), (3 * hidden,)
+    gates = 3 * hidden
+    shapes = (rows, length, inputs), (rows, hidden), (gates, inputs), (gates, hidden), (gates,), (gates,)
     scales = 1, 1, inputs**-0.5, hidden**-0.5, 1, 1
     drawn = (scale * torch.randn(*shape) for scale, shape in zip(scales, shapes, strict=True))
     return [x.double().requires_grad_() for x in drawn]
@@ -40,18 +42,49 @@ def test_operator_is_pytorchs_network(length: int) -> None:
     torch.testing.assert_close(found(given, grad), expected(given, grad), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 5), (7, 12, 70), (130, 3, 16)], ids=str)
-def test_kernels_are_the_network(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state sums up 2 · hidden products of about 1, and so many tokens; its gradient 3 · hidden of them."""
-    monkeypatch.setattr("deadreckon.ops.gru.has_kernels", lambda x: x.dtype != torch.float64)
-    length, _, hidden = shape
+@pytest.mark.parametrize("shape", [(1, 4, 5, 3), (7, 12, 70, 3), (130, 3, 16, 3), (3, 4, NARROW + 2, FEW + 1)], ids=str)
+def test_kernels_are_the_network(shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state sums up 2 · hidden products of about 1, and so many tokens; a gradient 3 · hidden of them, or rows."""
+    monkeypatch.setattr("deadreckon.ops.gru.has_gru", lambda x, *_: x.dtype != torch.float64)
+    length, _, hidden, rows = shape
     given = draw(*shape)
-    grad = torch.randn(3, length, hidden).double()
+    grad = torch.randn(rows, length, hidden).double()
     exact, single = expected(given, grad), [x.detach().float().to(DEVICE).requires_grad_() for x in given]
-    epsilon = 3 * hidden * length * torch.finfo(torch.float32).eps
+    epsilon = max(3 * hidden, rows) * length * torch.finfo(torch.float32).eps
     for one, other in zip(found(single, grad.float().to(DEVICE)), exact, strict=True):
         limit = epsilon * max(1.0, float(other.abs().max()))
         torch.testing.assert_close(one.cpu(), other, rtol=0, atol=limit, check_dtype=False)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_autocast_changes_nothing(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in the backward pass alone."""
+    monkeypatch.setattr("deadreckon.ops.gru.has_gru", lambda *_: kernels)
+    given = [x.detach().float().to(DEVICE).requires_grad_() for x in draw(3, 4, 5)]
+    grad = torch.randn(3, 3, 5, device=DEVICE)
+    exact = found(given, grad)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        torch.testing.assert_close(found(given, grad), exact, rtol=0, atol=0)
+
+
+def test_other_derivatives() -> None:
+    """Forward-mode ones, of each input by itself, are those of finite differences; second ones are refused."""
+    network = Recurrence(4, 5).double()
+    x, before = torch.randn(2, 3, 4).double(), torch.randn(2, 5).double()
+    inputs = {"x": x, "before": before, **dict(network.named_parameters())}
+
+    def states(**given: Tensor) -> Tensor:
+        given = inputs | given
+        x, before = given.pop("x"), given.pop("before")
+        return torch.func.functional_call(network, given, (x, before))
+
+    for name, value in inputs.items():
+        along = torch.randn_like(value)
+        _, slope = torch.func.jvp(lambda y, name=name: states(**{name: y}), (value.detach(),), (along,))
+        apart = (states(**{name: value + 1e-5 * along}) - states(**{name: value - 1e-5 * along})) / 2e-5
+        torch.testing.assert_close(slope, apart, rtol=1e-7, atol=1e-8)
+    with pytest.raises(RuntimeError, match=r"second derivatives need torch\.nn\.GRU; this computes first"):
+        torch.autograd.grad(network(x.requires_grad_(), before).sum(), x, create_graph=True)
 
 
 @pytest.mark.gpu

@@ -420,6 +420,12 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         make_model(**options)
 
 
+def test_rows_without_tokens_say_so() -> None:
+    """Whatever moves the cursors: a kernel would read what is not there."""
+    with pytest.raises(ValueError, match=r"x: expected at least one token, got shape \(2, 0, 8\)"):
+        make_layer()(torch.zeros(2, 0, 8, dtype=torch.float64))
+
+
 def test_layers_before_the_first_module_say_so() -> None:
     with pytest.raises(ValueError, match="prism: expected a module of cursors before layer 0, got none; say where by"):
         make_model(modules=[1])(torch.zeros(1, 3, dtype=torch.int64))

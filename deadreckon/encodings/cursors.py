@@ -144,6 +144,8 @@ class Cursors(SelfInitialised, nn.Module):
 
     def forward(self, x: Tensor, context: Context, dtype: torch.dtype) -> list[Streams] | list[Filtered]:
         """Superpositions (B, T, heads, C, r) for each layer, in a dtype; histograms are at least single precision."""
+        if not x.shape[1]:
+            raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
         with without_autocast(x):
             # Kernels read half precision as it is; else one single-precision copy serves all projections.
             x, context, tokens = _unpacked(x if by_kernels(x) else at_least_single(x), context)

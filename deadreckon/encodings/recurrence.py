@@ -61,7 +61,8 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
         x = at_least_single(x)
         from_input, _, *biases = (w.to(x.dtype) for w in self.all_weights[0])
         before, weights = before.contiguous(), [from_input, self.from_hidden(x.dtype), *biases]
-        if is_differentiated(x) or (x.is_cuda and not traced(x) and not has_gru(x, self.hidden_size)):
+        unknown = any(map(is_differentiated, (x, before, *weights)))  # derivatives that the operator does not have
+        if unknown or (x.is_cuda and not traced(x) and not has_gru(x, self.hidden_size)):
             return _by_pytorch(x, before, weights)
         hidden: Tensor = gru(x, before, *weights)
         return hidden
@@ -88,7 +89,9 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
 
 
 def _by_pytorch(x: Tensor, before: Tensor, weights: list[Tensor]) -> Tensor:
-    """Where networks are too large for the kernel, by cuDNN: it wants weights in one buffer, or copies each."""
+    """Hidden states by PyTorch's network: it has all derivatives, and on a GPU, by cuDNN, it is the faster one for many
+    units. cuDNN wants weights in one buffer, or copies each.
+    """
     sizes, shapes = [w.numel() for w in weights], [w.shape for w in weights]
     parts = torch.cat([w.flatten() for w in weights]).split(sizes)
     weights = [w.view(shape) for w, shape in zip(parts, shapes, strict=True)]

@@ -37,7 +37,7 @@ from triton.language.extra import libdevice
 from deadreckon.filters.operators import filter_operator, superposition_operator
 from deadreckon.ops.triton.cursors import slot_of
 from deadreckon.ops.triton.kernel import Kernel
-from deadreckon.ops.triton.pointwise import sigmoid
+from deadreckon.ops.triton.pointwise import ratio, sigmoid
 from deadreckon.ops.triton.tiles import INTERPRETED, ceil_div, power_of_two
 
 WIDEST = 4096  # positions
@@ -53,15 +53,6 @@ def _log2(x):
         return tl.log2(x)
     else:
         return libdevice.fast_log2f(x)
-
-
-@triton.jit
-def _ratio(x, y):
-    """x / y for normal y below 2¹²⁶."""
-    if INTERPRETED:
-        return x / y
-    else:
-        return libdevice.fast_dividef(x, y)
 
 
 @triton.jit
@@ -349,7 +340,7 @@ def _filter_backward(
                 b_all = new[m] * none + total * jumps[m] + eps
             b_g = after[m] * (carry[m] + grad[m] - along)  # of γ log(new + ε)
             b_gamma += b_g * _log2(b_all)
-            b_g = _ratio(gamma * b_g, b_all)
+            b_g = ratio(gamma * b_g, b_all)
             if p_copy is not None:
                 of_jumps += (total * b_g,)
                 b_none += b_g * new[m]

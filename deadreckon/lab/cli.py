@@ -427,7 +427,8 @@ def main() -> None:
             {one.__name__.lower(): one for one in commands}, prog="deadreckon",
             description="Attention with data-dependent position encodings.",
         )  # fmt: skip
-        keep_freed_memory()
+        if getattr(getattr(chosen, "benchmark", chosen), "device", None) == "cpu":
+            keep_freed_memory()
         chosen.run()
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and stat.S_ISFIFO(os.fstat(1).st_mode):

@@ -3,8 +3,9 @@
     r, z = σ(W x_t + b + U h_{t−1} + c),   n = tanh(W x_t + b + r ⊙ (U h_{t−1} + c)),   h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
 r, z and n each use a third of the rows of W, U, b and c. In the backward pass gates are recomputed for all tokens at
-once, and only the gradient of h goes from token to token: on a GPU by one kernel, up to `LARGEST` units. So is the way
-forward, up to `FASTEST`. (`torch.compile` would unroll PyTorch's GRU for one length.)
+once, and only the gradient of h goes from token to token: on a GPU by one kernel, up to `LARGEST` units. The way
+forward is another, up to `FASTEST` units, and without gradients (`gru_from`) up to `LARGEST`. (`torch.compile` would
+unroll PyTorch's GRU for one length.)
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from deadreckon.ops.pointwise import has_kernels
-from deadreckon.ops.tracing import operator, room_like
+from deadreckon.ops.tracing import operator, room_like, without_autocast
 
 LARGEST = 128  # hidden units of a network that is one kernel: its matrices stay in registers
-FASTEST = 64  # up to which it beats cuDNN: with 64 it takes half of the time, with 100 1.4 to 2.4 times as long
+FASTEST = 64  # up to which it beats cuDNN: with 64 both ways take half of the time, with 100 1.4 to 2.4 times as long
 
 
 def has_gru(x: Tensor, hidden: int, largest: int = FASTEST) -> bool:
@@ -38,9 +39,10 @@ def gru_from(
 
 def _forward(x: Tensor, before: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Hidden states (B, T, hidden) of x (B, T, inputs), from the one before the first token (B, hidden)."""
-    if has_gru(x, before.shape[1]):
-        return gru_from(linear(x, w), b, u, c, None, x.new_zeros(1, x.shape[1], dtype=torch.int64), before, False)
-    return torch.gru(x, before.unsqueeze(0), [w, u, b, c], True, 1, 0.0, False, False, True)[0].contiguous()
+    with without_autocast(x):
+        if has_gru(x, before.shape[1]):
+            return gru_from(linear(x, w), b, u, c, None, x.new_zeros(1, x.shape[1], dtype=torch.int64), before, False)
+        return torch.gru(x, before.unsqueeze(0), [w, u, b, c], True, 1, 0.0, False, False, True)[0].contiguous()
 
 
 def _room(x: Tensor, before: Tensor, *_: Tensor) -> Tensor:
@@ -51,17 +53,18 @@ def _backward(
     grad: Tensor, x: Tensor, before: Tensor, w: Tensor, u: Tensor, b: Tensor, c: Tensor, hidden: Tensor
 ) -> list[Tensor]:
     """Gradients of all inputs but hidden."""
-    units, past = before.shape[1], torch.cat([before.unsqueeze(1), hidden[:, :-1]], dim=1)
-    from_input, from_past = linear(x, w, b), linear(past, u, c)
-    if has_gru(x, units, LARGEST):
-        from deadreckon.ops.triton import gru
+    with without_autocast(x):
+        units, past = before.shape[1], torch.cat([before.unsqueeze(1), hidden[:, :-1]], dim=1)
+        from_input, from_past = linear(x, w, b), linear(past, u, c)
+        if has_gru(x, units, LARGEST):
+            from deadreckon.ops.triton import gru
 
-        slopes, carry = gru.backward(from_input, from_past, past, grad, u)
-    else:
-        slopes, carry = _walk_back(from_input, from_past, past, grad, u)
-    by_past, by_input = (rows.flatten(0, 1) for rows in (slopes[..., : 3 * units], slopes[..., units:]))
-    of_u, of_c = (x.roll(-units, 0) for x in (by_past.mT @ past.flatten(0, 1), by_past.sum(0)))
-    return [(by_input @ w).view_as(x), carry, by_input.mT @ x.flatten(0, 1), of_u, by_input.sum(0), of_c]
+            slopes, carry = gru.backward(from_input, from_past, past, grad, u)
+        else:
+            slopes, carry = _walk_back(from_input, from_past, past, grad, u)
+        by_past, by_input = (rows.flatten(0, 1) for rows in (slopes[..., : 3 * units], slopes[..., units:]))
+        of_u, of_c = (x.roll(-units, 0) for x in (by_past.mT @ past.flatten(0, 1), by_past.sum(0)))
+        return [(by_input @ w).view_as(x), carry, by_input.mT @ x.flatten(0, 1), of_u, by_input.sum(0), of_c]
 
 
 def _walk_back(from_input: Tensor, from_past: Tensor, past: Tensor, grad: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,5 +95,5 @@ gru_backward = operator("deadreckon::gru_backward", _backward, lambda grad, *inp
 gru = operator(
     "deadreckon::gru", _forward, _room,
     gradients=lambda ctx, grad: tuple(gru_backward(grad, *ctx.saved_tensors)),
-    save=_save,
+    save=_save, instead="torch.nn.GRU",
 )  # fmt: skip

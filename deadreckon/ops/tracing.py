@@ -21,6 +21,7 @@ def operator(
     *,
     gradients: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
+    instead: str = "impl='reference'",
 ) -> Callable[..., Any]:
     """Registers a custom op ``namespace::name`` from an annotated function that neither mutates nor returns its inputs.
 
@@ -31,6 +32,7 @@ def operator(
         gradients: (ctx, gradients of outputs) -> gradients of inputs; itself made of traceable operators. Raises if
             its own derivatives are asked for.
         save: (ctx, inputs, output) -> None, saves what `gradients` needs.
+        instead: what has second derivatives.
     """
     schema = torch.library.infer_schema(implementation, mutates_args=())
     torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
@@ -39,7 +41,7 @@ def operator(
     if gradients is not None:
 
         def first(ctx: Any, *grads: Any) -> Any:
-            first_derivatives_only()
+            first_derivatives_only(instead)
             return gradients(ctx, *grads)
 
         torch.library.register_autograd(name, first, setup_context=save)

@@ -56,7 +56,7 @@ def measure(recipe: Recipe, device: str, rounds: int) -> Timed:
     count = sum(x.numel() for x in training.model.parameters())
     cells = [
         f"{count / 1e6:.2f} M", f"{max(tokens):,}", f"{first:.1f} s", milliseconds(step), kernels,
-        f"{sum(tokens) / len(tokens) / step:,.0f}", memory, f"{step * recipe.steps / 60:.1f} min",
+        f"{sum(tokens) / sum(times):,.0f}", memory, f"{sum(times) / rounds * recipe.steps / 60:.1f} min",
     ]  # fmt: skip
     return Timed(cells, training.advance)
 

@@ -37,7 +37,7 @@ def make_runs(
             make_run(recipe, path, lengths, device, console, longest[path], sharpen_beyond)
         return [Run(path) for path in wanted]
     threads = max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(threads,)) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin, initargs=(device, threads)) as pool:
         pending = {
             pool.submit(_make_quietly, recipe, path, lengths, device, longest[path], sharpen_beyond): path
             for path, recipe in ordered
@@ -88,10 +88,11 @@ def _make_quietly(
         os._exit(int(terminated.code or 0))  # not on to the next run
 
 
-def _begin(threads: int) -> None:
+def _begin(device: str, threads: int) -> None:
     """Initialises a worker process, which exits when its parent does."""
     torch.set_num_threads(threads)
-    keep_freed_memory()
+    if device == "cpu":
+        keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     # Not the default: a library may put back the handler that it found while a run had one, as seen on a GPU. Python
     # ignores a SIGTERM that reaches it without a handler, and the parent would wait for this worker forever.

@@ -16,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from deadreckon.ops.tracing import operator
 from deadreckon.ops.triton.kernel import Kernel
-from deadreckon.ops.triton.tiles import ceil_div
+from deadreckon.ops.triton.tiles import INTERPRETED, ceil_div
 
 BLOCK = 1024
 
@@ -28,6 +29,15 @@ BLOCK = 1024
 def _place(COUNT, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return at, at < COUNT
+
+
+@triton.jit
+def ratio(x, y):
+    """x / y for normal y below 2¹²⁶."""
+    if INTERPRETED:
+        return x / y
+    else:
+        return libdevice.fast_dividef(x, y)
 
 
 @triton.jit
