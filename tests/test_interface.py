@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DataCollatorWithFlattening,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
 
 import deadreckon as dr
-from deadreckon.models.interface import SERVED, _attention
+from deadreckon.models.interface import SERVED, _attention, _documents
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -73,6 +82,68 @@ def test_pieces_may_begin_in_padding_and_have_holes(name: str) -> None:
     sampling = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
     in_pieces = model.generate(tokens, prefill_chunk_size=4, **sampling)
     assert torch.equal(in_pieces, model.generate(tokens, **sampling))
+
+
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q"])
+def test_packed_documents_do_not_see_each_other(given: str) -> None:
+    """As `DataCollatorWithFlattening` packs them."""
+    model, tokens = llama("deadreckon"), ids(1)
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=given != "position_ids")(
+        [{"input_ids": part.tolist()} for part in tokens[0].split([5, 6, 8])]
+    )
+    assert given in packed
+    if given != "position_ids":  # these alone
+        del packed["position_ids"]
+    found = model(**packed, use_cache=False).logits
+    if given != "position_ids":
+        assert not torch.allclose(found, model(tokens).logits)
+        packed["position_ids"] = torch.arange(19)[None]
+    expected = [model(part, position_ids=places).logits for part, places in zip(
+        tokens.split([5, 6, 8], 1), packed["position_ids"].split([5, 6, 8], 1), strict=True
+    )]  # fmt: skip
+    torch.testing.assert_close(found, torch.cat(expected, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_are_documents(name: str) -> None:
+    """Llama 4's, in rows with padding, whole and by its cache, which drops what chunks do not see."""
+    torch.manual_seed(0)
+    sizes = {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 6}
+    model = Llama4ForCausalLM(Llama4TextConfig(**SIZES, **sizes, pad_token_id=0)).eval().double()
+    tokens, mask = ids(), torch.ones(2, 19, dtype=torch.long)
+    mask[1, :5] = 0
+    sampling = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=mask).logits, model.generate(tokens, **sampling)
+        model.set_attn_implementation(name)
+        found = model(tokens, attention_mask=mask).logits, model.generate(tokens, **sampling)
+        again = model.generate(tokens, use_cache=False, **sampling)
+    assert torch.equal(found[1], again)
+    if name == "deadreckon":
+        torch.testing.assert_close(found[0][mask > 0], expected[0][mask > 0], atol=1e-6, rtol=1e-6)
+        assert torch.equal(found[1], expected[1])
+
+
+def test_other_masks_and_caches_are_refused() -> None:
+    """Not computed as if there were none."""
+    model, tokens = llama("deadreckon"), ids()
+    with pytest.raises(ValueError, match=r"past_key_values: expected a cache .* got one of 30 places for 19 tokens"):
+        model(tokens, past_key_values=StaticCache(config=model.config, max_cache_len=30))
+    with pytest.raises(ValueError, match=r"attention_mask: expected one for each token.*\(2, 19\).*\(2, 1, 19, 19\)"):
+        model(tokens, attention_mask=torch.zeros(2, 1, 19, 19))
+    several = torch.arange(19).expand(2, -1)
+    for function in (  # a window, a hole, later tokens, not oneself, another document
+        lambda row, head, query, key: (key <= query) & (key > query - 4),
+        lambda row, head, query, key: (key <= query) & (key != several[row, query] - 3),
+        lambda row, head, query, key: key <= query + 1,
+        lambda row, head, query, key: key < query,
+        lambda row, head, query, key: (key <= query) & ((query % 5 > 0) | (key == query)),
+    ):
+        with pytest.raises(ValueError, match="attention_mask: expected a causal mask"):
+            _documents(2, 19, 19, mask_function=function)
+    mistral = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4, attn_implementation="deadreckon"))
+    with pytest.raises(ValueError, match="attention_mask: expected a causal mask"):
+        mistral(tokens)
 
 
 def test_scores_and_slopes_are_those_of_attend() -> None:
