@@ -275,6 +275,10 @@ def test_packed_documents_learn_as_separate_ones_do() -> None:
         ({"layer_encodings": ["rope"]}, "layer_encodings: expected a name for each of 2 layers, got 1"),
         ({"encoding_options": {"rope": {}}}, "encoding_options: expected names of encodings in use"),
         ({"hidden_size": 30}, "hidden_size: expected a multiple"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads = 4, got 3"),
+        ({"layer_encodings": "rope"}, "layer_encodings: expected a list of names, got 'rope'"),
+        ({"encodng": "rope"}, "encodng: expected the name of an option, such as encoding"),
+        ({"d_model": 32}, "d_model: expected the name of an option, such as hidden_size"),
     ],
 )
 def test_bad_configurations(changes: dict[str, Any], message: str) -> None:

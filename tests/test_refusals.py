@@ -90,7 +90,7 @@ def test_a_recipe_that_cannot_be_leaves_its_folder_free(tmp_path: Path) -> None:
 def test_runs_that_fail_do_not_keep_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is printed at once and raised in the end; other runs are finished. (Threads replace processes here.)"""
     monkeypatch.setattr(parallel, "ProcessPoolExecutor", ThreadPoolExecutor)
-    monkeypatch.setattr(parallel, "_begin", lambda _: None)
+    monkeypatch.setattr(parallel, "_begin", lambda *_: None)
     recipe, console = small("nope", 0, "steps=1"), quiet()
     Run.create(tmp_path / "bad", small("nope", 0, "steps=2"))
     with pytest.raises(ValueError, match="bad holds a run of another recipe: steps 2, not 1"):

@@ -98,7 +98,7 @@ def test_ctrl_c_in_a_command_that_keeps_nothing(
 
 def idle_after_a_run(disturbed: bool) -> None:
     """A worker that has trained a run is told to end; `disturbed`: a library has put back the handler it had found."""
-    _begin(1)
+    _begin("cpu", 1)
     sigaction, found = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(1024)
     with noticing_signals():
         sigaction(signal.SIGTERM, None, found)

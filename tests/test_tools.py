@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import DataCollatorWithFlattening, PreTrainedTokenizerFast
 
 import deadreckon as dr
 
@@ -48,8 +48,9 @@ def test_auto_classes_load_in_a_fresh_process(tmp_path: Path) -> None:
     save_with_tokenizer(first)
     code = f"""
 import sys
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModel, AutoModelForCausalLM, pipeline
 assert "deadreckon" not in sys.modules
+assert type(AutoModel.from_pretrained({str(first)!r}, trust_remote_code=True)).__name__ == "DeadReckonModel"
 for folder in ({str(first)!r}, {str(second)!r}):  # what has been loaded so can be saved again
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model.save_pretrained({str(second)!r})
@@ -70,9 +71,29 @@ def test_keywords_of_tools_change_nothing_or_are_refused() -> None:
     expected = model(ids).logits
     ignored = {"output_attentions": False, "output_hidden_states": None, "position_ids": None}
     assert torch.equal(model(ids, **ignored, token_type_ids=torch.zeros_like(ids)).logits, expected)
-    for name, value in (("output_attentions", True), ("position_ids", torch.arange(10)), ("lables", ids)):
+    for name, value in (("output_attentions", True), ("lables", ids)):
         with pytest.raises(TypeError, match=f"{name}: expected None or False"):
             model(ids, **{name: value})
+    plain = {"position_ids": torch.arange(10).expand(2, -1)}
+    assert torch.equal(model(ids, **plain).logits, expected)
+    for places in (torch.arange(10), torch.arange(10)[None], torch.arange(1, 11).expand(2, -1)):
+        with pytest.raises(ValueError, match="position_ids: expected those of documents packed in one row"):
+            model(ids, position_ids=places)
+    with pytest.raises(ValueError, match="position_ids: expected those of documents packed in one row"):
+        model(ids[:1], position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 5]]))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_documents_are_packed_as_a_collator_does(whole: bool) -> None:
+    """Loss and logits are those of `cu_seqlens`."""
+    model, ids = make_model(), torch.arange(20)
+    documents = [{"input_ids": part.tolist()} for part in ids.split([6, 1, 13])]
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=whole)(documents)
+    assert ("cu_seq_lens_q" in packed) == whole
+    found = model(**packed)
+    expected = model(ids[None], labels=ids[None], cu_seqlens=torch.tensor([0, 6, 7, 20], dtype=torch.int32))
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
 
 
 def test_peft_finds_what_to_adapt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from difflib import get_close_matches
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -21,6 +22,7 @@ SIZES = (
     "head_dim",
 )  # fmt: skip
 LEAST = dict.fromkeys(SIZES, 1) | dict.fromkeys(("initializer_range", "rms_norm_eps", "qk_norm_eps"), 0)
+OF_LAYERS = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads"}
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 
 
@@ -77,6 +79,10 @@ class DeadReckonConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name in kwargs:  # transformers would keep it, and the model have the default
+            near = [OF_LAYERS[name]] if name in OF_LAYERS else get_close_matches(name, vars(self), 1, 0.8)
+            if near:
+                raise ValueError(f"{name}: expected the name of an option, such as {near[0]}")
         for name, least in LEAST.items():
             if (value := getattr(self, name)) is not None and not least <= value < math.inf:
                 raise ValueError(f"{name}: expected {least} or more, got {value!r}")
@@ -87,6 +93,11 @@ class DeadReckonConfig(PreTrainedConfig):
             self.intermediate_size = gated if self.gated_mlp else 4 * self.hidden_size
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads: expected a divisor of num_attention_heads = {self.num_attention_heads}, "
+                f"got {self.num_key_value_heads}"
+            )
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -94,6 +105,8 @@ class DeadReckonConfig(PreTrainedConfig):
                     f"(or head_dim), got {self.hidden_size}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if isinstance(self.layer_encodings, str):
+            raise ValueError(f"layer_encodings: expected a list of names, got {self.layer_encodings!r}")
         if self.layer_encodings is not None and len(self.layer_encodings) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_encodings: expected a name for each of {self.num_hidden_layers} layers, "

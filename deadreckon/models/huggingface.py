@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -21,7 +21,7 @@ from deadreckon.models.graphs import Steps, wanted
 from deadreckon.models.loss import IGNORED, linear_cross_entropy
 from deadreckon.models.rows import Rows, begins_later, carried, mark_grown, masked_first, padding, real_tokens
 from deadreckon.models.state import LayerState
-from deadreckon.models.tools import check_inputs, offer_lora_targets, refuse_unknown
+from deadreckon.models.tools import check_inputs, documents_in, offer_lora_targets, refuse_unknown
 from deadreckon.ops.attention import check_documents
 from deadreckon.ops.tracing import traced
 
@@ -356,12 +356,15 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
             output_hidden_states: also return the input of each layer and the output of the final norm; not with a
                 cache. By default as the configuration says.
             unused: arguments that tools pass to every model, such as ``output_attentions=False``: None, False, and the
-                ``token_type_ids`` that some tokenizers add, are ignored. Anything else is a TypeError.
+                ``token_type_ids`` that some tokenizers add, are ignored; ``position_ids`` and ``cu_seq_lens_q`` of
+                packed documents are read as `cu_seqlens`. Anything else is a TypeError.
 
         With context parallelism (`model.cp`) all arguments are of whole sequences, the same on every rank of its group,
         and so is the loss; logits are those of this rank's shard.
         """
         check_inputs(input_ids, inputs_embeds, self.config.hidden_size, labels)
+        told = documents_in(unused, input_ids if inputs_embeds is None else inputs_embeds)
+        cu_seqlens = told if cu_seqlens is None else cu_seqlens
         refuse_unknown({"output_attentions": self.config.output_attentions, **unused})
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
@@ -433,4 +436,5 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
 
 
 AutoConfig.register("deadreckon", DeadReckonConfig, exist_ok=True)
+AutoModel.register(DeadReckonConfig, DeadReckonModel, exist_ok=True)
 AutoModelForCausalLM.register(DeadReckonConfig, DeadReckonForCausalLM, exist_ok=True)

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 AUTO_MODULE = "modeling_deadreckon"
-AUTO_CLASSES = {"AutoConfig": "DeadReckonConfig", "AutoModelForCausalLM": "DeadReckonForCausalLM"}
+AUTO_CLASSES = {
+    "AutoConfig": "DeadReckonConfig", "AutoModel": "DeadReckonModel", "AutoModelForCausalLM": "DeadReckonForCausalLM",
+}  # fmt: skip
 """Auto class -> the class that it loads."""
 
 
@@ -29,6 +32,28 @@ def offer_lora_targets(model_type: str) -> None:
     """Sets the default LoRA target modules in peft, if it has been imported: the same as for Llama."""
     if constants := sys.modules.get("peft.utils.constants"):
         constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, ["q_proj", "v_proj"])
+
+
+def documents_in(keywords: dict[str, Any], tokens: Tensor) -> Tensor | None:
+    """Takes out of keywords what `DataCollatorWithFlattening` says of packed documents; returns their boundaries."""
+    boundaries: Tensor | None = keywords.pop("cu_seq_lens_q", None)
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        keywords.pop(name, None)
+    places: Tensor | None = keywords.pop("position_ids", None)
+    if boundaries is not None or places is None:
+        return boundaries
+    if places.shape == tokens.shape[:2]:
+        index = torch.arange(places.shape[1], device=places.device)
+        if bool((places == index).all()):
+            return None
+        starts = torch.where(places == 0, index, 0).cummax(1).values
+        if len(places) == 1 and bool((places == index - starts).all()):
+            begins = (places[0] == 0).nonzero()[:, 0]
+            return torch.cat([begins, begins.new_tensor([len(index)])]).to(torch.int32)
+    raise ValueError(
+        "position_ids: expected those of documents packed in one row, each counted from 0; padding is given by "
+        f"attention_mask; got {places!r:.80} for tokens {tuple(tokens.shape[:2])}"
+    )
 
 
 def refuse_unknown(keywords: dict[str, Any]) -> None:
