@@ -325,6 +325,16 @@ def test_steps_of_different_lengths_count_as_they_come(monkeypatch: pytest.Monke
     assert (tokens, first, step, speed, whole) == ("50", "9.0 s", "1000.00 ms", "15", "2.0 min")
 
 
+def test_steps_of_a_sweep_are_one_row_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = list[int]()
+    found = steps.Timed([""] * 8, lambda: None)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(steps, "measure", lambda recipe, *_: layers.append(recipe.layers) or found)
+    page = tmp_path / "steps.md"
+    words = ["bench", "steps", "--recipe", "a5-grid", "--encodings", "rope", "--save", str(page)]
+    assert run_cli(monkeypatch, *words) == 0 and layers == [1, 2, 3, 4]
+    assert "rope-layers=3" in page.read_text()
+
+
 def test_steps_that_fail_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("out of memory")

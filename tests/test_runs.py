@@ -276,7 +276,9 @@ def test_runs_do_not_mix(tmp_path: Path) -> None:
         Run(tmp_path / "nowhere")
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "recipe.json").write_text('{"steps": 3, "pace": 1}')
-    with pytest.raises(ValueError, match=r"recipe\.json is no recipe: recipe: expected names of its fields, got pace"):
+    with pytest.raises(
+        ValueError, match=r"recipe\.json is no recipe: recipe: expected names of its fields, .*got pace"
+    ):
         Run(tmp_path / "y")
 
 

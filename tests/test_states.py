@@ -409,6 +409,8 @@ def test_states_belong_to_a_layer() -> None:
         dr.AttentionLayer(16, 4, "path").double()(x, state=state)
     with pytest.raises(ValueError, match=r"rows: expected a tensor of integers of one dimension, got shape \(1,\)"):
         state.select(torch.tensor([True]))
+    with pytest.raises(ValueError, match=r"rows: expected numbers from 0 to 0, got \[0, 1\]"):
+        state.select(torch.tensor([0, 1]))
 
 
 @contextmanager

@@ -94,6 +94,7 @@ class Train:
         from deadreckon.lab.training import Ranks, export, summary, train_run
 
         largest = bytes_in(self.shard_size, "shard_size")
+        check_output("out", self.out)
         check_output("export", self.export)
         if self.export is not None:
             path, own = self.export.resolve(), self.out.resolve()
@@ -164,6 +165,7 @@ class Eval:
     def _run_suite(self) -> None:
         from deadreckon.lab.pages.suite import run_suite
 
+        check_output("out", self.out)
         run_suite(
             self.folder, numbers_in(self.lengths), tasks=names_in(self.tasks), rows=self.rows, babi=self.babi,
             books=self.books, checkpoint=self.checkpoint, seed=self.seed, batch_tokens=self.batch_tokens, out=self.out,
@@ -176,6 +178,8 @@ class Eval:
         from deadreckon.lab.training import Run, list_scores, quiet_transformers, score_model, score_run, summary
 
         check_device(self.device)
+        if not self.recipe and not self.change:
+            check_output("run", self.folder)  # where scores are saved
         console, wanted, beyond = Console(), numbers_in(self.lengths), self.sharpen_beyond
         with quiet_transformers():
             if self.recipe:
@@ -356,6 +360,7 @@ class Convert:
         stages = None
         if self.stages:
             stages = () if self.stages == "none" else tuple(stage.strip() for stage in self.stages.split(","))
+        check_output("out", self.out)
         conversion = Conversion(
             self.source, self.encoding, self.data, self.held_out, self.drop_rope, self.cold, stages, self.freeze,
             self.length, self.seed, self.change, self.beside,

@@ -363,7 +363,9 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         and so is the loss; logits are those of this rank's shard.
         """
         check_inputs(input_ids, inputs_embeds, self.config.hidden_size, labels)
-        told = documents_in(unused, input_ids if inputs_embeds is None else inputs_embeds)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert tokens is not None
+        told = documents_in(unused, tokens)
         cu_seqlens = told if cu_seqlens is None else cu_seqlens
         refuse_unknown({"output_attentions": self.config.output_attentions, **unused})
         if skip_logits and labels is None:

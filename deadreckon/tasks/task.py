@@ -172,11 +172,11 @@ def column(like: Tensor, token: int) -> Tensor:
     return like.new_full((len(like), 1), token)
 
 
-def encode(text: str) -> Tensor:
+def encode(text: str, name: str = "text") -> Tensor:
     """Tokens (1, length) of a text over ALPHABET: words, or single characters; blanks only separate them."""
     words = re.findall(r"[A-Za-z_]+|\S", text)
     if strange := [word for word in words if word not in TOKEN]:
-        raise ValueError(f"text: expected words of the alphabet, got {strange[0]!r} in {text!r}")
+        raise ValueError(f"{name}: expected words of the alphabet, got {strange[0]!r} in {text!r}")
     return torch.tensor([[TOKEN[word] for word in words]])
 
 

@@ -13,7 +13,7 @@ from deadreckon.lab.arguments import names_in
 from deadreckon.lab.bench.flags import Steps
 from deadreckon.lab.bench.page import PARTS, Page, Row, explain, milliseconds, parts_of
 from deadreckon.lab.bench.timing import empty_cache, kernel_seconds, summary
-from deadreckon.lab.recipes import Recipe, find_experiment, find_recipe
+from deadreckon.lab.recipes import Recipe, find_experiment
 from deadreckon.lab.training import Step, Training, make_model
 
 WARM_UP = {"cpu": 1, "cuda": 20}  # steps before any is timed: on a GPU kernels are compiled, and graphs captured
@@ -62,12 +62,15 @@ def measure(recipe: Recipe, device: str, rounds: int) -> Timed:
 
 
 def run(flags: Steps) -> None:
-    """Times each encoding's steps."""
-    encodings = names_in([flags.encodings]) or find_experiment(flags.recipe).encodings
-    recipes = {name: find_recipe(flags.recipe, flags.size, name, 0, flags.change) for name in encodings}
+    """Times each encoding's steps, with all settings that the experiment sweeps."""
+    experiment = find_experiment(flags.recipe)
+    encodings = names_in([flags.encodings]) or experiment.encodings
+    runs = experiment.recipes(flags.size, encodings, 1, flags.change)
+    recipes = {name.removesuffix("-0"): recipe for name, recipe in runs.items()}
     page, profiles = Page(flags, "Training steps of experiments", ("triton", "transformers")), dict[str, list[Row]]()
     one = next(iter(recipes.values()))
-    page.note(f"{flags.recipe}, {flags.size}: {one.steps} steps of {one.batch_size} rows, the last ones timed")
+    steps = f"{one.steps} steps of {one.batch_size} rows, without evaluations; the last ones are timed"
+    page.note(f"{flags.recipe}, {flags.size}: {steps}")
 
     def rows() -> Iterator[Row]:
         for name, recipe in recipes.items():

@@ -26,7 +26,7 @@ from deadreckon.lab.pages.comparison import (
     gather,
 )
 from deadreckon.lab.pages.tables import fitting, image, markdown, save_markdown
-from deadreckon.lab.recipes import Experiment, Recipe, check_encodings, find_experiment, parse_sweep, title_of
+from deadreckon.lab.recipes import Experiment, Recipe, find_experiment, parse_sweep, title_of
 from deadreckon.lab.training import Run
 from deadreckon.lab.training.parallel import make_runs
 
@@ -46,9 +46,10 @@ def compare(
     console = console or Console()
     experiment = find_experiment(name)
     encodings = tuple(encodings) or experiment.encodings
-    check_encodings(encodings)
     check_device(device)
     check_counts(seeds=seeds, jobs=jobs)
+    if not finished:
+        check_output("runs", runs)
     check_output("picture", picture, *PICTURES)
     check_output("page", page, ".md")
     dr.DeadReckonConfig(sharpen_beyond=sharpen_beyond)  # which says if it cannot be, before anything is trained

@@ -58,9 +58,9 @@ def answer(model: dr.DeadReckonForCausalLM, question: str) -> tuple[Tensor, int]
     """
     check_vocabulary(model)
     before, _, given = question.partition("=")
-    asked = task.encode(before + "=").to(model.device)
+    asked = task.encode(before + "=", "question").to(model.device)
     if given.strip():
-        return task.encode(question).to(model.device), asked.shape[1]
+        return task.encode(question, "question").to(model.device), asked.shape[1]
     room = 4 * asked.shape[1] + 20
     said = model.generate(
         asked, max_new_tokens=room, do_sample=False, eos_token_id=task.END, pad_token_id=task.PAD,

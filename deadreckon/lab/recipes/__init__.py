@@ -23,5 +23,5 @@ def find_recipe(
     name: str, size: str = "tiny", encoding: str = Recipe.encoding, seed: int = 0, changes: Sequence[str] = ()
 ) -> Recipe:
     """The complete recipe of one run."""
-    check_changes(changes)
+    check_changes(changes, (encoding,))
     return replace(find_experiment(name).recipe(size, encoding).change(changes), seed=seed)

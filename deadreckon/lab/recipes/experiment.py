@@ -54,9 +54,10 @@ class Experiment:
         self, size: str, encodings: Iterable[str], seeds: int, changes: Sequence[str] = (), sweep: Sweep | None = None
     ) -> dict[str, Recipe]:
         """The recipes of all runs of a comparison, by folder name."""
-        check_changes(changes)
-        sweep = self.sweep.get(size, {}) if sweep is None else sweep
         encodings = tuple(encodings)
+        check_encodings(encodings)
+        check_changes(changes, encodings)
+        sweep = self.sweep.get(size, {}) if sweep is None else sweep
         options = options_of(encodings)
         runs = {}
         for values in product(*sweep.values()):
@@ -77,11 +78,14 @@ class Experiment:
         return runs
 
 
-def check_changes(changes: Iterable[str]) -> None:
-    """Raises ValueError for changes of fields that have an argument of their own: one would overrule the other."""
+def check_changes(changes: Iterable[str], encodings: Sequence[str]) -> None:
+    """Raises ValueError for changes that another argument would overrule, or that are of no encoding to be trained."""
     for change in changes:
-        if (name := change.partition("=")[0].strip()) in OF_THEIR_OWN:
+        name, *inside = (part.strip() for part in change.partition("=")[0].split("."))
+        if name in OF_THEIR_OWN:
             raise ValueError(f"change: expected a field without an argument of its own, as {name} has; got {change!r}")
+        if name == "encoding_options" and inside and inside[0] not in encodings:
+            raise ValueError(f"change: expected options of {', '.join(encodings)}, which are trained; got {change!r}")
 
 
 def check_encodings(names: Sequence[str]) -> None:

@@ -286,8 +286,9 @@ class Recipe:
 
     @classmethod
     def _of(cls, data: dict[str, Any]) -> Recipe:
-        if unknown := set(data) - {one.name for one in fields(cls)}:
-            raise ValueError(f"recipe: expected names of its fields, got {', '.join(sorted(unknown))}")
+        known = [one.name for one in fields(cls)]
+        if unknown := sorted(set(data) - set(known)):
+            raise ValueError(f"recipe: expected names of its fields, {', '.join(known)}; got {', '.join(unknown)}")
         return cls(**data)
 
     def change(self, changes: Sequence[str]) -> Recipe:

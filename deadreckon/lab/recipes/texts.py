@@ -88,7 +88,7 @@ def _read(data: str, held_out: str, part: str, vocabulary: int, tokenizer: str) 
     if _has_tokens(data):
         return open_corpus(data, part)
     if not held_out:
-        raise ValueError("options.held_out: expected a text to test on, got none")
+        raise ValueError("options.held_out: expected a text to test on, got none (deadreckon convert: --held-out)")
     if tokenizer:
         return load_corpus(data if part == "train" else held_out, tokenizer=fast_tokenizer(tokenizer))
     corpus = load_corpus(data, vocabulary=vocabulary)

@@ -105,7 +105,8 @@ def check_exact(config: DeadReckonConfig, encoding: str, options: dict[str, Any]
     if found:
         raise ValueError(
             f"encoding: {encoding!r} cannot begin with the model's logits: {'; '.join(found)}. "
-            f"{', '.join(CAN_BE_EXACT)} can, or exact=False (--cold) allows a cold swap"
+            f"{', '.join(CAN_BE_EXACT)} can, or exact=False (--cold) allows a cold swap; "
+            "deadreckon convert --drop-rope ends with path-fox, path or fox from an exact start"
         )
 
 

@@ -16,6 +16,7 @@ from deadreckon.ops.blockwise.runs import LEAF
 from deadreckon.ops.streaming.fold import Folded, fold, tokens_worth
 from deadreckon.ops.streaming.segments import Change, Segment
 from deadreckon.ops.streaming.signature import Signature
+from deadreckon.ops.tracing import traced
 
 
 class Decoder(Protocol):
@@ -186,6 +187,9 @@ class Past:
         if self.signature is None:
             return Past()
         signature, rows = self.signature, rows.to(self.signature.device)
+        on_cpu = rows.device.type == "cpu" and not traced(rows)  # elsewhere to ask would take longer than to select
+        if on_cpu and bool(((rows < 0) | (rows >= signature.batch)).any()):
+            raise ValueError(f"rows: expected numbers from 0 to {signature.batch - 1}, got {rows.tolist()!s:.80}")
 
         def change(x: Tensor) -> Tensor:
             return x.unflatten(0, (signature.batch, -1)).index_select(0, rows).flatten(0, 1)
