@@ -30,7 +30,7 @@ from transformers import (
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import evaluate
-from deadreckon.lab.pages.conversion import Converted, convert, write_conversions
+from deadreckon.lab.pages.conversion import Converted, convert, measured_once, write_conversions
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.conversion import Conversion
 from deadreckon.lab.recipes.texts import fast_tokenizer
@@ -128,7 +128,10 @@ def test_the_whole_command(
     assert course.endswith(f" {mean(at_last[0]) - mean(report['teacher']['at_length']['held out']):+.4f} at 3,840 |")
     check_courses_beside(monkeypatch, out, other, page)
     capsys.readouterr()
-    assert run_cli(monkeypatch, *words) == 0  # nothing is trained again
+    with monkeypatch.context() as patch:  # nothing is trained or measured again
+        patch.setattr("deadreckon.lab.pages.conversion.measure", lambda *_: pytest.fail("measured again"))
+        assert run_cli(patch, *words) == 0
+    assert json.loads((out / "report.json").read_text()) | {"environment": 0} == report | {"environment": 0}
     assert "step" not in capsys.readouterr().out
     assert run_cli(monkeypatch, *words[:-2], "align.steps=31") == 2
     assert "another recipe" in capsys.readouterr().err
@@ -203,6 +206,30 @@ def test_a_run_without_its_last_checkpoint_has_no_course(tmp_path: Path) -> None
     (tmp_path / "last").mkdir()
     (tmp_path / "last" / "progress.json").write_text('{"step": 4, "tokens": 100}')
     assert converted.courses_beside("as trained") == {("teacher", "training"): [(50, 0.5, 0.0)]}
+
+
+def test_what_was_measured_is_kept(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until weights, tests or the device change."""
+    plan, loaded, folder = conversion(teacher), list[str](), tmp_path / "model"
+    monkeypatch.setattr("deadreckon.lab.pages.conversion.measure", lambda *_: {"texts": {"held out": {32: [0.1]}}})
+    monkeypatch.setattr("deadreckon.lab.pages.conversion.continue_greedily", lambda *_: (torch.ones(1, 2), 3.0))
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+    def load(name: str) -> torch.nn.Module:
+        loaded.append(name)
+        return torch.nn.Module()
+
+    for _ in range(2):
+        found = measured_once(folder, load, plan, tmp_path, "cpu")
+        assert found == {"texts": {"held out": {"32": [0.1]}}, "writing": 3.0, "written": [[1.0, 1.0]]}
+        assert loaded == [str(folder)]
+    measured_once(folder, load, replace(plan, length=16), tmp_path, "cpu")
+    (folder / "model.safetensors").write_bytes(b"others!")
+    assert len(loaded) == 2
+    for _ in range(2):
+        measured_once(folder, load, replace(plan, length=16), tmp_path, "cpu")
+        assert len(loaded) == 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

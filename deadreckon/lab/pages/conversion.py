@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.environment import describe_environment
+from deadreckon.lab.environment import describe_environment, fingerprint
 from deadreckon.lab.evaluation import Place, evaluate, format_value
 from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.card import card, licence_of
@@ -39,24 +39,25 @@ PROMPTS, PROMPT, NEW = 8, 32, 32  # texts that both continue, tokens of a prompt
 
 
 def convert(conversion: Conversion, out: Path, device: str, console: Console) -> None:
-    """Converts a model, evaluates teacher, start and student, and writes report.json and README.md beside the model."""
+    """Converts a model, evaluates teacher, start and student, and writes report.json and README.md beside the model.
+
+    What has been measured is kept in measured.json: after an interruption, or with more models beside it, it goes on.
+    """
     convert_run(conversion, out, device=device, console=console)
     report, written, beside = dict[str, Any](), dict[str, Tensor](), dict[str, Any]()
     with quiet_transformers(), console.status(f"measuring {out} and its teacher"):
-        prompts = conversion.sample_tests(PROMPTS, PROMPT).to(device)
-        for name, folder in {"teacher": conversion.source, "start": out / "start", "student": out}.items():
+        for name, folder in {"teacher": Path(conversion.source), "start": out / "start", "student": out}.items():
             if folder == out / "start" and not conversion.planned:
                 continue  # it is the student
-            model = (load_teacher if name == "teacher" else load_start)(str(folder)).to(device).eval()
-            written[name], speed = continue_greedily(model, prompts)
-            report[name] = measure(model, conversion) | {"writing": speed}
+            load = load_teacher if name == "teacher" else load_start
+            report[name] = measured_once(folder, load, conversion, out, device)
+            written[name] = torch.tensor(report[name].pop("written"))
             if name == "teacher":  # as students are scored while they are trained
                 before = score_before(conversion, out, device)[name]
                 report[name]["at_length"] = {one.condition: one.texts for one in before}
-        for folder in conversion.beside:
-            model = load_start(folder).to(device).eval()
-            speed = continue_greedily(model, prompts)[1]
-            beside[folder] = measure(model, conversion) | {"writing": speed, "tokens": tokens_of(folder)}
+        for one in conversion.beside:
+            beside[one] = measured_once(Path(one), load_start, conversion, out, device) | {"tokens": tokens_of(one)}
+            del beside[one]["written"]
     table, agreement = tabulate(report | beside), match(written["teacher"], written["student"])
     report |= {"same_tokens": agreement, "environment": describe_environment(device), "conversion": asdict(conversion)}
     report |= {"beside": beside}
@@ -66,6 +67,23 @@ def convert(conversion: Conversion, out: Path, device: str, console: Console) ->
         f"{table}\n\n{agreement:.0%} of greedily chosen tokens are the teacher's.", highlight=False, soft_wrap=True
     )
     console.print(f"Saved: {out}", highlight=False)
+
+
+def measured_once(
+    folder: Path, load: Callable[[str], Any], conversion: Conversion, out: Path, device: str
+) -> dict[str, Any]:
+    """What `measure` finds, and what the model writes: from measured.json if it is there, for the same weights."""
+    path = out / "measured.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    of = {"recipe": conversion.test_recipe().to_dict(), "device": device, "weights": fingerprint(folder)}
+    if kept.get(str(folder), {}).get("of") != of:
+        model = load(str(folder)).to(device).eval()
+        written, speed = continue_greedily(model, conversion.sample_tests(PROMPTS, PROMPT).to(device))
+        found = measure(model, conversion) | {"writing": speed, "written": written.tolist()}
+        kept[str(folder)] = {"of": of, "found": found}
+        write_text(path, json.dumps(kept) + "\n")
+    found = json.loads(json.dumps(kept[str(folder)]["found"]))  # lengths are text, as they are when it is read
+    return dict(found)
 
 
 def tokens_of(checkpoint: str | Path) -> int | None:
