@@ -402,6 +402,7 @@ def test_suites_have_a_mean() -> None:
         ("rotations-text", 65_536, 4),
         ("rotations-learned", 65_536, 4),
         ("a5-grid", 40, 4),
+        ("mqrar-tiny-3", 256, 1),
         ("prism-copy-40", 100, 1),
         ("prism-reverse-40", 100, 1),
         ("prism-multiplication", 16, 1),
