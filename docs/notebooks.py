@@ -21,8 +21,10 @@ FOLDER = Path(__file__).parent / "notebooks"
 def run(notebook: dict[str, Any]) -> dict[str, Any]:
     """Runs all cells in one namespace, fills in their outputs, and returns the namespace."""
     import matplotlib
+    from matplotlib import pyplot
 
     matplotlib.use("Agg")
+    pyplot.close("all")  # figures that are open are not the notebook's
     names: dict[str, Any] = {"__name__": "__main__"}
     codes = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(codes, start=1):

@@ -123,8 +123,11 @@ def test_notebook_of_cursors_finds_what_it_says() -> None:
 
 
 def test_notebook_cells_show_what_jupyter_would() -> None:
+    from matplotlib import pyplot
+
     sources = ["x = 2\nprint('said')\nx + 1", "x;", "from matplotlib import pyplot\npyplot.plot([x]);"]
     cells = [{"cell_type": "code", "source": [source], "outputs": []} for source in sources]
+    pyplot.figure()  # another's
     names = notebooks.run({"cells": cells})
     assert names["x"] == 2
     assert [output["output_type"] for output in cells[0]["outputs"]] == ["stream", "execute_result"]

@@ -60,13 +60,15 @@ def drawing(
     """A figure and its axes to draw on, which is then saved to a file, or as SVG."""
     with plt.rc_context(PLAIN | {"font.size": font}):
         figure, panels = plt.subplots(rows, columns, layout="constrained", **options)
-        yield figure, panels
-        if isinstance(target, Path):
-            with writing(target) as new:
-                figure.savefig(new, dpi=160, format=target.suffix[1:] or "png")
-        else:  # without the date, so that equal results are equal files
-            figure.savefig(target, format="svg", metadata={"Date": None})
-        plt.close(figure)
+        try:
+            yield figure, panels
+            if isinstance(target, Path):
+                with writing(target) as new:
+                    figure.savefig(new, dpi=160, format=target.suffix[1:] or "png")
+            else:  # without the date, so that equal results are equal files
+                figure.savefig(target, format="svg", metadata={"Date": None})
+        finally:
+            plt.close(figure)
 
 
 def flipflop_picture(
