@@ -137,7 +137,7 @@ def test_recipes_are_changed_and_checked() -> None:
     assert changed.change(("curriculum.longest=9",)).lengths_at(0) == range(1, 10)
     for change, said in {
         "steps": "change: expected field=value, such as steps=100, got 'steps'",
-        "pace=3": "weight_decay, warmup",
+        "pace=3": "recipe: expected names of its fields, task, options, length,",
         "stepz=3": "; got stepz",
         "steps=many": "steps: expected int, got 'many'",
         "steps=0": "steps: expected 1 or more, got 0",

@@ -7,7 +7,7 @@ import os
 import sys
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # glibc's numbers of these parameters
-OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")  # who sets these variables has chosen
+VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")  # who sets these variables has chosen
 
 
 def keep_freed_memory() -> None:
@@ -17,6 +17,6 @@ def keep_freed_memory() -> None:
     gets pages that the system first has to zero, 4 KiB at a time: up to half the time of a step, or more.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is not None and hasattr(libc, "gnu_get_libc_version") and not os.environ.keys() & OWN:
+    if libc is not None and hasattr(libc, "gnu_get_libc_version") and not os.environ.keys() & VARIABLES:
         libc.mallopt(MMAP_MAX, 0)
         libc.mallopt(TRIM_THRESHOLD, -1)  # never

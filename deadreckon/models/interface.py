@@ -83,8 +83,7 @@ def _documents(
     from transformers.masking_utils import causal_mask_function
 
     documents = None
-    if mask_function is not causal_mask_function:
-        assert mask_function is not None
+    if mask_function not in (None, causal_mask_function):
         row, key = torch.arange(batch_size, device=device)[:, None], torch.arange(kv_length, device=device)[None]
         key = key + kv_offset
 
