@@ -349,7 +349,24 @@ def test_steps_are_the_last_of_the_recipe() -> None:
     """Where rows are longest; and all of them if there are fewer than are timed."""
     recipe = find_recipe("addition", "tiny", "sinusoidal").change(["steps=60", "width=16", "batch_size=2"])
     assert steps.measure(recipe, "cpu", 2).step().number == 60
-    assert steps.measure(recipe.change(["steps=3"]), "cpu", 2).step().number == 5
+    assert steps.measure(recipe.change(["steps=3"]), "cpu", 2).step().number == 4
+
+
+def test_steps_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of all lengths that are timed have been seen before."""
+    taken, advance = list[tuple[int, int, float]](), steps.Training.advance
+
+    def watched(training: steps.Training) -> Any:
+        step = advance(training)
+        taken.append((step.number, step.tokens, int(training.batches.state.sum())))
+        return step
+
+    monkeypatch.setattr(steps.Training, "advance", watched)
+    monkeypatch.setitem(steps.REHEARSALS, "cpu", 2)
+    recipe = find_recipe("addition", "tiny", "sinusoidal").change(["steps=60", "width=16", "batch_size=2"])
+    steps.measure(recipe, "cpu", 4)
+    assert [number for number, _, _ in taken] == [55, *3 * [56, 57, 58, 59]]
+    assert taken[1:5] == taken[5:9] == taken[9:] and len({tokens for _, tokens, _ in taken}) > 1
 
 
 def test_decoding_is_timed_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -405,6 +405,7 @@ def test_suites_have_a_mean() -> None:
         ("mqrar-tiny-3", 256, 1),
         ("prism-copy-40", 100, 1),
         ("prism-reverse-40", 100, 1),
+        ("prism-addition-long", 40, 1),
         ("prism-multiplication", 16, 1),
         ("prism-scan", 48, 1),
         ("prism-dynamic-copy", 20, 1),

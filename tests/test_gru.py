@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.encodings.recurrence import Recurrence
-from deadreckon.ops.gru import FASTEST, gru
+from deadreckon.ops.gru import LARGEST, gru
 from deadreckon.ops.triton.gru import FEW, NARROW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,7 +88,7 @@ def test_other_derivatives() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden", [FASTEST, FASTEST + 8])
+@pytest.mark.parametrize("hidden", [LARGEST, LARGEST + 8])
 def test_networks_of_any_size_train_on_a_gpu(hidden: int) -> None:
     """By our kernels or by cuDNN."""
     given = draw(40, 24, hidden)

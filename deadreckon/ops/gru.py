@@ -3,9 +3,8 @@
     r, z = σ(W x_t + b + U h_{t−1} + c),   n = tanh(W x_t + b + r ⊙ (U h_{t−1} + c)),   h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
 r, z and n each use a third of the rows of W, U, b and c. In the backward pass gates are recomputed for all tokens at
-once, and only the gradient of h goes from token to token: on a GPU by one kernel, up to `LARGEST` units. The way
-forward is another, up to `FASTEST` units, and without gradients (`gru_from`) up to `LARGEST`. (`torch.compile` would
-unroll PyTorch's GRU for one length.)
+once, and only the gradient of h goes from token to token. On a GPU each way is one kernel, up to `LARGEST` units.
+(`torch.compile` would unroll PyTorch's GRU for one length.)
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from deadreckon.ops.pointwise import has_kernels
 from deadreckon.ops.tracing import operator, room_like, without_autocast
 
 LARGEST = 128  # hidden units of a network that is one kernel: its matrices stay in registers
-FASTEST = 128  # up to which it beats cuDNN
 
 
-def has_gru(x: Tensor, hidden: int, largest: int = FASTEST) -> bool:
+def has_gru(x: Tensor, hidden: int) -> bool:
     """Whether the recurrence over x is one kernel."""
-    return has_kernels(x) and x.dtype == torch.float32 and hidden <= largest
+    return has_kernels(x) and x.dtype == torch.float32 and hidden <= LARGEST
 
 
 def gru_from(
@@ -56,7 +54,7 @@ def _backward(
     with without_autocast(x):
         units, past = before.shape[1], torch.cat([before.unsqueeze(1), hidden[:, :-1]], dim=1)
         from_input, from_past = linear(x, w, b), linear(past, u, c)
-        if has_gru(x, units, LARGEST):
+        if has_gru(x, units):
             from deadreckon.ops.triton import gru
 
             slopes, carry = gru.backward(from_input, from_past, past, grad, u)

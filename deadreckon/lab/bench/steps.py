@@ -16,7 +16,7 @@ from deadreckon.lab.bench.timing import empty_cache, kernel_seconds, summary
 from deadreckon.lab.recipes import Recipe, find_experiment
 from deadreckon.lab.training import Step, Training, make_model
 
-WARM_UP = {"cpu": 1, "cuda": 20}  # steps before any is timed: on a GPU kernels are compiled, and graphs captured
+REHEARSALS = {"cpu": 0, "cuda": 2}  # on a GPU the first step of a length compiles kernels, the second is captured
 HEADINGS = ["", "parameters", "tokens", "first step", "step", "kernels", "tokens/s", "peak memory", "all steps"]
 
 
@@ -43,10 +43,13 @@ def measure(recipe: Recipe, device: str, rounds: int) -> Timed:
         torch.cuda.reset_peak_memory_stats()
     task = recipe.make_task()
     training = Training(make_model(recipe, task.vocab_size).to(device), task, recipe)
-    training.done = max(0, recipe.steps - (1 + WARM_UP[device] + rounds + profiled + 1))
+    training.done = max(0, recipe.steps - (1 + rounds + profiled + 1))
     first, _ = timed(training.advance, device)
-    for _ in range(WARM_UP[device]):
-        training.advance()
+    began, batches = training.done, training.batches.state
+    for _ in range(REHEARSALS[device]):
+        for _ in range(rounds):
+            training.advance()
+        training.done, training.batches.state = began, batches
     times, tokens = zip(*(timed(training.advance, device) for _ in range(rounds)), strict=True)
     kernels, memory = "", ""
     if device == "cuda":
