@@ -1,4 +1,4 @@
-"""Runs that take a second or two, and the command line in this process."""
+"""Runs that take a second or two, the command line in this process, and the tables of pages."""
 
 from __future__ import annotations
 
@@ -32,3 +32,9 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
+
+
+def rows_of(page: str, *columns: str) -> list[list[str]]:
+    """Cells of its tables' lines that hold all of these."""
+    lines = [line for line in page.splitlines() if line.startswith("|") and all(f"| {c} |" in line for c in columns)]
+    return [[cell.strip() for cell in line[1:-1].split(" |")] for line in lines]
