@@ -125,7 +125,8 @@ def call(
     dtype: torch.dtype, length: int, group: int, width: int, transport: str | None, gated: bool, **more: Any
 ) -> None:
     q = torch.randn(1, length, group, width).to(dtype).requires_grad_()
-    k, v = (torch.randn(1, length, 1, width).to(dtype).requires_grad_() for _ in range(2))
+    k = torch.randn(1, length, 1, width).to(dtype).requires_grad_()
+    v = torch.randn(1, length, 1, more.get("values", width)).to(dtype).requires_grad_()
     factors: Any = None
     if transport == "householder":
         factors = Householder(torch.randn(1, length, 1, width), torch.rand(1, length, 1))
@@ -240,6 +241,7 @@ deadreckon.ops.triton.tiles.shared_memory = lambda x: SHARED >> 10
 call(torch.bfloat16, 1100, 2, 64, "householder", True)
 call(torch.float16, 100, 1, 64, "rotation", False)
 call(torch.bfloat16, 100, 1, 64, None, False, score="stick-breaking")
+call(torch.bfloat16, 100, 1, 184, None, False, values=24)
 decode(torch.bfloat16, 64, gated=True, routes=True)
 decode(torch.bfloat16, 64, gated=True, routes=False, score=Power(2))
 decode(torch.bfloat16, 64, gated=False, routes=True, turns=True)

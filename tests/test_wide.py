@@ -27,7 +27,7 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(length=1, batch=1, heads=1, group=1, width=264, value_width=16),
+        Case(length=1, batch=1, heads=1, group=2, width=264, value_width=16),
         Case(length=63, batch=1, heads=1, group=3, width=264, value_width=16),
         Case(length=130, batch=1, heads=2, group=1, width=376, value_width=24),
         Case(length=100, batch=2, heads=1, group=2, width=512, value_width=128, scale=-0.05),

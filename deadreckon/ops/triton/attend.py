@@ -24,6 +24,7 @@ from deadreckon.ops.blockwise.rotation import Turned, for_each_query_head, uncha
 from deadreckon.ops.factors import Factors, Power
 from deadreckon.ops.layout import dense
 from deadreckon.ops.triton.gated.operator import attend_gated
+from deadreckon.ops.triton.gated.short import is_short
 from deadreckon.ops.triton.householder.operator import attend_householder
 from deadreckon.ops.triton.power.operator import WIDEST, attend_power
 from deadreckon.ops.triton.rotation import turn_by, turn_by_steps
@@ -104,7 +105,7 @@ def attend_fused(
         return attend_power(q, k, v, log_gate, scale, score.p, form_for(score, q, log_gate is not None))[0]
     if steps is not None:
         return attend_householder(q, k, v, steps, log_gate, cu_seqlens, scale)
-    if log_gate is not None or cu_seqlens is not None or q.shape[3] > WIDEST_HEAD:
+    if log_gate is not None or cu_seqlens is not None or q.shape[3] > WIDEST_HEAD or is_short(q, k, v):
         return attend_gated(q, k, v, log_gate, cu_seqlens, scale)
     return plain(q, k, v, scale)
 

@@ -36,6 +36,7 @@ from deadreckon.ops.triton.gated.gates import (
     room_for_reach,
 )
 from deadreckon.ops.triton.gated.launch import EDGE, WIDEST, Documents, documents_of
+from deadreckon.ops.triton.gated.short import is_short, short_backward, short_forward
 from deadreckon.ops.triton.gated.wide import LONGEST, wide_backward
 from deadreckon.ops.triton.operators import gradients_for, results, save
 from deadreckon.ops.triton.tape import Taped
@@ -49,6 +50,9 @@ def _forward_pass(
     """What :func:`gated_forward` returns."""
     heads = k.shape[2]
     out, lse = results(q, k, v)
+    if log_gate is None and documents is None and is_short(q, k, v):
+        short_forward(q, k, v, scale, out, lse)
+        return out, lse, room_for_reach(k, None, prune)
     sums = reach = None
     if log_gate is not None:
         sums, most = gate_sums(log_gate, heads)  # 1
@@ -103,6 +107,9 @@ def _backward_pass(
     heads = k.shape[2]
     grad = dense(grad)
     grad_q, grad_k, grad_v = gradients_for(q, k, v)
+    if log_gate is None and documents is None and is_short(q, k, v):
+        short_backward(q, k, v, scale, out, grad, lse, grad_q, grad_k, grad_v)
+        return [grad_q, grad_k, grad_v]
     room = torch.empty_like if log_gate is None else torch.zeros_like
     by_query, by_key = room(lse), room(lse)
     sums = None if log_gate is None else gate_sums(log_gate, heads)[0]  # 1

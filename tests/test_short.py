@@ -1,0 +1,95 @@
+"""Short rows whose keys are wider than their values: one program a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import DEVICE, Case, relative_errors, run
+from torch import Tensor
+
+import deadreckon as dr
+from deadreckon.ops.triton.gated import operator, short
+
+HALF = torch.float16  # the interpreter has no products of bfloat16
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(length=1, heads=1, group=1, width=40, value_width=16),
+        Case(length=17, heads=2, group=1, width=184, value_width=24),
+        Case(length=84, batch=1, heads=2, group=1, width=200, value_width=24),
+        Case(length=100, batch=1, heads=1, group=1, width=376, value_width=8, scale=-0.05),
+        Case(length=128, batch=1, heads=1, group=1, width=136, value_width=128),
+    ],
+    ids=str,
+)
+def test_definition(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most twice the error that the definition makes in the same precision, and what rounding do · o to float32
+    leaves where gradients are zero: one token alone."""
+    asked, backward = list[int](), operator.short_backward
+    monkeypatch.setattr(operator, "short_backward", lambda *given: asked.append(len(given)) or backward(*given))
+    exact = run(case, impl="reference")
+    plain = relative_errors(run(case, HALF, DEVICE, impl="reference"), exact)
+    found = relative_errors(run(case, HALF, DEVICE, impl="triton"), exact)
+    assert all(found[name] <= 2 * plain[name] + 2**-20 for name in plain), (found, plain)
+    assert asked  # twice where kernels are compiled ahead
+
+
+def both_ways(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    output = dr.attend(*leaves, impl="triton")
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    return output.detach(), *torch.autograd.grad(output, leaves, grad)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_views_of_any_strides(offset: int) -> None:
+    """As q, k and v of their own: whatever the compiler may assume of where their rows begin."""
+    whole = drawn(2, 30, 3, 2, 48 + offset)[..., offset:]
+    q, k, v = whole[:, :, 0], whole[:, :, 1], whole[:, :, 2, :, :24]
+    for one, other in zip(both_ways(q, k, v), both_ways(*(x.contiguous() for x in (q, k, v))), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_earlier_tokens_do_not_see_it(number: float) -> None:
+    q, k, v = drawn(1, 40, 2, 48), drawn(1, 40, 2, 48), drawn(1, 40, 2, 24)
+    expected = dr.attend(q, k, v, impl="triton")
+    q[:, 25, 0], k[:, 25, 1] = number, number
+    found = dr.attend(q, k, v, impl="triton")
+    assert torch.equal(found[:, :25], expected[:, :25])
+    assert torch.equal(found[:, 26:, 0], expected[:, 26:, 0])
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(length=20, batch=1, heads=1, group=1, width=24, value_width=24), HALF),
+        (Case(length=20, batch=1, heads=1, group=2, width=24, value_width=16), HALF),
+        (Case(length=129, batch=1, heads=1, group=1, width=24, value_width=16), HALF),
+        (Case(length=20, batch=1, heads=1, group=1, width=160, value_width=136), HALF),
+        (Case(length=20, batch=1, heads=1, group=1, width=24, value_width=16), torch.float32),
+        (Case(None, "learned", length=20, batch=1, heads=1, group=1, width=24, value_width=16), HALF),
+    ],
+    ids=["as wide", "groups", "long", "wide values", "single precision", "gates"],
+)
+def test_what_others_do(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(operator, "short_forward", never)
+    run(case, dtype, DEVICE, exact=("log_gate",), impl="triton")
+
+
+def test_gpus_with_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, v = drawn(1, 20, 1, 48), drawn(1, 20, 1, 24)
+    assert short.is_short(q, q, v)
+    monkeypatch.setattr(short, "cramped", lambda _: True)
+    assert not short.is_short(q, q, v)
