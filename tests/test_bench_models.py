@@ -68,7 +68,7 @@ def test_steps_are_the_last_of_the_recipe() -> None:
 
 def test_steps_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of all lengths that are timed have been seen before."""
-    taken, advance = list[tuple[int, int, float]](), steps.Training.advance
+    taken, advance = list[tuple[int, int, int]](), steps.Training.advance
 
     def watched(training: steps.Training) -> Any:
         step = advance(training)

@@ -88,7 +88,7 @@ def test_other_derivatives() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden", [LARGEST, LARGEST + 8])
+@pytest.mark.parametrize("hidden", [64, LARGEST, LARGEST + 8])
 def test_networks_of_any_size_train_on_a_gpu(hidden: int) -> None:
     """By our kernels or by cuDNN."""
     given = draw(40, 24, hidden)

@@ -19,11 +19,17 @@ from deadreckon.ops.pointwise import has_kernels
 from deadreckon.ops.tracing import operator, room_like, without_autocast
 
 LARGEST = 128  # hidden units of a network that is one kernel: its matrices stay in registers
+SMALL, FEW = 64, 264  # it beats cuDNN with so many units, and with more for as many rows as an H200 takes at once
 
 
 def has_gru(x: Tensor, hidden: int) -> bool:
     """Whether the recurrence over x is one kernel."""
     return has_kernels(x) and x.dtype == torch.float32 and hidden <= LARGEST
+
+
+def is_fast(x: Tensor, hidden: int) -> bool:
+    """Whether that kernel is faster than cuDNN."""
+    return has_gru(x, hidden) and (hidden <= SMALL or len(x) <= FEW)
 
 
 def gru_from(

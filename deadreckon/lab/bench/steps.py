@@ -38,12 +38,11 @@ def timed(work: Callable[[], Step], device: str) -> tuple[float, int]:
 
 def measure(recipe: Recipe, device: str, rounds: int) -> Timed:
     """Times the last steps of a recipe, of a model that is not trained."""
-    profiled = 2 * (device == "cuda")
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     task = recipe.make_task()
     training = Training(make_model(recipe, task.vocab_size).to(device), task, recipe)
-    training.done = max(0, recipe.steps - (1 + rounds + profiled + 1))
+    training.done = max(0, recipe.steps - (1 + rounds + 1))
     first, _ = timed(training.advance, device)
     began, batches = training.done, training.batches.state
     for _ in range(REHEARSALS[device]):
@@ -54,7 +53,8 @@ def measure(recipe: Recipe, device: str, rounds: int) -> Timed:
     kernels, memory = "", ""
     if device == "cuda":
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-        kernels = milliseconds(kernel_seconds(training.advance, profiled))
+        training.done, training.batches.state = began, batches
+        kernels = milliseconds(kernel_seconds(training.advance, rounds))
     step = summary(list(times), device)
     count = sum(x.numel() for x in training.model.parameters())
     cells = [

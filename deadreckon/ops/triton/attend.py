@@ -1,10 +1,11 @@
 """Attention on Triton kernels. Each kind is one custom op and one for its backward pass, opaque to `torch.compile`,
 checkpointing and CUDA graphs.
 
-Rotations are applied up front, in one pass; plain softmax then goes to PyTorch's own attention; gates are inside a
-flash kernel of ours (`gated/`); Householder routes climb the tree (`householder/`); stick-breaking (`stick/`) and even
-powers (`power/`) have kernels of their own. Heads that are too wide for the kernels of gates or routes are left to
-`blockwise`, whose tree is mostly PyTorch's kernels, which are good at wide products.
+Rotations are applied up front, in one pass; plain softmax then goes to PyTorch's own attention, unless keys are much
+wider than values; gates are inside a flash kernel of ours (`gated/`); Householder routes climb the tree
+(`householder/`); stick-breaking (`stick/`) and even powers (`power/`) have kernels of their own. Heads that are too
+wide for the kernels of gates or routes are left to `blockwise`, whose tree is mostly PyTorch's kernels, which are good
+at wide products.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Softmax attention in one program a head, where rows are short and keys wider than values, such as PRISM's.
 
-Stock kernels want values as wide as keys, so that most of their work would be on zeros. Here all logits of a row of up
+Stock kernels want values as wide as keys, so that up to half of their work would be on zeros. Here all logits of a row of up
 to `LONGEST` tokens stay in registers, and any number of channels goes by in chunks; backward, two products for each
 chunk write its share of the gradients, and nothing else is written:
 
@@ -13,29 +13,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from deadreckon.ops.triton.kernel import Kernel
-from deadreckon.ops.triton.tiles import LOG2E, cramped, load_columns, load_rows, padded, power_of_two, store_rows
+from deadreckon.ops.triton.tiles import LOG2E, cramped, load_columns, load_rows, power_of_two, store_rows
 
 LONGEST = 128  # tokens: more logits than 128 × 128 do not stay in registers
-WIDEST = 512  # channels of keys, and a quarter of that of values
-CHUNK = 64  # channels at a time
+WIDEST = 512  # channels of keys
+CHUNK = 64  # channels at a time, and all that values may have
 
 
 def is_short(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether these kernels serve rows of q, k (B, T, H, D) and v (B, T, H, E)."""
-    narrow = v.shape[3] < q.shape[3] <= WIDEST and padded(v.shape[3]) <= WIDEST // 4
-    return narrow and q.shape == k.shape and q.shape[1] <= LONGEST and q.element_size() == 2 and not cramped(q)
+    """Whether these kernels serve rows of q, k (B, T, H, D) and v (B, T, H, E); never if the length is symbolic."""
+    if q.element_size() != 2 or q.shape[2] != k.shape[2] or cramped(q) or isinstance(q.shape[1], torch.SymInt):
+        return False
+    return v.shape[3] <= CHUNK and 2 * v.shape[3] <= q.shape[3] <= WIDEST and q.shape[1] <= LONGEST
 
 
 @triton.jit
 def _of_head(p_x, s_x, UNIT: tl.constexpr, HEADS):
     """Where the rows of this program's head begin, and from one to the next."""
     i_n = tl.program_id(0).to(tl.int64)
-    return p_x + (i_n // HEADS * s_x[0] + i_n % HEADS * s_x[2]) * UNIT, s_x[1] * UNIT
+    return p_x + (i_n // HEADS * s_x[0] + i_n % HEADS * s_x[2]) * UNIT, tl.cast(s_x[1], tl.int64) * UNIT
 
 
 @triton.jit
@@ -116,7 +118,7 @@ def _units(*tensors: Tensor) -> tuple[int, Iterator[tuple[int, ...]]]:
 
 def _tile(q: Tensor, v: Tensor) -> dict[str, int]:
     tokens = max(64, power_of_two(q.shape[1]))
-    sizes = {"D": q.shape[3], "E": v.shape[3], "BE": padded(v.shape[3]), "BT": tokens, "CHUNK": CHUNK}
+    sizes = {"D": q.shape[3], "E": v.shape[3], "BE": CHUNK, "BT": tokens, "CHUNK": CHUNK}
     return {**sizes, "num_warps": 8 if tokens == LONGEST else 4, "num_stages": 3}
 
 
