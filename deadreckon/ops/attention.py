@@ -80,8 +80,8 @@ def attend(
         (B, T, Hq, E), in the dtype of q. A NaN or infinity at token t reaches outputs from t on, never an earlier one
         or one of another document. The exception are values (and angles that rotate them) without Householder steps,
         if unpacked or with stick-breaking or powers: in Triton kernels a non-finite one reaches up to 127 earlier
-        outputs, those of the same tile and document. With plain softmax, on any device, PyTorch's own kernel, or ours for
-        wide keys, does the same, within a tile of its choice.
+        outputs, those of the same tile and document. With plain softmax, on any device, PyTorch's own kernel (for wide
+        keys, ours) does the same, within a tile of its choice.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.

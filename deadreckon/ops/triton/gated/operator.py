@@ -6,8 +6,8 @@ Forward: (1) sums of log gates, in parts that keep the digits of near pairs; (2)
 the keys that gates leave in reach, exactly to the output's precision (`gates.py`); (3) flash attention over the keys in
 reach (`forward.py`). Packed documents are masks: tiles that lie in one document take none.
 
-Without gates and documents, short rows of wide keys have kernels of their own (`short.py`), and so have the gradients of
-keys that are wider still (`wide.py`).
+Without gates and documents, short rows of wide keys have kernels of their own (`short.py`), and so have the gradients
+of keys that are wider still (`wide.py`).
 
 Backward: (1) sums again; (2) δ = o · do and each row's shift, −lse with its gates (`delta.py`); (3) dq by rows, dk and
 dv by columns, and the gradients of log-weights summed by query and by key (`backward.py`); (4) from these sums the

@@ -1,8 +1,8 @@
 """Softmax attention in one program a head, where rows are short and keys wider than values, such as PRISM's.
 
-Stock kernels want values as wide as keys, so that up to half of their work would be on zeros. Here all logits of a row of up
-to `LONGEST` tokens stay in registers, and any number of channels goes by in chunks; backward, two products for each
-chunk write its share of the gradients, and nothing else is written:
+Stock kernels want values as wide as keys, so that up to half of their work would be on zeros. Here all logits of a
+row of up to `LONGEST` tokens stay in registers, and any number of channels goes by in chunks; backward, two products
+for each chunk write its share of the gradients, and nothing else is written:
 
     s = q kᵀ · scale         p = exp(s − lse)       ds = p (do vᵀ − do · o)
     dv = pᵀ do               dq = ds k · scale      dk = dsᵀ q · scale
