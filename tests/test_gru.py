@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deadreckon.encodings.recurrence import Recurrence
-from deadreckon.ops.gru import LARGEST, gru
+from deadreckon.ops.gru import LARGEST, gru, is_preferred
 from deadreckon.ops.triton.gru import FEW, NARROW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,6 +85,12 @@ def test_other_derivatives() -> None:
         torch.testing.assert_close(slope, apart, rtol=1e-7, atol=1e-8)
     with pytest.raises(RuntimeError, match=r"second derivatives need torch\.nn\.GRU; this computes first"):
         torch.autograd.grad(network(x.requires_grad_(), before).sum(), x, create_graph=True)
+
+
+def test_many_units_of_many_rows_are_left_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deadreckon.ops.gru.has_kernels", lambda _: True)
+    sizes = [(264, 128), (264, 129), (265, 64), (265, 65)]
+    assert [is_preferred(torch.zeros(rows, 1, 1), hidden) for rows, hidden in sizes] == [True, False, True, False]
 
 
 @pytest.mark.gpu

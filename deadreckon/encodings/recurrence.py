@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deadreckon.encodings.maps import SelfInitialised
 from deadreckon.ops.checks import is_differentiated
 from deadreckon.ops.cursors import by_kernels, mapped
-from deadreckon.ops.gru import LARGEST, gru, gru_from, is_fast
+from deadreckon.ops.gru import LARGEST, gru, gru_from, is_preferred
 from deadreckon.ops.modules import is_plain
 from deadreckon.ops.pointwise import at_least_single
 from deadreckon.ops.tracing import traced
@@ -62,7 +62,7 @@ class Recurrence(SelfInitialised, nn.RNNBase):  # not nn.GRU, which compilers re
         from_input, _, *biases = (w.to(x.dtype) for w in self.all_weights[0])
         before, weights = before.contiguous(), [from_input, self.from_hidden(x.dtype), *biases]
         unknown = any(map(is_differentiated, (x, before, *weights)))  # derivatives that the operator does not have
-        if unknown or (x.is_cuda and not traced(x) and not is_fast(x, self.hidden_size)):
+        if unknown or (x.is_cuda and not traced(x) and not is_preferred(x, self.hidden_size)):
             return _by_pytorch(x, before, weights)
         hidden: Tensor = gru(x, before, *weights)
         return hidden

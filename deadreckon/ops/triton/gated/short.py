@@ -56,10 +56,10 @@ def _logits(p_q, p_k, s_q, s_k, token, T, scale2, D: tl.constexpr, CHUNK: tl.con
 @triton.jit(do_not_specialize=["T", "HEADS"])
 def _forward(
     p_q, p_k, p_v, p_out, p_lse, scale2, s_q, s_k, s_v, s_o, s_l, T, HEADS,
-    D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Strides are in multiples of UNIT, so that the compiler knows how many numbers it may load at once."""
-    token, channel = tl.arange(0, BT), tl.arange(0, BE)
+    token, channel = tl.arange(0, BT), tl.arange(0, CHUNK)
     inside = token < T
     p_q, s_q = _of_head(p_q, s_q, UNIT, HEADS)
     p_k, s_k = _of_head(p_k, s_k, UNIT, HEADS)
@@ -69,7 +69,7 @@ def _forward(
     b_max = tl.max(b_s, 1)
     b_p = tl.exp2(b_s - b_max[:, None])
     b_sum = tl.sum(b_p, 1)
-    b_v = load_rows(p_v, token, s_v, channel, inside, E, BE)
+    b_v = load_rows(p_v, token, s_v, channel, inside, E, CHUNK)
     store_rows(p_out, token, s_o, channel, inside, tl.dot(b_p.to(b_v.dtype), b_v) / b_sum[:, None], E)
     p_lse += tl.program_id(0).to(tl.int64) * s_l
     tl.store(p_lse + token, (b_max + tl.log2(b_sum)) * 0.6931471805599453, mask=inside)
@@ -79,10 +79,9 @@ def _forward(
 @triton.jit(do_not_specialize=["T", "HEADS"])
 def _backward(
     p_q, p_k, p_v, p_out, p_grad, p_lse, p_dq, p_dk, p_dv, scale, s_q, s_k, s_v, s_o, s_g, s_l, s_dq, s_dk, s_dv,
-    T, HEADS, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, CHUNK: tl.constexpr,
-    UNIT: tl.constexpr,
+    T, HEADS, D: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    token, channel = tl.arange(0, BT), tl.arange(0, BE)
+    token, channel = tl.arange(0, BT), tl.arange(0, CHUNK)
     inside = token < T
     p_q, s_q = _of_head(p_q, s_q, UNIT, HEADS)
     p_k, s_k = _of_head(p_k, s_k, UNIT, HEADS)
@@ -96,10 +95,10 @@ def _backward(
     b_s = _logits(p_q, p_k, s_q, s_k, token, T, scale * 1.4426950408889634, D, CHUNK)
     b_lse = tl.load(p_lse + token, mask=inside, other=float("inf"))
     b_p = tl.exp2(b_s - b_lse[:, None] * 1.4426950408889634)
-    b_do = load_rows(p_grad, token, s_g, channel, inside, E, BE)
-    b_o = load_rows(p_out, token, s_o, channel, inside, E, BE)
+    b_do = load_rows(p_grad, token, s_g, channel, inside, E, CHUNK)
+    b_o = load_rows(p_out, token, s_o, channel, inside, E, CHUNK)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
-    b_dp = tl.dot(b_do, load_columns(p_v, token, s_v, channel, inside, E, BE))
+    b_dp = tl.dot(b_do, load_columns(p_v, token, s_v, channel, inside, E, CHUNK))
     b_ds = tl.where(token[None, :] <= token[:, None], b_p * (b_dp - b_delta[:, None]), 0.0).to(b_do.dtype)
     store_rows(p_dv, token, s_dv, channel, inside, tl.dot(tl.trans(b_p.to(b_do.dtype)), b_do), E)
     for first in range(0, D, CHUNK):
@@ -118,7 +117,7 @@ def _units(*tensors: Tensor) -> tuple[int, Iterator[tuple[int, ...]]]:
 
 def _tile(q: Tensor, v: Tensor) -> dict[str, int]:
     tokens = max(64, power_of_two(q.shape[1]))
-    sizes = {"D": q.shape[3], "E": v.shape[3], "BE": CHUNK, "BT": tokens, "CHUNK": CHUNK}
+    sizes = {"D": q.shape[3], "E": v.shape[3], "BT": tokens, "CHUNK": CHUNK}
     return {**sizes, "num_warps": 8 if tokens == LONGEST else 4, "num_stages": 3}
 
 
