@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DEVICE, Case, relative_errors, run
+from cases import DEVICE, Case, relative_errors, remainder, run
 from torch import Tensor
 
 import deadreckon as dr
@@ -27,14 +27,13 @@ HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter h
     ids=str,
 )
 def test_definition(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most twice the error that the definition makes in the same precision, and what rounding do · o to float32
-    leaves where gradients are zero: one token alone."""
+    """At most twice the error that the definition makes in the same precision."""
     asked, backward = list[int](), operator.short_backward
     monkeypatch.setattr(operator, "short_backward", lambda *given: asked.append(len(given)) or backward(*given))
     exact = run(case, impl="reference")
     plain = relative_errors(run(case, HALF, DEVICE, impl="reference"), exact)
     found = relative_errors(run(case, HALF, DEVICE, impl="triton"), exact)
-    assert all(found[name] <= 2 * plain[name] + 2**-20 for name in plain), (found, plain)
+    assert all(found[name] <= 2 * plain[name] + remainder(case) for name in plain), (found, plain)
     assert asked  # twice where kernels are compiled ahead
 
 

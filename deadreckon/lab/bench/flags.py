@@ -170,7 +170,8 @@ class Steps(Flags):
     """Time the training steps of an experiment as `train` takes them, and estimate how long all of them take.
 
     The last steps of the recipe are timed, where rows are longest, with fresh batches: drawing them, CUDA graphs,
-    gradient clipping and AdamW included, evaluations not. Kernels are the same steps without what the GPU waits for.
+    gradient clipping and AdamW included, evaluations not. The host waits for a GPU after every tenth step, as training
+    hardly ever does. Kernels are the same steps without what the GPU waits for.
     """
 
     recipe: str = "flipflop"  # experiment, such as flipflop, addition or mqrar-2 (see `deadreckon list`)

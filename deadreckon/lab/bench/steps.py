@@ -17,6 +17,7 @@ from deadreckon.lab.recipes import Recipe, find_experiment
 from deadreckon.lab.training import Step, Training, make_model
 
 REHEARSALS = {"cpu": 0, "cuda": 2}  # on a GPU the first step of a length compiles kernels, the second is captured
+TOGETHER = {"cpu": 1, "cuda": 10}  # steps between waits for the GPU: training does not wait for each, either
 HEADINGS = ["", "parameters", "tokens", "first step", "step", "kernels", "tokens/s", "peak memory", "all steps"]
 
 
@@ -27,13 +28,13 @@ class Timed(NamedTuple):
     step: Callable[[], Step]  # one more
 
 
-def timed(work: Callable[[], Step], device: str) -> tuple[float, int]:
-    """Seconds of a step by the clock, host and GPU together, and its tokens."""
+def timed(work: Callable[[], Step], steps: int, device: str) -> tuple[float, list[int]]:
+    """Seconds of these steps by the clock, host and GPU together, and the tokens of each."""
     began = time.perf_counter()
-    step = work()
+    tokens = [work().tokens for _ in range(steps)]
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began, step.tokens
+    return time.perf_counter() - began, tokens
 
 
 def measure(recipe: Recipe, device: str, rounds: int) -> Timed:
@@ -43,23 +44,27 @@ def measure(recipe: Recipe, device: str, rounds: int) -> Timed:
     task = recipe.make_task()
     training = Training(make_model(recipe, task.vocab_size).to(device), task, recipe)
     training.done = max(0, recipe.steps - (1 + rounds + 1))
-    first, _ = timed(training.advance, device)
+    first, _ = timed(training.advance, 1, device)
     began, batches = training.done, training.batches.state
     for _ in range(REHEARSALS[device]):
         for _ in range(rounds):
             training.advance()
         training.done, training.batches.state = began, batches
-    times, tokens = zip(*(timed(training.advance, device) for _ in range(rounds)), strict=True)
+    taken, tokens = list[float](), list[int]()
+    while len(tokens) < rounds:
+        seconds, some = timed(training.advance, min(TOGETHER[device], rounds - len(tokens)), device)
+        taken += [seconds / len(some)] * len(some)
+        tokens += some
     kernels, memory = "", ""
     if device == "cuda":
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         training.done, training.batches.state = began, batches
         kernels = milliseconds(kernel_seconds(training.advance, rounds))
-    step = summary(list(times), device)
+    step = summary(taken, device)
     count = sum(x.numel() for x in training.model.parameters())
     cells = [
         f"{count / 1e6:.2f} M", f"{max(tokens):,}", f"{first:.1f} s", milliseconds(step), kernels,
-        f"{sum(tokens) / sum(times):,.0f}", memory, f"{sum(times) / rounds * recipe.steps / 60:.1f} min",
+        f"{sum(tokens) / sum(taken):,.0f}", memory, f"{sum(taken) / rounds * recipe.steps / 60:.1f} min",
     ]  # fmt: skip
     return Timed(cells, training.advance)
 
