@@ -258,8 +258,9 @@ def test_a_run_keeps_all_about_it(tmp_path: Path) -> None:
     looks = {line["step"]: line["validation_error"] for line in run.metrics() if "validation_error" in line}
     assert list(looks) == [6, 12, 18, 24]
     assert best["error"] == looks[best["step"]] == min(looks.values())
-    idle = (24 - best["step"]) // 6
-    assert run.progress() == Progress(24, run.progress().seconds, 24 * 4 * 16, best["error"], idle)
+    idle = 3 - list(looks.values()).index(best["error"])
+    expected = Progress(24, run.progress().seconds, 24 * 4 * 16, best["error"], best["loss"], best["step"] == 24, idle)
+    assert run.progress() == expected
     for kind in ("last", "best"):
         model = dr.DeadReckonForCausalLM.from_pretrained(run.path / kind)
         assert model.config.encoding == "fox"
@@ -427,13 +428,27 @@ def test_patience_counts_evaluations_that_were_no_better() -> None:
     progress = Progress(0)
     followed = []
     for value in (0.5, 0.4, 0.4, 0.3, 0.3, math.nan):
-        progress = progress.evaluated(recipe, value)
+        progress = progress.evaluated(recipe, value, loss=1.0)
         followed.append((progress.best, progress.idle, progress.ended))
     assert followed == [
         (0.5, 0, False), (0.4, 0, False), (0.4, 1, False), (0.3, 0, False), (0.3, 1, False), (0.3, 2, True)
     ]  # fmt: skip
-    progress = Progress(0).evaluated(recipe, math.nan)
-    assert progress.evaluated(recipe, 0.5).best == 0.5  # better than no number
+    progress = Progress(0).evaluated(recipe, math.nan, loss=1.0)
+    assert progress.evaluated(recipe, 0.5, loss=1.0).best == 0.5  # better than no number
     exact = small("rope", 0, 'evaluators=["exact"]', "ends.reached=0.9")
-    ended = [Progress(0).evaluated(exact, value).ended for value in (0.89, 0.9, 1.0, math.nan)]
+    ended = [Progress(0).evaluated(exact, value, loss=1.0).ended for value in (0.89, 0.9, 1.0, math.nan)]
     assert ended == [False, True, True, False]
+
+
+def test_of_equal_evaluations_the_one_with_the_lower_loss_is_kept() -> None:
+    recipe = small("rope", 0)  # by its error
+    progress = Progress(0, best=0.25)  # of a run that noted no loss
+    evaluations = [(0.25, 1.0), (0.25, 1.5), (0.5, 0.1), (0.25, 0.5), (0.0, 2.0), (0.0, math.nan), (math.nan, 0.1)]
+    followed = []
+    for value, loss in evaluations:
+        progress = progress.evaluated(recipe, value, loss)
+        followed.append((progress.kept, progress.loss, progress.idle))
+    assert followed == [
+        (True, 1.0, 1), (False, 1.0, 2), (False, 1.0, 3), (True, 0.5, 4), (True, 2.0, 0), (False, 2.0, 1),
+        (False, 2.0, 2),
+    ]  # fmt: skip

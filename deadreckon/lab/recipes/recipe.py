@@ -98,7 +98,8 @@ class Recipe:
     # {"patience": 10} after so many evaluations in a row without improvement.
     ends: dict[str, float] = field(default_factory=dict)
     seed: int = 0  # of weights and data
-    # Names in `MEASURES`. The first one's measure is used in validation and selects the best checkpoint.
+    # Names in `MEASURES`. The first one's measure is used in validation and selects the best checkpoint; of equal
+    # ones the lowest loss does.
     evaluators: tuple[str, ...] = ("error",)
     # Scores to report: "last", of the last checkpoint; "every", the same, with all tests run every `evaluate_every`
     # steps, too; or "best-three", for each length the mean of the three best of those.

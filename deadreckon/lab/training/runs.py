@@ -45,16 +45,19 @@ class Progress:
     seconds: float = 0.0  # of training, before
     tokens: int = 0
     best: float | None = None  # the best evaluation so far, by the recipe's metric
-    idle: int = 0  # evaluations since then
+    loss: float | None = None  # of the best one: it decides between equal ones
+    kept: bool = False  # whether the last one is the best: its weights are kept
+    idle: int = 0  # evaluations since the metric was last better
     ended: bool = False  # whether the recipe ends training here, before its last step
 
-    def evaluated(self, recipe: Recipe, value: float) -> Progress:
-        """The progress after an evaluation: best value, patience and early stopping."""
+    def evaluated(self, recipe: Recipe, value: float, loss: float) -> Progress:
+        """The progress after an evaluation with this value of the metric: what is best, patience, early stopping."""
         better = self.best is None or is_better(recipe.metric, value, self.best)
-        best, idle = (value, 0) if better else (self.best, self.idle + 1)
+        kept = better or (value == self.best and (self.loss is None or loss < self.loss))
+        best, lowest, idle = value if better else self.best, loss if kept else self.loss, 0 if better else self.idle + 1
         goal, patience = recipe.ends.get("reached"), recipe.ends.get("patience", math.inf)
         reached = goal is not None and (value == goal or is_better(recipe.metric, value, goal))
-        return replace(self, best=best, idle=idle, ended=reached or idle >= patience)
+        return replace(self, best=best, loss=lowest, kept=kept, idle=idle, ended=reached or idle >= patience)
 
 
 class Run:

@@ -117,8 +117,8 @@ def _train(run: Run, new: bool, device: str, console: Console, tensorboard: bool
             progress = replace(progress, step=step.number, tokens=progress.tokens + step.tokens)
             if validation is not None:
                 display.evaluated(validation)
-                progress = progress.evaluated(recipe, validation.value(recipe.metric))
-                if progress.idle == 0:
+                progress = progress.evaluated(recipe, validation.value(recipe.metric), validation.loss)
+                if progress.kept:
                     run.save_best(training, validation, writer)
             now = time.perf_counter()
             # Ranks must agree on it and wait for each other: only where they wait for a step's loss anyway.
