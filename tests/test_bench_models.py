@@ -32,11 +32,13 @@ def test_steps_of_an_experiment_are_timed(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_steps_of_different_lengths_count_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is the fastest; tokens per second, and the time of all steps, are of all that were timed."""
-    times = iter([(9.0, 10), (1.0, 10), (3.0, 50)])
-    monkeypatch.setattr(steps, "timed", lambda *_: next(times))
+    times, asked = iter([(9.0, [10]), (2.0, [10, 10]), (3.0, [50])]), list[int]()
+    monkeypatch.setattr(steps, "timed", lambda _, together, device: asked.append(together) or next(times))
+    monkeypatch.setitem(steps.TOGETHER, "cpu", 2)
     recipe = find_recipe("addition", "tiny", "sinusoidal").change(["steps=60", "width=16", "batch_size=2"])
-    _, tokens, first, step, _, speed, _, whole = steps.measure(recipe, "cpu", 2).cells
-    assert (tokens, first, step, speed, whole) == ("50", "9.0 s", "1000.00 ms", "15", "2.0 min")
+    _, tokens, first, step, _, speed, _, whole = steps.measure(recipe, "cpu", 3).cells
+    assert asked == [1, 2, 1]
+    assert (tokens, first, step, speed, whole) == ("50", "9.0 s", "1000.00 ms", "14", "1.7 min")
 
 
 def test_steps_of_a_sweep_are_one_row_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
