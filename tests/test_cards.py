@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 from small_runs import SMALL, run_cli
 
-from deadreckon.lab.pages.card import card, licence_of
+from deadreckon.lab.pages.card import card, licence_of, run_card
 from deadreckon.lab.training import Run
 
 ENVIRONMENT = {
@@ -38,7 +39,10 @@ def test_train_writes_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert "`fox`" in text and "4 of 4 steps" in text and '"learning_rate"' in text and "trust_remote_code" in text
         assert f"    deadreckon {' '.join(words)}" in text and "torch 2." in text
         assert ("| as trained: error, %" in text) == bool(run.scores(kind))
-    assert run.scores()
+    assert run.scores() and "the last checkpoint, of step 4." in run_card(run)
+    kept = run.path / "best" / "score.json"
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"step": 2}))
+    assert "the best checkpoint by error, of step 2." in run_card(run, "best")
     assert (tmp_path / "new" / "README.md").read_text() == (run.path / "last" / "README.md").read_text()
 
 

@@ -76,10 +76,11 @@ def write_cards(run: Run) -> None:
 def run_card(run: Run, kind: str = "last") -> str:
     """The model card of a checkpoint, from the run's recipe, progress and scores."""
     recipe, progress = run.recipe, run.progress()
-    which = "the last checkpoint" if kind == "last" else f"the best checkpoint by {recipe.metric} while training"
+    which = "the last checkpoint" if kind == "last" else f"the best checkpoint by {recipe.metric}"
     about = (
         f"A causal language model with the position encoding `{recipe.encoding}`, trained on `{recipe.task}` with "
-        f"deadreckon: {which}, after {progress.step:,} of {recipe.steps:,} steps and {progress.tokens:,} tokens."
+        f"deadreckon for {progress.step:,} of {recipe.steps:,} steps and {progress.tokens:,} tokens: {which}, "
+        f"of step {run.step(kind):,}."
     )
     scores = scores_table(recipe, run.scores(kind)) or "Not scored."
     sections = {"": about, "Scores": scores, "Recipe": f"```json\n{json.dumps(settings(recipe), indent=1)}\n```"}

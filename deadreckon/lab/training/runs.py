@@ -185,7 +185,7 @@ class Run:
         """
         path = self.path / "scores.json"
         data = json.loads(path.read_text()) if path.exists() else []
-        scores, step, kind = list[Score](), self._step(kind), _kept_as(kind, sharpen_beyond)
+        scores, step, kind = list[Score](), self.step(kind), _kept_as(kind, sharpen_beyond)
         for line in self.lines("evaluations") if kind == "last" else ():
             if line["step"] == step:
                 scores += [Score(**one) for one in line["scores"]]
@@ -195,7 +195,7 @@ class Run:
 
     def add_scores(self, scores: Iterable[Score], kind: str = "last", sharpen_beyond: int | None = None) -> None:
         """Saves scores of a checkpoint, as it is or sharpened."""
-        path, step, kept_as = self.path / "scores.json", self._step(kind), _kept_as(kind, sharpen_beyond)
+        path, step, kept_as = self.path / "scores.json", self.step(kind), _kept_as(kind, sharpen_beyond)
         with locked(self.path / "scores.lock"):  # others may be scoring it, too
             merged = self.scores(kind, sharpen_beyond) | {score.place: score for score in scores}
             others = [one for one in json.loads(path.read_text()) if one["kind"] != kept_as] if path.exists() else []
@@ -209,8 +209,8 @@ class Run:
         kept = json.loads(path.read_text()) if path.exists() else []
         return max([0, *(one["score"].get("longest", 0) for one in kept)])
 
-    def _step(self, kind: str) -> int:
-        """The training step of a checkpoint."""
+    def step(self, kind: str) -> int:
+        """The training step of a checkpoint; 0 if there is none."""
         path = self.path / kind / ("progress.json" if kind == "last" else "score.json")
         return int(json.loads(path.read_text())["step"]) if path.exists() else 0
 
