@@ -90,8 +90,7 @@ A5_PRODUCTS = Experiment(
         layers=4, width=512, heads=16, initial=0.02, steps=50_000, batch_size=256, learning_rate=3e-4,
         weight_decay=0.1, warmup=500, schedule="cosine", evaluators=("exact",),
         conditions={"held out": {"part": "test"}}, test_lengths=(2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 30, 40),
-        test_rows=1000,
-        evaluate_every=1000, validation_rows=500, log_every=50,
+        test_rows=1000, ends={"reached": 0.995}, evaluate_every=1000, validation_rows=500, log_every=50,
     ),
     small={
         "layers": 2, "width": 256, "steps": 20_000, "learning_rate": 1e-3, "curriculum": quicker(PRODUCT_LENGTHS, 3),
