@@ -402,6 +402,7 @@ def test_suites_have_a_mean() -> None:
         ("rotations-text", 65_536, 4),
         ("rotations-learned", 65_536, 4),
         ("a5-grid", 40, 4),
+        ("a5-products-grid", 40, 4),
         ("mqrar-tiny-deep", 256, 2),
         ("prism-copy-40", 100, 1),
         ("prism-reverse-40", 100, 1),
