@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deadreckon.ops.blockwise.dense import GateGradients, Rows
-from deadreckon.ops.blockwise.frames import Crossing, Frames, crossings, fall, leaf_frames, rise
-from deadreckon.ops.blockwise.leaf import HouseholderLeaf, plain_logits
+from deadreckon.ops.blockwise.frames import Crossing, crossings, fall, leaf_frames, rise
+from deadreckon.ops.blockwise.leaf import Frames, HouseholderLeaf, plain_logits
 from deadreckon.ops.blockwise.problem import Problem
 from deadreckon.ops.blockwise.runs import Run, gate_of
 
@@ -38,7 +38,7 @@ def backward(
     d log-weight over all farther keys.
     """
     leaves = [leaf for part in problem.leaf_parts() if (leaf := problem.householder_leaf(part))]
-    frames = leaf_frames(problem, [Frames(leaf.queries, leaf.keys, leaf.products) for leaf in leaves])
+    frames = leaf_frames(problem, [leaf.frames for leaf in leaves if leaf.frames])
     saved: list[list[Crossing]] = []
     if leaves:
         for runs in problem.levels[:-1]:

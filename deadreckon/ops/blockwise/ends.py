@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadreckon.ops.blockwise.frames import Crossing, Frames, crossings, fall, leaf_frames, rise
-from deadreckon.ops.blockwise.leaf import HouseholderLeaf
+from deadreckon.ops.blockwise.frames import Crossing, crossings, fall, leaf_frames, rise
+from deadreckon.ops.blockwise.leaf import Frames, HouseholderLeaf
 from deadreckon.ops.blockwise.problem import Problem
 from deadreckon.ops.blockwise.tree import LeafPadding
 from deadreckon.ops.tracing import first_derivatives_only, without_autocast
@@ -70,8 +70,9 @@ def _leaves(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[LeafPadding,
     padding = LeafPadding(q, True, None, "softmax")
     q, k, w, beta = padding.pad(q, k, w, beta)
     problem = Problem.prepare(q, k, k, w, beta, None, "softmax", 1.0, padding.leaf)
-    return padding, problem, [leaf for part in problem.leaf_parts() if (leaf := problem.householder_leaf(part))]
+    parts = (problem.householder_leaf(part, to_ends=True) for part in problem.leaf_parts())
+    return padding, problem, [leaf for leaf in parts if leaf]
 
 
 def _frames(problem: Problem, leaves: list[HouseholderLeaf]) -> Frames:
-    return leaf_frames(problem, [Frames(leaf.queries, leaf.keys, leaf.products) for leaf in leaves])
+    return leaf_frames(problem, [leaf.frames for leaf in leaves if leaf.frames])

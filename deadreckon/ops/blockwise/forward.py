@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deadreckon.ops.blockwise.frames import Frames, leaf_frames, rise
+from deadreckon.ops.blockwise.frames import leaf_frames, rise
+from deadreckon.ops.blockwise.leaf import Frames
 from deadreckon.ops.blockwise.problem import Problem
 from deadreckon.ops.blockwise.runs import gate_of
 
@@ -42,7 +43,7 @@ def _forward(problem: Problem, to_top: bool) -> tuple[Tensor, Tensor, Frames]:
     values, score = problem.values, problem.dense.score
     out = values.new_zeros(*problem.queries.shape[:3], values.shape[2], dtype=problem.leaf_dtype)  # (N, T, G, E)
     statistic = score.start(problem.queries[..., 0])  # (N, T, G)
-    frames = _add_leaves(problem, out, statistic)
+    frames = _add_leaves(problem, out, statistic, to_top)
     for number, runs in enumerate(problem.levels, start=1):
         for run in runs:
             q, k, v = run.halves(frames.queries)[1], run.halves(frames.keys)[0], run.halves(values)[0]
@@ -55,8 +56,8 @@ def _forward(problem: Problem, to_top: bool) -> tuple[Tensor, Tensor, Frames]:
     return out, statistic, frames
 
 
-def _add_leaves(problem: Problem, out: Tensor, statistic: Tensor) -> Frames:
-    """The causal attention inside leaves, written to out and statistic; returns the leaves' frames."""
+def _add_leaves(problem: Problem, out: Tensor, statistic: Tensor, to_ends: bool) -> Frames:
+    """The causal attention inside leaves, written to out and statistic; returns the frames of carried leaves."""
     if problem.stock_leaves:
         leaf_out, lse = problem.causal_leaves().forward()
         problem.in_leaves(out)[0].copy_(leaf_out)
@@ -64,12 +65,12 @@ def _add_leaves(problem: Problem, out: Tensor, statistic: Tensor) -> Frames:
         return leaf_frames(problem, [])
     parts = []
     for part in problem.leaf_parts():
-        leaf = problem.householder_leaf(part)
+        leaf = problem.householder_leaf(part, to_ends)
         values = problem.in_leaves(problem.values, part).to(problem.leaf_dtype)  # (1, leaves, S, E)
         problem.dense.score.add(
             problem.leaf_logits(leaf, part), problem.leaf_gate(part), problem.visible(), values,
             problem.in_leaves(out, part), problem.in_leaves(statistic, part),
         )  # fmt: skip
-        if leaf:
-            parts.append(Frames(leaf.queries, leaf.keys, leaf.products))
+        if leaf and leaf.frames:
+            parts.append(leaf.frames)
     return leaf_frames(problem, parts)

@@ -17,17 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deadreckon.ops.blockwise.leaf import Frames
 from deadreckon.ops.blockwise.problem import Problem
 from deadreckon.ops.blockwise.products import times_transposed
 from deadreckon.ops.blockwise.runs import Run
-
-
-class Frames(NamedTuple):
-    """All tokens, in the frames of one level of the tree."""
-
-    queries: Tensor  # (N, T, G, D) in the frame of their block's first token
-    keys: Tensor  # (N, T, D) in the frame of their block's last token
-    products: Tensor | None  # (N, blocks, D, D); None without Householder steps, where all frames are one
 
 
 class Crossing(NamedTuple):

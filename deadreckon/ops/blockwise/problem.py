@@ -21,7 +21,7 @@ from deadreckon.ops.blockwise.runs import LEAF, Run, levels
 from deadreckon.ops.blockwise.stock import backend_for
 from deadreckon.ops.factors import Score
 
-CACHED = 64  # matrices of a leaf that a CPU works on at a time, so that they stay in its cache
+CACHED = 64 * LEAF**2  # entries of the logits that a CPU works on at a time, so that they stay in its cache
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:
@@ -100,8 +100,9 @@ class Problem:
 
     def leaf_parts(self) -> Iterator[slice]:
         """Which leaves to compute at a time: all on a GPU; on a CPU as many as its cache holds."""
-        count = self.keys.shape[0] * self.keys.shape[1] // self.leaf
-        size = max(1, CACHED // self.queries.shape[2]) if self.keys.device.type == "cpu" else count
+        size = count = self.keys.shape[0] * self.keys.shape[1] // self.leaf
+        if self.keys.device.type == "cpu":
+            size = max(1, CACHED // (self.leaf**2 * self.queries.shape[2]))
         for start in range(0, count, size):
             yield slice(start, start + size)
 
@@ -119,10 +120,12 @@ class Problem:
         # Entries above the diagonal are no routes: keep them from overflowing.
         return between.masked_fill(~self.visible(), 0).to(self.leaf_dtype)
 
-    def householder_leaf(self, part: slice) -> HouseholderLeaf | None:
+    def householder_leaf(self, part: slice, to_ends: bool = False) -> HouseholderLeaf | None:
+        """Some of the leaves, carried to their ends where they are to be or where there are others to attend to."""
         if self.w is None or self.beta is None:
             return None
-        return HouseholderLeaf(*(self.in_leaves(x, part) for x in (self.queries, self.keys, self.w, self.beta)))
+        q, k, w, beta = (self.in_leaves(x, part) for x in (self.queries, self.keys, self.w, self.beta))
+        return HouseholderLeaf(q, k, w, beta, carried=to_ends or bool(self.levels))
 
     def leaf_logits(self, leaf: HouseholderLeaf | None, part: slice) -> Tensor:
         """(1, leaves, S, G, S) logits inside each leaf, scaled."""
