@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from cases import DEVICE, Case, relative_errors, run
@@ -45,6 +46,18 @@ def test_packed_is_the_definition(name: str, boundaries: str) -> None:
     errors = relative_errors(found, expected)
     assert errors.pop("output") < 1e-5, errors
     assert max(errors.values()) < 1e-4, errors
+
+
+def test_boundaries_on_a_cpu_are_looked_at_each_time() -> None:
+    """NumPy may write to a tensor unnoticed."""
+    case, array = CASES["plain"], np.array([0, 100, 260], dtype=np.int32)
+    leaves, bounds = {key: x.float() for key, x in case.inputs().items()}, torch.from_numpy(array)
+    other = torch.tensor([0, 37, 260], dtype=torch.int32)
+    expected = [case.attend(leaves, cu_seqlens=x, impl="reference") for x in (bounds, other)]
+    found = [case.attend(leaves, cu_seqlens=bounds, impl="blockwise")]
+    array[1] = 37
+    found.append(case.attend(leaves, cu_seqlens=bounds, impl="blockwise"))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["path", "fox", "plain"])

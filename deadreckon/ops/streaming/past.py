@@ -167,11 +167,11 @@ class Past:
         """Appends the phases (B or 1, ..., Hr, D/2) of a piece of `tokens` tokens, or of the last of them."""
         new = phases[:, -LEAF - 1 :]
         if self.phases is not None:
-            before = self.phases[:, max(0, self.phases.shape[1] + new.shape[1] - LEAF - 1) :]
+            before = self.phases[:, new.shape[1] :]  # of the LEAF + 1 that are always kept
             new = torch.cat([before.expand(new.shape[0], -1, *new.shape[2:]), new], dim=1)
         missing = LEAF + 1 - new.shape[1]
         if missing or new.untyped_storage().nbytes() > new.nbytes:
-            new = pad(new, (0, 0, 0, 0, missing, 0))  # always as many, and no view of a whole prefill
+            new = pad(new, (0, 0, 0, 0, missing, 0))  # and no view of a whole prefill
         self.phases = new
         self.turned = min(self.turned + tokens, LEAF + 1)
 
