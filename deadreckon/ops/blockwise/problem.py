@@ -121,7 +121,7 @@ class Problem:
         return between.masked_fill(~self.visible(), 0).to(self.leaf_dtype)
 
     def householder_leaf(self, part: slice, to_ends: bool = False) -> HouseholderLeaf | None:
-        """Some of the leaves, carried to their ends where they are to be or where there are others to attend to."""
+        """Some of the leaves; carried to their ends if that is asked for, or if the tree has levels above them."""
         if self.w is None or self.beta is None:
             return None
         q, k, w, beta = (self.in_leaves(x, part) for x in (self.queries, self.keys, self.w, self.beta))
