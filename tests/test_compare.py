@@ -403,6 +403,7 @@ def test_suites_have_a_mean() -> None:
         ("rotations-learned", 65_536, 4),
         ("a5-grid", 40, 4),
         ("a5-products-grid", 40, 4),
+        ("mqrar", 3072, 4),
         ("mqrar-tiny-deep", 256, 2),
         ("prism-copy-40", 100, 1),
         ("prism-reverse-40", 100, 1),

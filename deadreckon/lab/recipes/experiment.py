@@ -17,6 +17,7 @@ SIZES = ("tiny", "small", "paper")
 TITLES = {
     "rope": "RoPE", "fox": "FoX", "path": "PaTH", "path-fox": "PaTH-FoX", "alibi": "ALiBi", "nope": "NoPE",
     "prism": "PRISM", "rope-fox": "RoPE-FoX", "rope-path": "RoPE-PaTH", "rope-path-fox": "RoPE-PaTH-FoX",
+    "stickbreaking": "stick-breaking",
 }  # fmt: skip
 OF_THEIR_OWN = ("encoding", "seed")  # fields that have arguments of their own
 # Values by name: a field of the recipe, an option of its task ("options.back"), or of encodings that have it.

@@ -114,7 +114,9 @@ def mqrar(back: int) -> Experiment:
             evaluators=("error",), test_lengths=(256, 384, 512, 768, 1024, 1536, 3072), test_rows=256,
             test_tokens=2**19, evaluate_every=1000, validation_rows=64, log_every=20,
         ),
-        small={"steps": 4000, "batch_size": 64, "learning_rate": 2e-3},
+        small={
+            "steps": 4000, "batch_size": 64, "ends": {"reached": 0.0005, "patience": 20}, "evaluate_every": 100,
+        },
         tiny={
             "options": {"back": back, "keys": 4, "values": 8}, "length": 64, "width": 64, "steps": 600,
             "batch_size": 32, "learning_rate": 5e-3, "warmup": 50, "initial": 0.1,
