@@ -161,6 +161,20 @@ def test_gates_and_paces_cost_what_the_paper_says() -> None:
     assert [round(100 * (more - plain) / 124e6, 2) for more in (gated, conformal)] == [0.09, 0.18]
 
 
+@pytest.mark.parametrize("name", SYMPOWS)
+def test_forms_of_a_layer_agree(name: str) -> None:
+    """The option `form` changes how powers are computed, and whether a stream keeps its keys."""
+    x, seen = draw(1, 300, 32, seed=2).float(), []
+    for form in ("attention", "chunked"):
+        y, state = make_layer(name, form=form)(x, state=None)
+        seen.append((y.detach(), state.past.folded is None))
+    (quadratic, kept), (linear, folded) = seen
+    assert (quadratic - linear).abs().max() < 1e-5 * quadratic.abs().max()
+    assert kept and not folded
+    with pytest.raises(ValueError, match="form: expected 'auto'"):
+        make_layer(name, form="linear")
+
+
 @pytest.mark.parametrize(("p", "megabytes"), [(2, 38.9), (4, 14_348.5)])
 def test_states_are_as_large_as_the_paper_says(p: int, megabytes: float) -> None:
     """Section 4.1: 39 MB and 14 GB for 12 layers of 12 heads of 64, in bfloat16."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, Sizes
 from deadreckon.encodings.maps import PLAIN, Ending, Projection, maps
-from deadreckon.ops.factors import Factors, Power, Rotation
+from deadreckon.ops.factors import Factors, Form, Power, Rotation
 from deadreckon.ops.pointwise import at_least_single
 
 PACES = ("head", "layer")
@@ -35,15 +35,18 @@ class ConformalSympow(Encoding):
         initial: standard deviation of u's initial weights; 0 for PyTorch's default. With the small default all tokens
             rotate alike at first, as without β: random initial β are noise at every position, and cost more than β has
             gained (`results/powers-text.md`).
+        form: how to compute it, as for `Power`: "attention" is quadratic in T, "chunked" linear; "auto" picks by size.
     """
 
     saved_without: ClassVar[dict[str, Any]] = {"pace": "layer"}
 
-    def __init__(self, sizes: Sizes, p: int = 2, pace: str = "head", initial: float = 1e-6) -> None:
+    def __init__(
+        self, sizes: Sizes, p: int = 2, pace: str = "head", initial: float = 1e-6, form: Form = "auto"
+    ) -> None:
         super().__init__()
         if pace not in PACES:
             raise ValueError(f"pace: expected one of {', '.join(PACES)}; got {pace!r}")
-        self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
+        self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p, form)
         self.gate, self.forget = Projection(sizes.d_model, sizes.n_heads, bias=False), Ending("log gate")
         paces = sizes.n_kv_heads if pace == "head" else 1
         self.pace = Projection(sizes.d_model, paces, bias=False, initial=initial)

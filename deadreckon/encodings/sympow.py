@@ -15,7 +15,7 @@ import math
 from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, Sizes, every_token
-from deadreckon.ops.factors import Factors, Power, Rotation
+from deadreckon.ops.factors import Factors, Form, Power, Rotation
 
 
 class Sympow(Encoding):
@@ -23,11 +23,12 @@ class Sympow(Encoding):
 
     Args:
         p: the power, even.
+        form: how to compute it, as for `Power`: "attention" is quadratic in T, "chunked" linear; "auto" picks by size.
     """
 
-    def __init__(self, sizes: Sizes, p: int = 2) -> None:
+    def __init__(self, sizes: Sizes, p: int = 2, form: Form = "auto") -> None:
         super().__init__()
-        self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
+        self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p, form)
 
     def forward(self, x: Tensor, context: Context) -> Factors:
         angles = 2 * math.pi * context.rope_angles(self.head_dim, self.longest)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deadreckon.encodings.base import Context, Encoding, Sizes, every_token
 from deadreckon.encodings.maps import Ending, Projection, maps
-from deadreckon.ops.factors import Factors, Power, Rotation
+from deadreckon.ops.factors import Factors, Form, Power, Rotation
 
 
 class SympowGated(Encoding):
@@ -22,11 +22,12 @@ class SympowGated(Encoding):
 
     Args:
         p: the power, even.
+        form: how to compute it, as for `Power`: "attention" is quadratic in T, "chunked" linear; "auto" picks by size.
     """
 
-    def __init__(self, sizes: Sizes, p: int = 2) -> None:
+    def __init__(self, sizes: Sizes, p: int = 2, form: Form = "auto") -> None:
         super().__init__()
-        self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p)
+        self.head_dim, self.longest, self.score = sizes.even_head_dim, sizes.max_length, Power(p, form)
         self.gate, self.forget = Projection(sizes.d_model, sizes.n_heads, bias=False), Ending("log gate")
 
     def forward(self, x: Tensor, context: Context) -> Factors:

@@ -110,6 +110,7 @@ class Powers(Flags):
     forms: bool = False
     # Time whole models instead, forward only: what gates and data-dependent angles add to the cost of symmetric powers.
     models: bool = False
+    form: Literal["auto", "attention", "chunked"] = "auto"  # how whole models compute powers
     rounds: int = 3  # timings of each case
 
 

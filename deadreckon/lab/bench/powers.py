@@ -103,8 +103,9 @@ def model_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
     for length in lengths:
         base = kernels_of_base = 0.0
         for encoding in ("sympow", "sympow-gated", "conformal-sympow"):
+            options = {"p": flags.power, "form": flags.form}
             config = dr.DeadReckonConfig(
-                encoding=encoding, encoding_options={encoding: {"p": flags.power}}, vocab_size=VOCABULARY,
+                encoding=encoding, encoding_options={encoding: options}, vocab_size=VOCABULARY,
                 hidden_size=heads * flags.width, num_hidden_layers=layers, num_attention_heads=heads,
                 max_position_embeddings=length, tie_word_embeddings=True,
             )  # fmt: skip
@@ -128,7 +129,8 @@ def run(flags: Powers) -> None:
     page = Page(flags, "Symmetric powers")
     if flags.models:
         layers, heads = MODELS[flags.device]
-        page.note(f"forward; {layers} layers, {heads} heads of {flags.width}, p = {flags.power}, one sequence")
+        powers = f"p = {flags.power}, form {flags.form}"
+        page.note(f"forward; {layers} layers, {heads} heads of {flags.width}, {powers}, one sequence")
         lengths = flags.lengths or PASSES[flags.device]
         return page.table(["", "parameters", "time", "×", "kernels", "×"], model_rows(flags, lengths))
     lengths = flags.lengths or (FORMS if flags.forms else LENGTHS)[flags.device]

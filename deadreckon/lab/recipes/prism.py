@@ -51,8 +51,9 @@ def prism(
     modules = {"modules": [0, 3]} if task in TWO_MODULES else {}
     return Experiment(
         about=about,
-        source=f"The PRISM paper, {where}: rates to 9e-5, curriculum, 1000 test examples. Schedule, weight "
-        "decay and what α begins with are ours.",
+        source=f"The PRISM paper, {where}: its curriculum and, at size paper, its rate of 9e-5, 150 000 steps and 1000 "
+        "test examples; smaller sizes have a higher rate, fewer steps and fewer examples. Schedule, weight decay and "
+        "what α begins with are ours.",
         paper=Recipe(
             task=task, length=curriculum.longest, curriculum=curriculum, layers=5, width=512, heads=8, tied=True,
             initial=512**-0.5, encoding_options=options(512, 340, 20.0, copy | modules),

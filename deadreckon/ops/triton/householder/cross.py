@@ -137,14 +137,13 @@ def _cross_back(
         mask = (row < rows)[:, None] & (channel < D)[None, :]
         offsets = row.to(tl.int64)[:, None] * D + channel[None, :]
         looking, onward = 1, 1
-        m_onward = mask
         if PACKED:
             looks, beyond = _related(p_bound, row, start + i_pair * step, rows, step, GROUP, TRANSPOSED)
-            m_onward, mask = mask & beyond[:, None], mask & looks[:, None]
+            mask = mask & looks[:, None]  # those of one document, which reaches beyond with all of them or with none
             looking, onward = tl.max(looks.to(tl.int32), 0), tl.max(beyond.to(tl.int32), 0)
         b_new = tl.load(p_fresh + offsets, mask=mask, other=0.0).to(tl.float32)
         if onward > 0:
-            b_grad = tl.load(p_grad + offsets, mask=m_onward, other=0.0)
+            b_grad = tl.load(p_grad + offsets, mask=mask, other=0.0)
             b_kept = tl.load(p_kept + offsets, mask=mask, other=0.0)
             if TRANSPOSED:  # rows crossed by x Pᵀ
                 b_outer += mul(tl.trans(b_grad), b_kept, DTYPE)
