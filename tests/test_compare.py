@@ -28,7 +28,7 @@ from deadreckon.lab.pages.report import write_report
 from deadreckon.lab.pages.tables import fitting
 from deadreckon.lab.recipes import EXPERIMENTS, SIZES, Recipe, find_recipe
 from deadreckon.lab.training import Progress, Run, Training, find_runs, parallel, score_run, train_run
-from deadreckon.lab.training.trainer import counted
+from deadreckon.lab.training.scoring import counted
 
 
 def test_compare_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

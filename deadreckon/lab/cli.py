@@ -173,32 +173,16 @@ class Eval:
         )  # fmt: skip
 
     def _run_tests(self) -> None:
-        from deadreckon.lab.environment import check_device
         from deadreckon.lab.recipes import find_recipe
-        from deadreckon.lab.training import Run, list_scores, quiet_transformers, score_model, score_run, summary
+        from deadreckon.lab.training import score_folder
 
-        check_device(self.device)
-        if not self.recipe and not self.change:
-            check_output("run", self.folder)  # where scores are saved
-        console, wanted, beyond = Console(), numbers_in(self.lengths), self.sharpen_beyond
-        with quiet_transformers():
-            if self.recipe:
-                recipe = find_recipe(self.recipe, self.size).change_tests(self.change, ("length",))  # that trained at
-                folder = self.folder
-                lines = list_scores(recipe, score_model(folder, recipe, wanted, self.device, console, beyond))
-            elif self.change:
-                run = Run(self.folder)
-                recipe, folder = run.recipe_in_use.change_tests(self.change), run.checkpoint(self.checkpoint)
-                if any(one.startswith("test_lengths") for one in self.change):  # all of them, or none
-                    wanted = wanted or recipe.test_lengths
-                scores = score_model(folder, recipe, wanted, self.device, console, beyond, run.metrics())
-                lines = list_scores(recipe, scores)
-            else:
-                run = Run(self.folder)
-                kind, device = self.checkpoint, self.device
-                scores = score_run(run, wanted, kind=kind, device=device, console=console, sharpen_beyond=beyond)
-                lines = [summary(run, scores)]
-        console.print("\n".join(lines), highlight=False, soft_wrap=True)
+        console = Console()
+        said = score_folder(
+            self.folder, numbers_in(self.lengths), recipe=find_recipe(self.recipe, self.size) if self.recipe else None,
+            changes=self.change, kind=self.checkpoint, device=self.device, console=console,
+            sharpen_beyond=self.sharpen_beyond,
+        )  # fmt: skip
+        console.print(said, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

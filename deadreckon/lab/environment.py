@@ -1,4 +1,4 @@
-"""Provenance of a run (device, versions, command, commit), and checks of devices and saved models."""
+"""Provenance of a run (device, versions, command, commit); checks of devices and saved models; quiet transformers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import json
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -115,3 +117,17 @@ def processor() -> str:
     lines = description.read_text().splitlines() if description.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return " ".join([platform.machine(), *names[:1]])
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hides transformers' progress bars."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 import deadreckon as dr
-from deadreckon.lab.environment import describe_environment, fingerprint
+from deadreckon.lab.environment import describe_environment, fingerprint, quiet_transformers
 from deadreckon.lab.evaluation import Place, evaluate, format_value
 from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.card import card, licence_of
@@ -31,7 +31,6 @@ from deadreckon.lab.recipes.conversion import STAGES, Conversion
 from deadreckon.lab.training.conversion import convert_run, score_before
 from deadreckon.lab.training.distillation import load_start, load_teacher
 from deadreckon.lab.training.runs import Run
-from deadreckon.lab.training.trainer import quiet_transformers
 
 Texts = dict[int, Sequence[float]]  # losses by length, of the same texts
 Course = list[tuple[int, float, float]]  # tokens, and after these the loss less the teacher's, with a standard error

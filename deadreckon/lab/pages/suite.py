@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 import deadreckon as dr
 from deadreckon.lab.arguments import check_counts
-from deadreckon.lab.environment import check_device, check_model, describe_environment, fingerprint
+from deadreckon.lab.environment import check_device, check_model, describe_environment, fingerprint, quiet_transformers
 from deadreckon.lab.evaluation.long import Answer, Answers, ask, read_answers
 from deadreckon.lab.files import write_text
 from deadreckon.lab.pages.pictures import suite_picture
 from deadreckon.lab.pages.tables import by_length, image, markdown, save_markdown, terminal
 from deadreckon.lab.recipes.texts import tokenizer_beside
-from deadreckon.lab.training import Run, quiet_transformers
+from deadreckon.lab.training import Run
 from deadreckon.lab.training.display import Countdown
 from deadreckon.tasks.long import make_long_tasks
 

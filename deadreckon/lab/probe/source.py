@@ -10,9 +10,9 @@ from torch import Tensor
 
 import deadreckon as dr
 from deadreckon.lab.arguments import check_counts
-from deadreckon.lab.environment import check_device, check_model
+from deadreckon.lab.environment import check_device, check_model, quiet_transformers
 from deadreckon.lab.recipes.texts import tokenizer_beside
-from deadreckon.lab.training import Run, quiet_transformers
+from deadreckon.lab.training import Run
 from deadreckon.tasks import TASKS
 from deadreckon.tasks.task import EQUALS, NOT_SCORED, VOCAB_SIZE, spell
 from deadreckon.tasks.text import read_documents

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 import deadreckon as dr
-from deadreckon.lab.environment import check_device, check_model, fingerprint
+from deadreckon.lab.environment import check_device, check_model, fingerprint, quiet_transformers
 from deadreckon.lab.evaluation import Score, evaluate
 from deadreckon.lab.files import recover, replacing, write_text
 from deadreckon.lab.recipes.conversion import Conversion
@@ -31,7 +31,7 @@ from deadreckon.lab.recipes.texts import fast_tokenizer
 from deadreckon.lab.training.display import Gap
 from deadreckon.lab.training.distillation import freeze, load_source, load_start, load_teacher
 from deadreckon.lab.training.ranks import processes
-from deadreckon.lab.training.trainer import quiet_transformers, train_run
+from deadreckon.lab.training.trainer import train_run
 from deadreckon.tasks.language import Language
 
 MADE_OF = "conversion.json"

@@ -13,10 +13,12 @@ from threading import Thread
 import torch
 from rich.console import Console
 
+from deadreckon.lab.environment import quiet_transformers
 from deadreckon.lab.memory import keep_freed_memory
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.training.runs import Run
-from deadreckon.lab.training.trainer import check_recipe, quiet_transformers, score_run, train_run
+from deadreckon.lab.training.scoring import score_run
+from deadreckon.lab.training.trainer import check_recipe, train_run
 
 
 def make_runs(

@@ -1,4 +1,4 @@
-"""Trains a run from its recipe, or resumes it, then scores it by length."""
+"""Trains a run from its recipe, or resumes it, then scores it by length (`scoring.py`)."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers.utils import logging
 
 import deadreckon as dr
-from deadreckon.lab.environment import check_device
-from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, places_to_test, score
+from deadreckon.lab.environment import check_device, quiet_transformers
+from deadreckon.lab.evaluation import Score, evaluate, places_to_test, score
 from deadreckon.lab.files import format_line
 from deadreckon.lab.recipes import Recipe
-from deadreckon.lab.recipes.texts import fast_tokenizer, same_tokens, text_of
 from deadreckon.lab.training.checkpoints import Writer
-from deadreckon.lab.training.display import Countdown, Display, Gap, format_seconds
+from deadreckon.lab.training.display import Display, Gap
 from deadreckon.lab.training.distillation import freeze
 from deadreckon.lab.training.engine import Step, Training, config_for_tests, make_config, model_for_tests
 from deadreckon.lab.training.ranks import Ranks
-from deadreckon.lab.training.runs import Progress, Run, check_start, load_for_tests
+from deadreckon.lab.training.runs import Progress, Run, check_start
+from deadreckon.lab.training.scoring import score_run
 
 SAVE_SECONDS = 60.0  # the most that is lost when a run is killed; how often it is saved changes no result
 VALIDATION_SEED = 4321
@@ -233,113 +232,3 @@ def metrics_log(run: Run, tensorboard: bool) -> Iterator[Log]:
         os.fsync(file.fileno())
     if writer is not None:
         writer.close()
-
-
-def score_run(
-    run: Run,
-    lengths: Sequence[int] = (),
-    *,
-    kind: str = "last",
-    device: str = "cpu",
-    console: Console | None = None,
-    ranks: Ranks | None = None,
-    longest: int = 0,
-    sharpen_beyond: int | None = None,
-) -> dict[Place, Score]:
-    """Scores of a checkpoint in every test at these lengths, or the recipe's; known ones are not computed again.
-
-    Except those on other texts: the rows for perplexity are as long as the greatest length that was ever asked for.
-
-    Args:
-        ranks: the processes that share the rows; all must call this, and the first writes.
-        longest: minimum length of these rows in tokens, if other runs are scored on longer ones.
-        sharpen_beyond: score the checkpoint with attention kept as sharp beyond this many tokens.
-    """
-    ranks = ranks or Ranks()
-    recipe = run.recipe_in_use
-    kept = (run.scores(kind, sharpen_beyond), run.metrics(), run.longest) if ranks.first else ({}, [], 0)
-    known, metrics, before = ranks.same(kept)
-    longest = max([longest, before, *lengths, *recipe.test_lengths])
-    if other := {place for place, one in known.items() if one.longest not in (0, longest)}:
-        known = {place: one for place, one in known.items() if place not in other}
-        more = {length for _, length in other} - {length for _, length in places_to_test(recipe, lengths)}
-        lengths = sorted({*(lengths or recipe.test_lengths), *more}) if more else lengths
-    places = places_to_test(recipe, lengths)
-    if missing := {place for place in places if place not in known}:
-        model = run.load(kind, device, lengths, sharpen_beyond)
-        found = evaluate(model, recipe, metrics, lengths, set(known), ranks.share, longest)
-        for one in counted(found, missing, str(run.path), ranks.console(console)):
-            known[one.place] = one
-            if ranks.first:
-                run.add_scores([one], kind, sharpen_beyond)
-    return {place: known[place] for place in places if place in known}
-
-
-def score_model(
-    folder: Path,
-    recipe: Recipe,
-    lengths: Sequence[int] = (),
-    device: str = "cpu",
-    console: Console | None = None,
-    sharpen_beyond: int | None = None,
-    metrics: Sequence[dict[str, float]] = (),
-) -> dict[Place, Score]:
-    """Scores of any saved model in the tests of a recipe; evaluators of training itself need its `metrics`."""
-    encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding if (folder / "config.json").exists() else ""
-    recipe = replace(recipe, encoding=encoding or recipe.encoding)
-    model = load_for_tests(folder, recipe, device, lengths, sharpen_beyond)
-    task = recipe.make_task()
-    known, needed = model.config.vocab_size, task.vocab_size
-    if known < needed or (known > needed and recipe.task != "language"):  # of which models may have more than is used
-        raise ValueError(f"recipe: expected a task of {known} tokens, as the model has, got {recipe.task}, of {needed}")
-    told = recipe.task == "language" and (folder / "tokenizer.json").exists()
-    if told and not same_tokens(fast_tokenizer(str(folder)), text_of(task).corpus.tokenizer):
-        advice = f"--change options.tokenizer={folder}"
-        raise ValueError(f"options.data: expected a text in the tokens of the model, got others; {advice}")
-    found, wanted = evaluate(model, recipe, metrics, lengths), set(places_to_test(recipe, lengths))
-    if not wanted:
-        raise ValueError("lengths: expected some that the recipe's tests have, got none")
-    scores = {one.place: one for one in counted(found, wanted, str(folder), console or Console())}
-    if not scores:
-        raise ValueError(f"evaluators: expected some that tell of a saved model, got {', '.join(recipe.evaluators)}")
-    return scores
-
-
-def counted(scores: Iterator[Score], wanted: Set[Place], title: str, console: Console) -> Iterator[Score]:
-    """Shows the progress of scoring. There may be more scores than those of the wanted places."""
-    countdown = Countdown(console, len(wanted))
-    with console.status(f"scoring {title}") as status:
-        for one in scores:
-            if one.place in wanted:
-                status.update(countdown.advance(1, f"{title}: {one.condition} at {one.axis} {one.length}", "scores"))
-            yield one
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Hides transformers' progress bars."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def summary(run: Run, scores: dict[Place, Score]) -> str:
-    """The progress and scores of a run, in a few lines."""
-    progress = run.progress()
-    head = f"{run.path}: {progress.step} steps, {format_seconds(progress.seconds)}, {progress.tokens:,} tokens"
-    return "\n".join([head, *list_scores(run.recipe, scores)])
-
-
-def list_scores(recipe: Recipe, scores: dict[Place, Score]) -> list[str]:
-    """A line of text for each test."""
-    lines: dict[str, list[str]] = {}
-    for one in scores.values():
-        measure = one.measure or recipe.metric
-        unit = "%" if measure in SHARES else ""
-        place = f"{measure}, {one.condition}, at {one.axis} "
-        lines.setdefault(place, []).append(f"{one.length}: {format_value(measure, one.value(measure))}{unit}")
-    return [place + ", ".join(values) for place, values in lines.items()]
