@@ -89,7 +89,7 @@ PRISM = {
     ),
     "scan": prism(
         "scan", "Carry out commands of a small language.", "figure 4",
-        (4, 8, 12, 16, 20, 22, 24, 28, 30, 32, 36, 40, 48),
+        (4, 8, 12, 16, 20, 22, 24, 25, 26, 27, 28, 30, 32, 33, 36, 40, 48),  # all that the test split has
         conditions={"up to 22 actions": {"split": "train"}, "more than 22": {"split": "test"}},
     ),
     "reverse": prism("reverse", "Say a row of digits backwards.", "figure 5", FROM_40),
