@@ -416,6 +416,7 @@ def test_suites_have_a_mean() -> None:
         ("prism-stack", 100, 1),
         ("powers-text", 4096, 3),
         ("flipflop-beyond-paper", 8192, 6),
+        ("flipflop-beta", 2048, 3),
     ],
 )
 def test_pages_come_of_records(
