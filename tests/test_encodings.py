@@ -193,10 +193,36 @@ def test_layers_say_what_is_wrong() -> None:
         layer(torch.randn(1, 3, 16))
     with pytest.raises(ValueError, match="token_ids: expected"):
         layer(torch.randn(1, 3, 32), token_ids=torch.zeros(1, 4, dtype=torch.int64))
+    for options, message in (
+        ({"encoding": ["path"]}, "encoding: expected one of"),
+        ({"encoding": "path", "encoding_options": "rank"}, "'path' does not take 'rank': expected some of rank, "),
+        ({"encoding": "path", "encoding_options": {"path": {"rank": 3}}}, "'path' does not take .*: expected some of"),
+        ({"encoding": "nope", "encoding_options": {"rank": 3}}, "'nope' does not take .*: expected none"),
+        ({"encoding": "path", "encoding_options": {"rank": "16"}}, "rank: expected a number, got '16'"),
+        ({"encoding": "rope", "encoding_options": {"base": "10000"}}, "base: expected a number, got '10000'"),
+        ({"max_length": 0}, "max_length: expected an integer of 1 or more, got 0"),
+        ({"qk_norm_eps": -1.0}, "qk_norm_eps: expected 0 or more, got -1.0"),
+        ({"impl": "trition"}, "impl: expected 'auto', 'reference', .*; got 'trition'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dr.AttentionLayer(32, 4, **options)
+    with pytest.raises(ValueError, match=r"x: expected \(B, T, d_model\) with B and T of 1 or more, got \(1, 0, 32\)"):
+        layer(torch.randn(1, 0, 32))
+    with pytest.raises(ValueError, match="token_ids: expected integers"):
+        layer(torch.randn(1, 3, 32), token_ids=torch.zeros(1, 3))
     long = dr.AttentionLayer(32, 4, "randomized", encoding_options={"positions": 16})
     with pytest.raises(ValueError, match="17 tokens needs as many positions, got 16"):
         x = torch.randn(1, 17, 32)
         long.encoding.embed(x, dr.Context.of(x))
+
+
+def test_states_do_not_lose_gradients_in_silence() -> None:
+    layer, x = dr.AttentionLayer(32, 4, "path-fox"), torch.randn(1, 3, 32, requires_grad=True)
+    with pytest.raises(ValueError, match=r"x: expected no gradients to be required \(or torch.no_grad\(\)\)"):
+        layer(x, state=None)
+    y, _ = layer(x.detach(), state=None)
+    with torch.no_grad():
+        assert torch.equal(layer(x, state=None)[0], y)
 
 
 def test_documents_too_long_to_be_compiled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from small_runs import quiet, run_cli, small
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import deadreckon as dr
 from deadreckon.lab.evaluation import long
@@ -165,9 +166,53 @@ def test_inputs_of_models() -> None:
         ),
         ({"input_ids": ids, "labels": ids[:, :4]}, r"labels: expected \(B, T\) = \(1, 9\), got \(1, 4\)"),
         ({"input_ids": ids, "cu_seqlens": [0, 4, 9]}, "cu_seqlens: expected"),
+        ({"input_ids": [[1, 2]]}, "input_ids: expected a torch.Tensor, got list"),
+        ({"input_ids": ids.bool()}, r"input_ids: expected tokens \(B, T\), got torch.bool"),
+        ({"input_ids": ids[:, :0]}, r"input_ids: expected \(B, T\) with B and T of 1 or more, got \(1, 0\)"),
+        ({"input_ids": ids, "labels": ids.float()}, "labels: expected torch.int64, got torch.float32"),
+        ({"input_ids": ids, "attention_mask": [[1] * 9]}, "attention_mask: expected a torch.Tensor or None, got list"),
+        ({"input_ids": ids, "past_key_values": ((1, 2),)}, "past_key_values: expected DynamicCache.* got a tuple"),
+        ({"input_ids": ids, "logits_to_keep": "all"}, "logits_to_keep: expected a number"),
     ):
         with pytest.raises(ValueError, match=said):
             model(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rope_theta": 5e5}, 'rope_theta: expected the name of an option, such as encoding_options={"rope"'),
+        ({"n_layer": 1}, "n_layer: expected the name of an option, such as num_hidden_layers"),
+        ({"beta": 0.1}, 'beta: expected the name of an option, such as encoding_options={"path-fox": {"beta"'),
+        ({"sliding_window": 4}, "sliding_window: expected none, which this model does not have, got 4"),
+        ({"attention_dropout": 0.5}, "attention_dropout: expected none"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: expected none"),
+        ({"vocab_size": "100"}, "vocab_size: expected an integer, got '100'"),
+        ({"hidden_size": 64.0}, "hidden_size: expected an integer, got 64.0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings: expected 1 or more, got 0"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps: expected a number, got 'x'"),
+        ({"encoding": ["path", "fox"]}, "encoding: expected one of"),
+        ({"encoding_options": {"path-fox": 16}}, "encoding_options: expected options by encoding"),
+        ({"encoding_options": "rank"}, "encoding_options: expected options by encoding"),
+    ],
+)
+def test_what_a_configuration_would_ignore(options: dict[str, Any], said: str) -> None:
+    """Options of other models, or in another place: transformers keeps what it does not know."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        dr.DeadReckonConfig(**options)
+
+
+def test_options_that_are_off_and_notes_are_kept() -> None:
+    config = dr.DeadReckonConfig(sliding_window=None, attention_dropout=0.0, logit_scale=1.0, note="of mine")
+    assert config.note == "of mine"
+
+
+def test_checkpoints_of_other_models_are_not_loaded(tmp_path: Path) -> None:
+    """Many names of a Llama's weights are ours, and it would compute something else."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model_type: expected 'deadreckon', got 'llama'; .*convert_model"):
+        dr.DeadReckonForCausalLM.from_pretrained(tmp_path, encoding="rope")
 
 
 def test_answers_beside_others_are_to_the_same_questions(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DataCollatorWithFlattening, PreTrainedTokenizerFast
+from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedTokenizerFast
 
 import deadreckon as dr
 
@@ -74,13 +74,57 @@ def test_keywords_of_tools_change_nothing_or_are_refused() -> None:
     for name, value in (("output_attentions", True), ("lables", ids)):
         with pytest.raises(TypeError, match=f"{name}: expected None or False"):
             model(ids, **{name: value})
-    plain = {"position_ids": torch.arange(10).expand(2, -1)}
-    assert torch.equal(model(ids, **plain).logits, expected)
-    for places in (torch.arange(10), torch.arange(10)[None], torch.arange(1, 11).expand(2, -1)):
+    for places in (torch.arange(10), torch.arange(10)[None], torch.arange(10).expand(2, -1)):
+        assert torch.equal(model(ids, position_ids=places).logits, expected)
+    for places in (torch.arange(1, 11).expand(2, -1), torch.arange(11), torch.arange(20).view(2, 10)):
         with pytest.raises(ValueError, match="position_ids: expected those of documents packed in one row"):
             model(ids, position_ids=places)
     with pytest.raises(ValueError, match="position_ids: expected those of documents packed in one row"):
         model(ids[:1], position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 5]]))
+
+
+def test_positions_that_follow_from_masks_and_caches_change_nothing() -> None:
+    model, ids = make_model().eval(), torch.arange(20).view(2, 10)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected = model(ids, attention_mask=mask).logits
+    counted = (mask.cumsum(-1) - 1).clamp(min=0)
+    assert torch.equal(model(ids, attention_mask=mask, position_ids=counted).logits, expected)
+    with pytest.raises(ValueError, match="position_ids: expected those of documents"):
+        model(ids, attention_mask=mask, position_ids=counted + 1)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :9], past_key_values=cache)
+        last = model(ids[:, 9:], past_key_values=cache, position_ids=torch.tensor([[9]])).logits
+        torch.testing.assert_close(last, model(ids).logits[:, 9:])
+        with pytest.raises(ValueError, match="position_ids: expected those of documents"):
+            model(ids[:, 9:], past_key_values=cache, position_ids=torch.tensor([[9]]))
+
+
+def test_boundaries_that_contradict_each_other_are_refused() -> None:
+    model, ids = make_model(), torch.arange(20)[None]
+    bounds = torch.tensor([0, 5, 20], dtype=torch.int32)
+    expected = model(ids, cu_seqlens=bounds).logits
+    places = torch.cat([torch.arange(5), torch.arange(15)])[None]
+    for same in ({"cu_seq_lens_k": bounds}, {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.long()}):
+        assert torch.equal(model(ids, **same).logits, expected)
+        assert torch.equal(model(ids, **same, position_ids=places).logits, expected)
+    for name, other in (("cu_seq_lens_k", bounds + 1), ("cu_seq_lens_q", bounds[1:]), ("position_ids", places + 1)):
+        with pytest.raises(ValueError, match=f"{name}: expected"):
+            model(ids, cu_seqlens=bounds, **{name: other})
+
+
+def test_the_decoder_alone_takes_what_tools_pass() -> None:
+    """`AutoModel`, too, is given keywords that ask for nothing, and may be asked for a tuple."""
+    model, ids = make_model().eval(), torch.arange(20).view(2, 10)
+    expected = model.model(ids).last_hidden_state
+    asked = {"output_attentions": False, "head_mask": None, "token_type_ids": ids, "position_ids": torch.arange(10)}
+    assert torch.equal(model.model(ids, **asked, return_dict=True).last_hidden_state, expected)
+    assert torch.equal(model.model(ids, return_dict=False)[0], expected)
+    model.config.return_dict = False
+    assert isinstance(model.model(ids), tuple) and isinstance(model(ids), tuple)
+    with pytest.raises(TypeError, match="output_attentions: expected None or False"):
+        model.model(ids, output_attentions=True)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,8 +22,28 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim",
 )  # fmt: skip
-LEAST = dict.fromkeys(SIZES, 1) | dict.fromkeys(("initializer_range", "rms_norm_eps", "qk_norm_eps"), 0)
-OF_LAYERS = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads"}
+WHOLE = *SIZES, "max_position_embeddings"
+REQUIRED = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
+LEAST = dict.fromkeys(WHOLE, 1) | dict.fromkeys(("initializer_range", "rms_norm_eps", "qk_norm_eps"), 0)
+# Names that other configurations, or our layers, have for an option of this one.
+ELSEWHERE = {
+    "d_model": "hidden_size", "n_embd": "hidden_size", "dim": "hidden_size", "embed_dim": "hidden_size",
+    "n_heads": "num_attention_heads", "n_head": "num_attention_heads", "num_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "num_kv_heads": "num_key_value_heads",
+    "n_layer": "num_hidden_layers", "n_layers": "num_hidden_layers", "num_layers": "num_hidden_layers",
+    "n_inner": "intermediate_size", "ffn_dim": "intermediate_size", "n_positions": "max_position_embeddings",
+    "activation": "hidden_act", "activation_function": "hidden_act", "layer_norm_eps": "rms_norm_eps",
+    "layer_norm_epsilon": "rms_norm_eps", "attn_bias": "attention_bias", "qkv_bias": "attention_bias",
+    "position_encoding": "encoding", "position_embedding_type": "encoding",
+    "rope_theta": 'encoding_options={"rope": {"base": …}}', "rope_base": 'encoding_options={"rope": {"base": …}}',
+}  # fmt: skip
+# Options of other models that this one does not have, and what turns them off.
+ABSENT = {
+    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), 0),
+    **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0),
+    **dict.fromkeys(("sliding_window", "rope_parameters", "rope_scaling", "impl"), None),
+    **dict.fromkeys(("partial_rotary_factor", "logit_scale"), 1),
+}
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
 
 
@@ -79,13 +100,20 @@ class DeadReckonConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name in kwargs:  # transformers would keep it, and the model have the default
-            near = [OF_LAYERS[name]] if name in OF_LAYERS else get_close_matches(name, vars(self), 1, 0.8)
-            if near:
-                raise ValueError(f"{name}: expected the name of an option, such as {near[0]}")
         for name, least in LEAST.items():
-            if (value := getattr(self, name)) is not None and not least <= value < math.inf:
+            value, kind = getattr(self, name), int if name in WHOLE else (int, float)
+            if value is None and name not in REQUIRED:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise ValueError(f"{name}: expected {'an integer' if kind is int else 'a number'}, got {value!r}")
+            if not least <= value < math.inf:
                 raise ValueError(f"{name}: expected {least} or more, got {value!r}")
+        if isinstance(self.layer_encodings, str):
+            raise ValueError(f"layer_encodings: expected a list of names, got {self.layer_encodings!r}")
+        for name in self.encodings():
+            if not isinstance(name, str) or name not in ENCODINGS:
+                raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
+        _refuse_ignored(kwargs, vars(self), self.encodings())
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id: expected a token below {self.vocab_size}, got {self.pad_token_id}")
         if self.intermediate_size is None:
@@ -105,8 +133,6 @@ class DeadReckonConfig(PreTrainedConfig):
                     f"(or head_dim), got {self.hidden_size}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if isinstance(self.layer_encodings, str):
-            raise ValueError(f"layer_encodings: expected a list of names, got {self.layer_encodings!r}")
         if self.layer_encodings is not None and len(self.layer_encodings) != self.num_hidden_layers:
             raise ValueError(
                 f"layer_encodings: expected a name for each of {self.num_hidden_layers} layers, "
@@ -117,10 +143,12 @@ class DeadReckonConfig(PreTrainedConfig):
         if self.norm not in NORMS:
             raise ValueError(f"norm: expected one of {', '.join(NORMS)}; got {self.norm!r}")
         check_sharpening(self.sharpen_beyond)
-        for name in self.encodings():
-            if name not in ENCODINGS:
-                raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
-        for name in self.encoding_options or {}:
+        options = self.encoding_options or {}
+        if not isinstance(options, dict) or not all(isinstance(one, dict) for one in options.values()):
+            raise ValueError(
+                f'encoding_options: expected options by encoding, such as {{"path": {{"rank": 16}}}}, got {options!r}'
+            )
+        for name in options:
             if name not in self.encodings():
                 raise ValueError(
                     f"encoding_options: expected names of encodings in use, {sorted(set(self.encodings()))}, "
@@ -140,7 +168,16 @@ class DeadReckonConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> DeadReckonConfig:
-        """Loads a saved configuration; an option that is missing is newer than the model, and gets the old default."""
+        """Loads a saved configuration; an option that is missing is newer than the model, and gets the old default.
+
+        Those of other models are refused: many of their weights would fit, and the model compute something else.
+        """
+        kind = config_dict.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise ValueError(
+                f"model_type: expected {cls.model_type!r}, got {kind!r}; deadreckon.convert_model, or `deadreckon "
+                "convert`, makes a model of ours of it, if it is of a kind that can be converted"
+            )
         names = config_dict.get("layer_encodings") or [config_dict.get("encoding", cls.encoding)]
         before = {name: old for name in names if name in ENCODINGS and (old := ENCODINGS[name].saved_without)}
         options = _spelled_out(config_dict.get("encoding_options"), before)
@@ -166,6 +203,19 @@ class DeadReckonConfig(PreTrainedConfig):
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
         """Does nothing: `save_pretrained` refers to the installed package instead of copying this file."""
+
+
+def _refuse_ignored(given: dict[str, Any], fields: Iterable[str], encodings: list[str]) -> None:
+    """Raises a ValueError for keywords that transformers would keep while the model had the default."""
+    for name, value in given.items():
+        if name in ABSENT and value is not None and value != ABSENT[name]:
+            raise ValueError(f"{name}: expected none, which this model does not have, got {value!r}")
+        near = [ELSEWHERE[name]] if name in ELSEWHERE else get_close_matches(name, fields, 1, 0.8)
+        having = [one for one in encodings if name in inspect.signature(ENCODINGS[one]).parameters]
+        if having:
+            near = [f'encoding_options={{"{having[0]}": {{"{name}": …}}}}']
+        if near and name not in ABSENT:
+            raise ValueError(f"{name}: expected the name of an option, such as {near[0]}")
 
 
 def _spelled_out(options: dict[str, Any] | None, defaults: dict[str, dict[str, Any]]) -> dict[str, Any] | None:

@@ -88,13 +88,30 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool = False,
         output_hidden_states: bool | None = None,
-    ) -> BaseModelOutputWithPast:
+        return_dict: bool | None = None,
+        **unused: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Hidden states of (B, T) tokens; see :meth:`DeadReckonForCausalLM.forward`."""
         check_inputs(input_ids, inputs_embeds, self.config.hidden_size)
+        if unused:
+            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            assert tokens is not None
+            cu_seqlens = documents_in(unused, tokens, cu_seqlens, attention_mask, _tokens_in(past_key_values))
+            refuse_unknown(unused)
+        output = self._hidden(
+            input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, use_cache, output_hidden_states
+        )
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if return_dict else output.to_tuple()
+
+    def _hidden(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, inputs_embeds: Tensor | None,
+        cu_seqlens: Tensor | None, past_key_values: Cache | None, use_cache: bool, output_hidden_states: bool | None,
+    ) -> BaseModelOutputWithPast:  # fmt: skip
         wants_all = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if wants_all and (self.cp is not None or past_key_values is not None or use_cache):
             beside = "a KV cache" if self.cp is None else "context parallelism"
-            raise ValueError(f"output_hidden_states: expected False beside {beside}, got True")
+            raise ValueError(f"output_hidden_states: expected False beside {beside} (or use_cache=False), got True")
         if self.cp is not None:
             if past_key_values is not None or use_cache:
                 raise ValueError("past_key_values: expected no cache with context parallelism; generate on one rank")
@@ -281,6 +298,16 @@ def _without_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     return labels.masked_fill(first[:-1], IGNORED)
 
 
+def _tokens_in(cache: Cache | None) -> int:
+    """How many tokens a cache holds, 0 without one; raises a ValueError for what is no cache."""
+    if cache is None:
+        return 0
+    if not isinstance(cache, Cache):
+        kind = type(cache).__name__
+        raise ValueError(f"past_key_values: expected DynamicCache(config=model.config), got a {kind}")
+    return int(cache.get_seq_length())
+
+
 def _cache_layer(cache: Cache, number: int) -> StateLayer:
     """A layer of the cache; raises a ValueError unless the cache was built from this model's configuration."""
     layer = cache.layers[number] if number < len(cache.layers) else None
@@ -365,18 +392,20 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         check_inputs(input_ids, inputs_embeds, self.config.hidden_size, labels)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         assert tokens is not None
-        told = documents_in(unused, tokens)
-        cu_seqlens = told if cu_seqlens is None else cu_seqlens
+        cu_seqlens = documents_in(unused, tokens, cu_seqlens, attention_mask, _tokens_in(past_key_values))
         refuse_unknown({"output_attentions": self.config.output_attentions, **unused})
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")
         some = isinstance(logits_to_keep, Tensor) or bool(logits_to_keep)
+        if not isinstance(logits_to_keep, int | Tensor):
+            raise ValueError(f"logits_to_keep: expected a number of tokens or their indices, got {logits_to_keep!r}")
         if some and (labels is not None or self.cp is not None):
             beside = "labels" if labels is not None else "context parallelism"
             raise ValueError(f"logits_to_keep: expected 0, all logits, beside {beside}, got {logits_to_keep}")
         outputs = self.model(
-            input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache), output_hidden_states
-        )
+            input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, bool(use_cache),
+            output_hidden_states, return_dict=True,
+        )  # fmt: skip
         hidden, logits, loss = outputs.last_hidden_state, None, None
         with torch.set_grad_enabled(torch.is_grad_enabled() and outputs.past_key_values is None):
             if not skip_logits:

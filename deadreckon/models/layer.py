@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from inspect import signature
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from deadreckon.encodings import ENCODINGS
 from deadreckon.encodings.base import CROPPABLE, Context, Encoding, Sizes, check_sharpening
 from deadreckon.models.state import LayerState, Origin
-from deadreckon.ops.attention import Implementation, attend, attend_next, check_documents
+from deadreckon.ops.attention import IMPLEMENTATIONS, Implementation, attend, attend_next, check_documents
 from deadreckon.ops.norm import residual_norm
 from deadreckon.ops.streaming.past import lasting
 from deadreckon.ops.tracing import cast_once
@@ -25,15 +27,22 @@ LEAST = {"rank": 1, "base": 1e-6, "initial": 0, "norm_eps": 0, "gate_scale": 0} 
 
 def make_encoding(name: str, sizes: Sizes, options: dict[str, Any] | None = None) -> Encoding:
     """Builds the encoding of that name; options are the keywords of its class."""
-    if name not in ENCODINGS:
+    if not isinstance(name, str) or name not in ENCODINGS:
         raise ValueError(f"encoding: expected one of {', '.join(ENCODINGS)}; got {name!r}")
-    for option, value in (options or {}).items():
-        least = LEAST.get(option, -math.inf)
+    options = {} if options is None else options
+    known = {one.name: one.default for one in signature(ENCODINGS[name]).parameters.values() if one.name != "sizes"}
+    if not isinstance(options, dict) or not options.keys() <= known.keys():
+        wanted = f"some of {', '.join(known)}, as in {{{next(iter(known))!r}: …}}" if known else "none"
+        raise ValueError(f"encoding_options: {name!r} does not take {options!r}: expected {wanted}")
+    for option, value in options.items():
+        least, default = LEAST.get(option, -math.inf), known[option]
+        if isinstance(default, Real) and not isinstance(default, bool) and not isinstance(value, Real):
+            raise ValueError(f"{option}: expected a number, got {value!r}")
         if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= least):
             wanted = "a finite number" if least == -math.inf else f"{least} or more"
             raise ValueError(f"{option}: expected {wanted}, got {value!r}")
     try:
-        return ENCODINGS[name](sizes, **(options or {}))
+        return ENCODINGS[name](sizes, **options)
     except TypeError as error:
         raise ValueError(f"encoding_options: {name!r} does not take {options}: {error}") from error
 
@@ -83,7 +92,8 @@ class AttentionLayer(nn.Module):
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        for name, value in (("d_model", d_model), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+        whole = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "max_length": max_length}
+        for name, value in whole.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected an integer of 1 or more, got {value!r}")
         if n_heads % n_kv_heads:
@@ -92,6 +102,10 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"head_dim: expected an integer of 1 or more, got {head_dim!r}")
         if head_dim is None and d_model % n_heads:
             raise ValueError(f"d_model: expected a multiple of n_heads = {n_heads} (or head_dim), got {d_model}")
+        if not 0 <= qk_norm_eps < math.inf:
+            raise ValueError(f"qk_norm_eps: expected 0 or more, got {qk_norm_eps!r}")
+        if impl not in ("auto", *IMPLEMENTATIONS):
+            raise ValueError(f"impl: expected 'auto', {', '.join(map(repr, IMPLEMENTATIONS))}; got {impl!r}")
         check_sharpening(sharpen_beyond)
         head_dim = head_dim or d_model // n_heads
         self.sizes = Sizes(d_model, n_heads, n_kv_heads, head_dim, vocab_size, max_length, *place)
@@ -150,7 +164,8 @@ class AttentionLayer(nn.Module):
             cu_seqlens: boundaries of packed sequences (B = 1).
             cp: context parallelism: x, token_ids and the output are this rank's shards, cu_seqlens are global.
             state: the state (KV cache) after the preceding tokens, None for the first piece. Any split of a sequence
-                into pieces gives the same outputs, without gradients. An exception, even KeyboardInterrupt, leaves the
+                into pieces gives the same outputs (unless the encoding draws random numbers), without gradients: x that
+                requires them is refused outside ``torch.no_grad()``. An exception, even KeyboardInterrupt, leaves the
                 state unchanged.
             context: what a model has computed once for all of its layers, in place of token_ids, cu_seqlens and cp.
                 Then only the output is returned.
@@ -163,8 +178,11 @@ class AttentionLayer(nn.Module):
             return self._advance(x, context, None if state == "none" else state)
         if x.dim() != 3 or x.shape[-1] != self.sizes.d_model:
             raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
-        if token_ids is not None and token_ids.shape != x.shape[:2]:
-            raise ValueError(f"token_ids: expected (B, T) = {tuple(x.shape[:2])}, got {tuple(token_ids.shape)}")
+        if 0 in x.shape:
+            raise ValueError(f"x: expected (B, T, d_model) with B and T of 1 or more, got {tuple(x.shape)}")
+        if token_ids is not None and (token_ids.shape != x.shape[:2] or token_ids.is_floating_point()):
+            came = f"{token_ids.dtype} {tuple(token_ids.shape)}"
+            raise ValueError(f"token_ids: expected integers (B, T) = {tuple(x.shape[:2])}, got {came}")
         check_documents(cu_seqlens, x, cp)
         context = Context.of(x, token_ids, cu_seqlens, cp)
         if state == "none":
@@ -176,6 +194,8 @@ class AttentionLayer(nn.Module):
         state = LayerState() if state is None else state
         if not isinstance(state, LayerState):
             raise ValueError(f"state: expected a LayerState or None, got {type(state).__name__}")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError("x: expected no gradients to be required (or torch.no_grad()) beside a state, got some")
         return self._advance(x, context.after(state.length), state), state
 
     def _advance(self, x: Tensor, context: Context, state: LayerState | None) -> Tensor:

@@ -113,6 +113,8 @@ def padding(mask: Tensor | None, x: Tensor) -> Tensor | None:
     """Which tokens of x (B, T, ...) are real, (B, T), or None if all are known to be."""
     if mask is None:
         return None
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"attention_mask: expected a torch.Tensor or None, got {type(mask).__name__}")
     if mask.shape != x.shape[:2]:
         raise ValueError(
             f"attention_mask: expected (B, T) = {tuple(x.shape[:2])} with 0 for padding, got {tuple(mask.shape)}"
