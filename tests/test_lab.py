@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -153,6 +154,12 @@ def test_generate_prints_text(
     text = capsys.readouterr().out
     assert text.startswith("w 1 i 0 r")
     assert "6 tokens after 5" in text
+    run = tmp_path / "run"  # as training leaves it
+    shutil.copytree(tmp_path, run / "last", ignore=shutil.ignore_patterns("run"))
+    (run / "recipe.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", [*command[:2], str(run), *command[3:]])
+    cli.main()
+    assert capsys.readouterr().out.startswith("w 1 i 0 r")
     monkeypatch.setattr(sys, "argv", ["deadreckon", "generate", "nowhere", "--prompt", "w"])
     with pytest.raises(SystemExit):
         cli.main()

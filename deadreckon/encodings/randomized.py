@@ -32,7 +32,10 @@ class Randomized(Encoding):
 
     def embed(self, x: Tensor, context: Context) -> Tensor:
         if context.recent is not None:
-            raise ValueError("randomized: positions are drawn afresh for each forward pass; expected no state or cache")
+            raise ValueError(
+                "randomized: positions are drawn afresh for each forward pass; expected no state or cache "
+                "(use_cache=False in generate())"
+            )
         longest = context.length if context.cu_seqlens is None else context.cu_seqlens.diff().max()
         if not (isinstance(longest, Tensor) and traced(longest)) and longest > self.limit:
             raise ValueError(

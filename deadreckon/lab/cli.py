@@ -370,7 +370,7 @@ class Bench:
 class Generate:
     """Generate a continuation of a prompt, streamed, with tokens per second."""
 
-    model: Positional[str]  # folder of a model and its tokenizer, as save_pretrained writes them
+    model: Positional[str]  # folder of a model and its tokenizer, as save_pretrained writes them, or of a run
     prompt: str  # text to continue
     tokens: int = 100  # maximum number of new tokens
     temperature: float = 0.8  # sampling temperature; 0 decodes greedily
@@ -386,12 +386,14 @@ class Generate:
         from deadreckon.lab.recipes.texts import tokenizer_beside
 
         check_device(self.device)
-        check_model(Path(self.model))
+        folder = Path(self.model)
+        folder = folder / "last" if (folder / "recipe.json").exists() else folder
+        check_model(folder)
         check_counts(tokens=self.tokens)
         if self.temperature < 0:
             raise ValueError(f"temperature: expected 0 (greedy) or more, got {self.temperature}")
-        model = dr.DeadReckonForCausalLM.from_pretrained(self.model).to(self.device).eval()
-        tokenizer = tokenizer_beside(self.model)
+        model = dr.DeadReckonForCausalLM.from_pretrained(folder).to(self.device).eval()
+        tokenizer = tokenizer_beside(str(folder))
         prompt = tokenizer(self.prompt, return_tensors="pt").input_ids.to(self.device)
         if (length := prompt.shape[1]) == 0:
             raise ValueError(f"prompt: expected at least one token, got {self.prompt!r}")

@@ -288,7 +288,10 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     batch, length, query_heads, width = q.shape
     heads = k.shape[2]
     if k.shape != (batch, length, heads, width):
-        raise ValueError(f"k: expected (B, T, H, D) = ({batch}, {length}, H, {width}) to match q, got {shape_of(k)}")
+        new = " (new tokens over a KV cache are for attend_next)" if length < k.shape[1] else ""
+        raise ValueError(
+            f"k: expected (B, T, H, D) = ({batch}, {length}, H, {width}) to match q, got {shape_of(k)}{new}"
+        )
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v: expected (B, T, H, E) = ({batch}, {length}, {heads}, E) to match k, got {shape_of(v)}")
     if query_heads % heads:

@@ -72,9 +72,10 @@ class Power:
         p: an even number, 2 or more.
         form: how to compute it. ``"attention"`` is quadratic in T; ``"chunked"``, quadratic within chunks, carries the
             state from chunk to chunk; ``"recurrent"`` carries it from token to token, in a Python loop, for reading and
-            testing; ``"auto"`` picks one of the first two by size. Householder steps need ``"attention"`` or
-            ``"auto"``; ``impl="reference"`` computes the definition, whatever the form. When streaming, keys are
-            folded into a state as soon as that is smaller, unless the form is ``"attention"``.
+            testing; ``"auto"`` picks one of the first two by size. States must fit in memory: for D = 32 and p = 6 one
+            has 2.3 million rows. Householder steps need ``"attention"`` or ``"auto"``; ``impl="reference"`` computes
+            the definition, whatever the form. When streaming, keys are folded into a state as soon as that is smaller,
+            unless the form is ``"attention"``.
     """
 
     p: int
