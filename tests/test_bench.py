@@ -99,7 +99,7 @@ def test_sticks_in_reach() -> None:
 def test_commands_give_the_flags_back(flags: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page's command, typed, is the run that wrote it."""
     other = {"int": 7, "bool": True, "str": "a b,c", "tuple[int, ...]": (3, 4), "tuple[str, ...]": ("x", "y")}
-    modes = {"tuple[Mode, ...]": ("compiled", "eager")}
+    modes = {"tuple[Mode, ...]": ("compiled", "eager"), "Form": "attention"}
     changed = {
         field.name: (other | modes)[str(field.type)] for field in fields(flags) if field.name not in ("device", "save")
     }

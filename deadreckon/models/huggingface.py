@@ -96,7 +96,7 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         if unused:
             tokens = input_ids if inputs_embeds is None else inputs_embeds
             assert tokens is not None
-            cu_seqlens = documents_in(unused, tokens, cu_seqlens, attention_mask, _tokens_in(past_key_values))
+            cu_seqlens = documents_in(unused, tokens, cu_seqlens, attention_mask, past_key_values)
             refuse_unknown(unused)
         output = self._hidden(
             input_ids, attention_mask, inputs_embeds, cu_seqlens, past_key_values, use_cache, output_hidden_states
@@ -108,6 +108,9 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
         self, input_ids: Tensor | None, attention_mask: Tensor | None, inputs_embeds: Tensor | None,
         cu_seqlens: Tensor | None, past_key_values: Cache | None, use_cache: bool, output_hidden_states: bool | None,
     ) -> BaseModelOutputWithPast:  # fmt: skip
+        if past_key_values is not None and not isinstance(past_key_values, Cache):
+            kind = type(past_key_values).__name__
+            raise ValueError(f"past_key_values: expected DynamicCache(config=model.config), got a {kind}")
         wants_all = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if wants_all and (self.cp is not None or past_key_values is not None or use_cache):
             beside = "a KV cache" if self.cp is None else "context parallelism"
@@ -298,16 +301,6 @@ def _without_first(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     return labels.masked_fill(first[:-1], IGNORED)
 
 
-def _tokens_in(cache: Cache | None) -> int:
-    """How many tokens a cache holds, 0 without one; raises a ValueError for what is no cache."""
-    if cache is None:
-        return 0
-    if not isinstance(cache, Cache):
-        kind = type(cache).__name__
-        raise ValueError(f"past_key_values: expected DynamicCache(config=model.config), got a {kind}")
-    return int(cache.get_seq_length())
-
-
 def _cache_layer(cache: Cache, number: int) -> StateLayer:
     """A layer of the cache; raises a ValueError unless the cache was built from this model's configuration."""
     layer = cache.layers[number] if number < len(cache.layers) else None
@@ -392,7 +385,7 @@ class DeadReckonForCausalLM(DeadReckonPreTrainedModel, GenerationMixin):
         check_inputs(input_ids, inputs_embeds, self.config.hidden_size, labels)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         assert tokens is not None
-        cu_seqlens = documents_in(unused, tokens, cu_seqlens, attention_mask, _tokens_in(past_key_values))
+        cu_seqlens = documents_in(unused, tokens, cu_seqlens, attention_mask, past_key_values)
         refuse_unknown({"output_attentions": self.config.output_attentions, **unused})
         if skip_logits and labels is None:
             raise ValueError("skip_logits: expected labels beside it, got None")

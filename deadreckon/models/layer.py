@@ -179,7 +179,7 @@ class AttentionLayer(nn.Module):
         if x.dim() != 3 or x.shape[-1] != self.sizes.d_model:
             raise ValueError(f"x: expected (B, T, d_model = {self.sizes.d_model}), got {tuple(x.shape)}")
         if 0 in x.shape:
-            raise ValueError(f"x: expected (B, T, d_model) with B and T of 1 or more, got {tuple(x.shape)}")
+            raise ValueError(f"x: expected at least one token, got shape {tuple(x.shape)}")
         if token_ids is not None and (token_ids.shape != x.shape[:2] or token_ids.is_floating_point()):
             came = f"{token_ids.dtype} {tuple(token_ids.shape)}"
             raise ValueError(f"token_ids: expected integers (B, T) = {tuple(x.shape[:2])}, got {came}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from deadreckon.ops.tracing import traced
 
@@ -39,12 +40,12 @@ def offer_lora_targets(model_type: str) -> None:
 
 def documents_in(
     keywords: dict[str, Any], tokens: Tensor, cu_seqlens: Tensor | None = None, mask: Tensor | None = None,
-    past: int = 0,
+    cache: Cache | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Boundaries of packed documents: cu_seqlens, or what `DataCollatorWithFlattening` says of them in keywords.
 
-    Takes that out of the keywords. `position_ids` that follow from the tokens anyway, the mask, and `past` tokens in a
-    cache say nothing; others must be those of packed documents.
+    Takes that out of the keywords. `position_ids` that follow from tokens, mask and cache anyway say nothing; others must
+    be those of packed documents.
     """
     queries, keys = keywords.pop("cu_seq_lens_q", None), keywords.pop("cu_seq_lens_k", None)
     for name in ("max_length_q", "max_length_k"):
@@ -56,7 +57,10 @@ def documents_in(
         if other is not None and boundaries is not None and not _same(other, boundaries):
             raise ValueError(f"{name}: expected the boundaries that are given beside it, {boundaries}, got {other}")
     if boundaries is None:
-        return None if places is None else _documents_of(places, tokens, mask, past)
+        if places is None:  # as in decoding, where a compiler would guard the number of tokens in the cache
+            return None
+        past = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+        return _documents_of(places, tokens, mask, past)
     if places is not None and len(places) == 1:
         index = torch.arange(places.shape[-1], device=places.device)
         begins = boundaries[torch.searchsorted(boundaries, index.to(boundaries), right=True) - 1]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 Mode = Literal["eager", "compiled"]
+Form = Literal["auto", "attention", "chunked"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Powers(Flags):
     forms: bool = False
     # Time whole models instead, forward only: what gates and data-dependent angles add to the cost of symmetric powers.
     models: bool = False
-    form: Literal["auto", "attention", "chunked"] = "auto"  # how whole models compute powers
+    form: Form = "auto"  # how whole models compute powers
     rounds: int = 3  # timings of each case
 
 

@@ -69,8 +69,8 @@ class Run:
             self.recipe = Recipe.from_dict(json.loads((path / "recipe.json").read_text()))
         except OSError as error:
             raise ValueError(
-                f"run: expected a folder with recipe.json, as train writes it (for its checkpoints and other models, "
-                f"`deadreckon eval` needs --recipe), got {str(path)!r}"
+                f"run: expected a folder with recipe.json, as train writes it, got {str(path)!r} (for a checkpoint in "
+                "it, and for other models, `deadreckon eval` needs --recipe)"
             ) from error
         except (ValueError, TypeError) as error:
             raise ValueError(f"run: {path / 'recipe.json'} is no recipe: {error}") from error

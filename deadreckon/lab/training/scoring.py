@@ -10,7 +10,7 @@ from rich.console import Console
 
 import deadreckon as dr
 from deadreckon.lab.arguments import check_output
-from deadreckon.lab.environment import check_device, quiet_transformers
+from deadreckon.lab.environment import check_device, check_model, quiet_transformers
 from deadreckon.lab.evaluation import SHARES, Place, Score, evaluate, format_value, places_to_test
 from deadreckon.lab.recipes import Recipe
 from deadreckon.lab.recipes.texts import fast_tokenizer, same_tokens, text_of
@@ -69,7 +69,8 @@ def score_model(
     metrics: Sequence[dict[str, float]] = (),
 ) -> dict[Place, Score]:
     """Scores of any saved model in the tests of a recipe; evaluators of training itself need its `metrics`."""
-    encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding if (folder / "config.json").exists() else ""
+    check_model(folder)
+    encoding = dr.DeadReckonConfig.from_pretrained(folder).encoding
     recipe = replace(recipe, encoding=encoding or recipe.encoding)
     model = load_for_tests(folder, recipe, device, lengths, sharpen_beyond)
     task = recipe.make_task()
