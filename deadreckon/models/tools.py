@@ -44,8 +44,8 @@ def documents_in(
 ) -> Tensor | None:  # fmt: skip
     """Boundaries of packed documents: cu_seqlens, or what `DataCollatorWithFlattening` says of them in keywords.
 
-    Takes that out of the keywords. `position_ids` that follow from tokens, mask and cache anyway say nothing; others must
-    be those of packed documents.
+    Takes that out of the keywords. `position_ids` that follow from tokens, mask and cache anyway say nothing; others
+    must be those of packed documents.
     """
     queries, keys = keywords.pop("cu_seq_lens_q", None), keywords.pop("cu_seq_lens_k", None)
     for name in ("max_length_q", "max_length_k"):
