@@ -109,7 +109,13 @@ def test_boundaries_that_contradict_each_other_are_refused() -> None:
     for same in ({"cu_seq_lens_k": bounds}, {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.long()}):
         assert torch.equal(model(ids, **same).logits, expected)
         assert torch.equal(model(ids, **same, position_ids=places).logits, expected)
-    for name, other in (("cu_seq_lens_k", bounds + 1), ("cu_seq_lens_q", bounds[1:]), ("position_ids", places + 1)):
+        assert torch.equal(model(ids, **same, position_ids=places[0]).logits, expected)
+    for name, other in (
+        ("cu_seq_lens_k", bounds + 1),
+        ("cu_seq_lens_q", bounds[1:]),
+        ("position_ids", places + 1),
+        ("position_ids", places[:, 1:]),
+    ):
         with pytest.raises(ValueError, match=f"{name}: expected"):
             model(ids, cu_seqlens=bounds, **{name: other})
 

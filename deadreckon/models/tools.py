@@ -54,24 +54,24 @@ def documents_in(
     boundaries: Tensor | None = cu_seqlens
     for name, other in (("cu_seq_lens_q", queries), ("cu_seq_lens_k", keys)):
         boundaries = other if boundaries is None else boundaries
-        if other is not None and boundaries is not None and not _same(other, boundaries):
+        if other is not None and boundaries is not None and _differ(other, boundaries):
             raise ValueError(f"{name}: expected the boundaries that are given beside it, {boundaries}, got {other}")
     if boundaries is None:
         if places is None:  # as in decoding, where a compiler would guard the number of tokens in the cache
             return None
         past = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
         return _documents_of(places, tokens, mask, past)
-    if places is not None and len(places) == 1:
-        index = torch.arange(places.shape[-1], device=places.device)
-        begins = boundaries[torch.searchsorted(boundaries, index.to(boundaries), right=True) - 1]
-        if not _same(places[0], index - begins):
+    if places is not None and isinstance(boundaries, Tensor) and not boundaries.is_cuda:
+        index = torch.arange(places.numel()).to(boundaries)
+        begins = boundaries[torch.searchsorted(boundaries, index, right=True) - 1]
+        if _differ(places.flatten(), index - begins):
             raise ValueError(f"position_ids: expected none, or those of documents at {boundaries}, got {places!r:.80}")
     return boundaries
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are equal; taken for granted on a GPU, where the host would wait, and in tracing."""
-    return x.is_cuda or y.is_cuda or traced(x) or torch.equal(x, y.to(x))
+def _differ(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors differ; not looked at on a GPU, where the host would wait, and in tracing."""
+    return not (x.is_cuda or y.is_cuda or traced(x) or torch.equal(x, y.to(x)))
 
 
 def _documents_of(places: Tensor, tokens: Tensor, mask: Tensor | None, past: int) -> Tensor | None:
