@@ -110,6 +110,11 @@ def test_commands_give_the_flags_back(flags: Any, monkeypatch: pytest.MonkeyPatc
         assert seen.pop() == chosen
 
 
+def test_forms_are_of_whole_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_cli(monkeypatch, "bench", "powers", "--form", "chunked")
+    assert "form: expected with --models only, got 'chunked'" in capsys.readouterr().err
+
+
 def test_flags_are_light() -> None:
     """The command line imports them for every command."""
     code = "import sys, deadreckon.lab.bench.flags; sys.exit('torch' in sys.modules)"

@@ -113,8 +113,8 @@ class DeadReckonModel(DeadReckonPreTrainedModel):
             raise ValueError(f"past_key_values: expected DynamicCache(config=model.config), got a {kind}")
         wants_all = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if wants_all and (self.cp is not None or past_key_values is not None or use_cache):
-            beside = "a KV cache" if self.cp is None else "context parallelism"
-            raise ValueError(f"output_hidden_states: expected False beside {beside} (or use_cache=False), got True")
+            beside = "a KV cache (or use_cache=False)" if self.cp is None else "context parallelism"
+            raise ValueError(f"output_hidden_states: expected False beside {beside}, got True")
         if self.cp is not None:
             if past_key_values is not None or use_cache:
                 raise ValueError("past_key_values: expected no cache with context parallelism; generate on one rank")

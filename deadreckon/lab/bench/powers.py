@@ -126,6 +126,8 @@ def model_rows(flags: Powers, lengths: Sequence[int]) -> Iterator[Row]:
 
 def run(flags: Powers) -> None:
     """Checks, then measures."""
+    if flags.form != "auto" and not flags.models:
+        raise ValueError(f"form: expected with --models only, got {flags.form!r}")
     page = Page(flags, "Symmetric powers")
     if flags.models:
         layers, heads = MODELS[flags.device]
